@@ -1,0 +1,63 @@
+# The template's commands; bare `make` prints them.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+OUT ?= build
+TORCH_INDEX ?=
+TORCH_CUDA ?=
+PROJECT := {{cookiecutter.project_slug}}
+PACKAGE := {{cookiecutter.package_name}}
+DEMO := $(OUT)/my-trainer
+READY := .venv/.ready
+TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
+export PYTHON TORCH_INDEX TORCH_CUDA
+
+help:  ## print this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@echo "  Variables: PYTHON (makes .venv; 3.11 or newer), OUT (where demo generates; build),"
+	@echo "             TORCH_INDEX (package index for torch alone), TORCH_CUDA=1 (accept its CUDA build without a GPU)"
+
+demo: $(OUT)/.my-trainer  ## generate a project with the default answers under build/ and train it
+	$(MAKE) --no-print-directory -C '$(DEMO)' train RUN='$(CURDIR)/.venv/bin/python'
+
+test: $(READY)  ## every test: the template's, then the default project's own
+	.venv/bin/python -m pytest tests
+	@rm -rf build/test && mkdir -p build/test
+	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
+	$(MAKE) --no-print-directory -C build/test/my-trainer test-all RUN='$(CURDIR)/.venv/bin/python'
+
+test-quick: $(READY) dev  ## the tests that take a minute or two, the project's run in place
+	.venv/bin/python -m pytest -m "not slow" tests
+	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python'
+
+dev:  ## link the un-rendered project into build/dev, its package named trainer_dev, to run it in place
+	@mkdir -p build/dev && find build/dev -maxdepth 1 -type l -delete
+	@find '$(PROJECT)' -mindepth 1 -maxdepth 1 -not -name '$(PACKAGE)' -exec ln -s ../../{} build/dev/ \;
+	@ln -s '../../$(PROJECT)/$(PACKAGE)' build/dev/trainer_dev
+	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
+
+check: $(READY) dev  ## lint (ruff) and type-check (ty) the hooks, the tests and the un-rendered package
+	.venv/bin/ruff check --no-respect-gitignore hooks tests build/dev/trainer_dev
+	.venv/bin/ty check --no-respect-ignore-files --python .venv hooks tests build/dev/trainer_dev
+
+docs: $(READY)  ## build the documentation site
+	.venv/bin/zensical build
+
+clean:  ## remove build/, the site and the tools' caches; .venv stays
+	rm -rf build site .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -type d -prune -exec rm -rf {} +
+
+$(READY): $(PROJECT)/constraints.txt
+	@$(MAKE) --no-print-directory -C '$(PROJECT)' setup VENV=../.venv
+
+# The stamp is older than a changed template, or the project is gone: generate (again).
+$(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,missing)
+	@echo "demo: generating $(DEMO) with the default answers"
+	@mkdir -p '$(OUT)'
+	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
+	@touch '$@'
+
+.PHONY: help demo test test-quick dev check docs clean missing

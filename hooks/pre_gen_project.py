@@ -1,0 +1,80 @@
+"""Refuse an answer that cannot work, in one sentence that names it. Nothing is generated then."""
+
+import json
+import keyword
+import re
+import sys
+import unicodedata
+
+ANSWERS = json.loads(r'''{{ cookiecutter | tojson }}''')
+
+FOLDERS = {"build", "configs", "data_cache", "docs", "launch", "runs", "site", "tests"}
+# What constraints.txt installs, by distribution name and by import name; a test keeps the list complete.
+DEPENDENCIES = set("""
+_distutils_hack _multiprocess _pytest _xxhash _yaml absl absl_py accelerate aiohappyeyeballs aiohttp
+aiosignal annotated_doc annotated_types anyio arrow attr attrs binaryornot certifi charset_normalizer click
+cookiecutter coreweave_evaluations cwevals datasets dateutil deepmerge deepspeed dill distro
+docstring_parser filelock frozenlist fsspec functorch git google googleapis_common_protos grpc grpcio h11
+hf_xet httpcore httpcore2 httpx httpx2 huggingface_hub idna iniconfig isympy jinja2 jsonargparse lightning
+lightning_fabric lightning_utilities markdown markdown_it markdown_it_py markupsafe materialx mdurl mpmath
+multidict multiprocess networkx numpy opentelemetry opentelemetry_api opentelemetry_exporter_http_transport
+opentelemetry_exporter_otlp_common opentelemetry_exporter_otlp_proto_common
+opentelemetry_exporter_otlp_proto_http opentelemetry_proto opentelemetry_sdk
+opentelemetry_semantic_conventions packaging pandas pathspec peft pil pillow pip pkg_resources platformdirs
+pluggy propcache protobuf py pyarrow pydantic pydantic_core pygments pymdown_extensions pymdownx pytest
+pytest_timeout python_dateutil python_slugify pytorch_lightning pyyaml regex requests rich ruff safetensors
+setuptools shellingham slugify sniffio sympy tensorboard tensorboard_data_server text_unidecode tokenizers
+tomli torch torchgen torchmetrics tqdm transformers triton truststore ty typer typeshed_client
+typing_extensions typing_inspection tzdata urllib3 wandb werkzeug xxhash yaml yarl zensical
+""".split())
+
+
+def underscored(name: str) -> str:
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def package_problem(name: str) -> str | None:
+    if not (name.isascii() and name.isidentifier()):
+        return "must be a Python identifier: ASCII letters, digits and underscores, no digit first"
+    if len(name) > 60:
+        return f"has {len(name)} characters; 60 are allowed"
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        return "is a keyword of Python"
+    if name.lower() in {module.lower() for module in sys.stdlib_module_names}:
+        return "is a module of Python's standard library, which it would hide"
+    if name.lower() in DEPENDENCIES:
+        return "is the name of a package that the project needs, which it would hide"
+    if name.lower() in FOLDERS:
+        return "is the name of a folder of the project"
+    return "must not begin with two underscores" if name.startswith("__") else None
+
+
+def slug_problem(name: str) -> str | None:
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+        return "must be a plain folder name: ASCII letters, digits, '-', '_' and '.', a letter or digit at both ends"
+    if underscored(name) in DEPENDENCIES:
+        return "is the name of a package that the project needs"
+    return None
+
+
+def text_problem(text: str) -> str | None:
+    if not text.strip():
+        return "is empty"
+    if len(text) > 300:
+        return f"has {len(text)} characters; 300 are allowed"
+    # Cc: control characters, line breaks among them; Cs: lone surrogates; Zl, Zp: Unicode's own line breaks.
+    if any(unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"} for char in text):
+        return "must be one line without control characters"
+    return None
+
+
+CHECKS = {
+    "project_name": text_problem,
+    "project_slug": slug_problem,
+    "package_name": package_problem,
+    "description": text_problem,
+    "author": text_problem,
+}
+for key, problem in CHECKS.items():
+    if reason := problem(ANSWERS[key]):
+        sys.exit(f"{key} {ANSWERS[key][:80]!r} {reason}; give another {key}.")

@@ -1,0 +1,1 @@
+"""Train a transformers model with Lightning: `python -m <this package> --help`."""

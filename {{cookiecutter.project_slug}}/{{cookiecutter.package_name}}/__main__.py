@@ -1,0 +1,67 @@
+"""`python -m <package> VERB …`: find the verb's module, run it, and turn the user's mistakes into one sentence.
+
+Nothing heavy is imported here: `--help` must answer before torch could be loaded, and a verb imports only
+what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+
+from .errors import InputError
+
+VERBS = {  # verb -> (module with `main(argv)`, what it does)
+    "fit": (".cli", "train, validating on the way; resumes with --ckpt_path last"),
+    "validate": (".cli", "measure a checkpoint on the validation split"),
+    "test": (".cli", "measure a checkpoint on the test split"),
+    "predict": (".cli", "continue data.prompts with a checkpoint and write the texts down"),
+    "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
+}
+
+EXIT_OK, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 2, 130
+
+
+def usage(program: str) -> str:
+    verbs = "\n".join(f"  {verb:<10} {what}" for verb, (_, what) in VERBS.items())
+    return f"""usage: python -m {program} VERB [--config FILE]… [--KEY VALUE]…
+
+verbs:
+{verbs}
+
+Files given with --config compose from left to right; a --KEY VALUE after them overrides.
+  python -m {program} fit --config configs/quickstart.yaml
+  python -m {program} fit --config configs/pretrain.yaml --config configs/strategy/ddp.yaml --trainer.max_steps 100
+  python -m {program} fit --config configs/quickstart.yaml --print_config     what would run, every key resolved
+  python -m {program} VERB --help                                             every key: meaning, unit, off value
+
+Set TRACEBACK=1 to see the Python traceback behind an error."""
+
+
+def main(argv: list[str]) -> int:
+    program = (__package__ or "package").split(".")[0]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage(program))
+        return EXIT_OK if argv else EXIT_BAD_INPUT
+    verb = argv[0]
+    if verb not in VERBS:
+        print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
+        importlib.import_module(VERBS[verb][0], __package__).main(argv)
+        return EXIT_OK
+    except InputError as error:
+        if os.environ.get("TRACEBACK", "0") != "0":
+            traceback.print_exc()
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this node found the same
+            print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""The last words of a run: where it began, where it ended, where everything is, what to type next."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class Summary(Callback):
+    """Keep the first validation's result through restarts, and print the run's end beside it.
+
+    Args:
+        folder: The run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.first: dict[str, float] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.first = state_dict["first"]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.first = self.first or dict(pl_module.eval_metrics)
+
+    @rank_zero_only
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        data, last = pl_module.data, pl_module.eval_metrics
+        print(f"\nfinished after step {trainer.global_step}")
+        for name, value in last.items():
+            first = f"{self.first[name]:.4f} at the start -> " if name in self.first else ""
+            baseline = ""
+            if name == "eval/bits_per_byte" and data.unigram_bits_per_byte:
+                baseline = f"   (a unigram model of the same tokens: {data.unigram_bits_per_byte:.4f})"
+            print(f"  {name:<22}{first}{value:.4f}{baseline}")
+        samples = self.folder / "samples.txt"
+        if samples.exists():
+            print("a sample of what it writes:")
+            newest = samples.read_text(encoding="utf-8").rsplit("--- step ", 1)[-1].split("\n", 1)[-1]
+            print("\n".join("  | " + line for line in newest.rstrip().splitlines()))
+        print(f"everything is in  {self.folder}")
+        print(f"watch it          tensorboard --logdir {self.folder}")
+        print(f"measure it        {_command('test')} --ckpt_path last")
+        print(f"let it write      {_command('predict')} --ckpt_path last")
+        print(f"train further     {_command('fit')} --ckpt_path last --trainer.max_steps {2 * trainer.global_step}")
+
+
+def _command(verb: str) -> str:
+    """This command line with another verb, and without the flags that the hint sets itself."""
+    kept, skip = [], False
+    for word in sys.argv[2:]:
+        flag = word.split("=")[0]
+        if skip:
+            skip = False
+        elif flag in ("--ckpt_path", "--trainer.max_steps"):
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    program = Path(sys.argv[0]).parent.name
+    return " ".join(["python -m", program, verb, *kept])

@@ -1,0 +1,41 @@
+"""Empties the metric buffer at log steps: one collective, one transfer, one call per logger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback
+
+
+def is_log_step(trainer: L.Trainer) -> bool:
+    """Whether the optimizer step just done is one whose metrics are written."""
+    step = trainer.global_step
+    return step % trainer.log_every_n_steps == 0 or step == trainer.estimated_stepping_batches
+
+
+class TrainingLog(Callback):
+    """Write the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
+
+    Callbacks that measure on the host come before this one and `put`; those that show metrics come after it and
+    read `module.metrics.latest`.
+    """
+
+    _written_step = -1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._written_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == self._written_step or not is_log_step(trainer):
+            return
+        self._written_step = step
+        metrics = pl_module.metrics.read(lambda t: trainer.strategy.reduce(t, reduce_op="sum"))
+        pl_module.derive(metrics)
+        metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+        pl_module.metrics.latest = metrics
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)

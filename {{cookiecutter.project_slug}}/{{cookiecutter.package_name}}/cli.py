@@ -1,0 +1,177 @@
+"""`fit`, `validate`, `test`, `predict`: from --config files and flags to a Trainer that runs.
+
+LightningCLI does the work. Here stand: which callbacks always run, where a run keeps its things, the checks that
+must pass before any process starts, and how a mistake is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning as L
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_only
+
+from . import loggers  # noqa: F401  (makes `class_path: WandB` known)
+from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from .callbacks.console import Console
+from .callbacks.record import Record
+from .callbacks.samples import Samples
+from .callbacks.summary import Summary
+from .callbacks.throughput import Throughput
+from .callbacks.training_log import TrainingLog
+from .data import DataModule
+from .module import LanguageModule
+from .run import RunConfig, check_checkpoint, fill_placeholders, new_run, newest_checkpoint
+
+# In the order in which they are called: measure, write, show, act.
+ALWAYS_ON = {
+    "throughput": Throughput,
+    "training_log": TrainingLog,
+    "console": Console,
+    "samples": Samples,
+    "last_checkpoint": LastCheckpoint,
+    "best_checkpoint": BestCheckpoint,
+}
+
+TRAINER_DEFAULTS = {
+    "use_distributed_sampler": False,  # data.py owns the order of samples
+    "num_sanity_val_steps": -1,  # a whole validation before training: where did it begin?
+    "check_val_every_n_epoch": None,  # val_check_interval counts across epochs
+    "val_check_interval": 100,
+    "log_every_n_steps": 10,
+    "gradient_clip_val": 1.0,
+    "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
+    "enable_model_summary": False,
+    "logger": [
+        {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "{run}", "name": "tensorboard", "version": ""}},
+        {"class_path": "CSVLogger", "init_args": {"save_dir": "{run}", "name": "csv"}},
+    ],
+}
+
+
+def main(argv: list[str]) -> None:
+    """Run one of Lightning's verbs.
+
+    Raises:
+        InputError: what was given cannot be run.
+    """
+    CLI(args=argv, run=True)
+
+
+def parse(argv: list[str]) -> CLI:
+    """The objects that `argv` describes, without a Trainer; `argv[0]`, the tool's verb, is passed over."""
+    return WithoutTrainer(args=argv[1:], run=False)
+
+
+class Parser(LightningArgumentParser):
+    """Says what is wrong in one sentence, instead of behind a page of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # ty: ignore[invalid-method-override]
+        if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
+            raise ex
+        text = " ".join(message.split())
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {text}; see --help for every key", file=sys.stderr)
+        sys.exit(2)
+
+
+class CLI(LightningCLI):
+    """LightningCLI with our classes, defaults and checks."""
+
+    run: Path
+
+    def __init__(self, args: list[str], run: bool) -> None:
+        # LightningCLI warns when both `args` and sys.argv are there; ours are the same.
+        program, sys.argv[1:] = sys.argv[1:], []
+        try:
+            super().__init__(
+                LanguageModule,
+                DataModule,
+                save_config_callback=None,  # callbacks/record.py writes it, into the run's own folder
+                trainer_defaults=TRAINER_DEFAULTS,
+                seed_everything_default=0,
+                args=args,
+                run=run,
+            )
+        finally:
+            sys.argv[1:] = program
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = Parser(**kwargs)
+        parser.add_argument(
+            "-c", "--config", action="config", help="A YAML file of these keys; give several, the later one wins."
+        )
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(RunConfig, "run")
+        for key, callback in ALWAYS_ON.items():
+            parser.add_lightning_class_args(callback, key)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let the checkpoint's hyperparameters override the configuration: here the YAML rules."""
+
+    def before_instantiate_classes(self) -> None:
+        settings = self.config[self.subcommand] if self.subcommand else self.config
+        run_config = RunConfig(**vars(settings.run))
+        asked = settings.get("ckpt_path")
+        if asked == "last":
+            checkpoint = newest_checkpoint(run_config)
+            self.run = checkpoint.parent.parent
+            settings.ckpt_path = str(checkpoint)
+        else:
+            self.run = new_run(run_config)
+        if asked:
+            check_checkpoint(Path(settings.ckpt_path))
+        for key, value in settings.as_dict().items():
+            settings[key] = fill_placeholders(value, self.run) if key != "config" else value
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        self._dump_config()
+        plain = json.loads(json.dumps(self.config_dump, default=str))
+        trainer.callbacks += [Record(self.run, plain), Summary(self.run)]  # ty: ignore[unresolved-attribute]
+        return trainer
+
+    # ---- before each verb, in the first process, when nothing has been started yet -----------------------------
+
+    def before_fit(self) -> None:
+        self._check_data()
+
+    before_validate = before_test = before_predict = before_fit
+
+    def _check_data(self) -> None:
+        """Refuse what cannot work, and tokenize when this process is the only one so far."""
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        started_by_a_launcher = environment is not None and environment.creates_processes_externally
+        if self.subcommand == "fit":
+            self.datamodule.check(self.trainer.world_size)
+        if started_by_a_launcher:
+            self.datamodule.require()
+        else:
+            self.datamodule.prepare()
+
+    def after_predict(self) -> None:
+        self._write_predictions()
+
+    @rank_zero_only
+    def _write_predictions(self) -> None:
+        path = self.run / "predictions.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        predictions: list[Any] = self.trainer.predict_loop.predictions
+        path.write_text("".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions), encoding="utf-8")
+        for prediction in predictions:
+            print(f"{prediction['prompt']}\033[1m{prediction['continuation']}\033[0m\n")
+        print(f"written to {path}")
+
+
+class WithoutTrainer(CLI):
+    """For tools: the same keys, the model and the data, nothing that trains."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        return None  # ty: ignore[invalid-return-type]

@@ -1,0 +1,67 @@
+"""WandB that never keeps training waiting: online with a key, offline without one or when the service is away."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+
+
+class WandB(WandbLogger):
+    """One WandB run per run folder: resuming the folder resumes the run.
+
+    Args:
+        project: WandB project.
+        save_dir: The run's folder; its name is the WandB run's id.
+        name: Display name. null takes the id.
+        group: Group of runs to file this one under. null is none.
+        tags: Labels. null is none.
+        notes: Free text. null is none.
+        offline: true keeps all on disk, for `wandb sync` later. null decides by whether there is an API key.
+        init_timeout_s: Seconds to wait for the service before going offline.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        save_dir: str = "{run}",
+        name: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+        notes: str | None = None,
+        offline: bool | None = None,
+        init_timeout_s: float = 30.0,
+    ) -> None:
+        run_id = Path(save_dir).name
+        offline = not _has_api_key() if offline is None else offline
+        super().__init__(
+            project=project, save_dir=save_dir, name=name or run_id, id=run_id, offline=offline, resume="allow",
+            group=group, tags=tags, notes=notes,
+        )  # fmt: skip
+        self._init_timeout_s = init_timeout_s
+
+    @property
+    @rank_zero_only
+    def experiment(self) -> Any:  # pyright: ignore
+        if self._experiment is None:
+            import wandb
+
+            Path(self._wandb_init["dir"]).mkdir(parents=True, exist_ok=True)
+            self._wandb_init["settings"] = wandb.Settings(init_timeout=self._init_timeout_s, silent=True)
+            try:
+                return super().experiment
+            except wandb.errors.Error as error:
+                rank_zero_info(f"WandB is not to be reached ({error}); logging offline, `wandb sync` later")
+                self._wandb_init["mode"] = "offline"
+        return super().experiment
+
+
+def _has_api_key() -> bool:
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"] == "online"
+    from wandb.sdk.lib import apikey
+
+    return bool(apikey.api_key())

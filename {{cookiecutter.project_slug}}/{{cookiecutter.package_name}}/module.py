@@ -1,0 +1,225 @@
+"""What is trained: the model, its loss and its metrics. This file is yours to edit.
+
+Three edits, each in one place:
+    another model           `architecture` or `pretrained` in the YAML; `build_model` for one of your own
+    other inputs/outputs    `build_model` (the vocabulary is resized there) and `forward`
+    another loss or metric  `loss` and `training_step`; a training metric is one line: `self.track(name, value)`
+
+The machine is not mentioned here: strategy, precision, devices, accumulation and checkpoints are configuration.
+
+Shapes: B sequences, T tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import InputError
+from .metrics import MetricBuffer
+from .optim import OptimConfig, build_optimizer, build_schedule, clip_gradients
+
+# DeepSeek-V3's architecture (multi-head latent attention, mixture of experts) at a size that learns on a CPU.
+SMALL_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_mtp_layers": 0,
+}
+
+
+class LanguageModule(L.LightningModule):
+    """A transformers causal language model with next-token loss.
+
+    Args:
+        architecture: A transformers configuration: `model_type` and any of its fields. Vocabulary, sequence length
+            and end-of-document token come from the data. Trained from scratch. Not used when `pretrained` is set.
+        pretrained: A local folder or hub name to load weights from. null starts from scratch.
+        optim: Optimizer and schedule.
+        sample_tokens: Tokens that `generate` writes for a prompt.
+        sample_temperature: Randomness of `generate`. 0 takes the likeliest token each time.
+    """
+
+    model: nn.Module
+
+    def __init__(
+        self,
+        architecture: dict[str, Any] = SMALL_DEEPSEEK_V3,
+        pretrained: str | None = None,
+        optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
+        sample_tokens: int = 64,
+        sample_temperature: float = 0.8,
+    ) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.pretrained = pretrained
+        self.optim = optim
+        self.sample_tokens = sample_tokens
+        self.sample_temperature = sample_temperature
+        self.metrics = MetricBuffer()
+        self.eval_metrics: dict[str, float] = {}  # of the newest validation or test, for callbacks
+
+    # ---- the model ---------------------------------------------------------------------------------------------
+
+    def configure_model(self) -> None:
+        """Build the model once, when the data, and with it the vocabulary, is known."""
+        if not hasattr(self, "model"):
+            self.model = self.build_model(self.data.vocab_size, self.data.eos_token_id)
+
+    def build_model(self, vocab_size: int, eos_token_id: int) -> nn.Module:
+        """The network, with room for `vocab_size` tokens."""
+        from transformers import AutoModelForCausalLM
+
+        if self.pretrained:
+            try:
+                model = AutoModelForCausalLM.from_pretrained(
+                    self.pretrained, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+                )
+            except (OSError, ValueError) as error:
+                raise InputError(f"model.pretrained {self.pretrained!r} cannot be loaded: {error}") from error
+            # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
+            if model.get_input_embeddings().num_embeddings < vocab_size:
+                model.resize_token_embeddings(vocab_size)
+        else:
+            model = AutoModelForCausalLM.from_config(self._transformers_config(vocab_size, eos_token_id))
+        return model.train()
+
+    def _transformers_config(self, vocab_size: int, eos_token_id: int) -> Any:
+        from transformers import AutoConfig
+
+        fields = {"max_position_embeddings": self.data.seq_len, **self.architecture}
+        model_type = fields.pop("model_type", None)
+        try:
+            return AutoConfig.for_model(
+                model_type, vocab_size=vocab_size, eos_token_id=eos_token_id, bos_token_id=eos_token_id, **fields
+            )
+        except (ValueError, TypeError) as error:
+            raise InputError(f"model.architecture with model_type {model_type!r} is refused: {error}") from error
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """(B, T) tokens to (B, T, V) logits.
+
+        `use_cache=False` and no attention mask: only so does transformers read document boundaries off the
+        positions; with either, packed documents see each other.
+        """
+        output = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        return output.logits
+
+    # ---- loss and metrics --------------------------------------------------------------------------------------
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """(B, T, V) logits and (B, T) labels, already shifted, -100 where none counts, to (B*T,) losses in nats."""
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch)
+        loss = self.loss(logits, batch["labels"]).mean()  # every token of a packed row counts
+        self.track("train/loss", loss)
+        self.track("train/token_accuracy", (logits.detach().argmax(-1) == batch["labels"]).float().mean())
+        return loss
+
+    def track(self, name: str, value: Tensor) -> None:
+        """Log the mean of `value` over ranks and the steps since the last log step; costs no device sync."""
+        self.metrics.add(name, value)
+
+    def derive(self, metrics: dict[str, float]) -> None:
+        """Add what follows from the means at a log step."""
+        if "train/loss" in metrics:
+            metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))  # exp(710) overflows
+
+    def on_validation_epoch_start(self) -> None:
+        self._eval_sums = torch.zeros(3, dtype=self._sum_dtype, device=self.device)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        logits, labels = self(batch), batch["labels"]
+        counted = labels != -100  # the last batch may be padded, so that all ranks have equally many
+        hits = (logits.argmax(-1) == labels) & counted
+        sums = torch.stack([self.loss(logits, labels).sum(), hits.sum(), counted.sum()])
+        self._eval_sums += sums.to(self._eval_sums.dtype)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_eval("eval")
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+
+    def on_test_epoch_end(self) -> None:
+        self._log_eval("test")
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
+
+    def _log_eval(self, prefix: str) -> None:
+        """Sums over all ranks first, then ratios: the result does not depend on how the split was dealt out."""
+        nats, hits, tokens = self.trainer.strategy.reduce(self._eval_sums, reduce_op="sum").tolist()
+        loss = nats / tokens
+        self.eval_metrics = {
+            f"{prefix}/loss": loss,
+            f"{prefix}/perplexity": math.exp(min(loss, 700.0)),
+            f"{prefix}/token_accuracy": hits / tokens,
+        }
+        if self.data.bytes_per_token:
+            self.eval_metrics[f"{prefix}/bits_per_byte"] = loss / math.log(2) / self.data.bytes_per_token
+        self.log_dict(self.eval_metrics)
+
+    # ---- text out ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor) -> Tensor:
+        """Continue (1, T) tokens by up to `sample_tokens`; leaves the random state of training as it was."""
+        room = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            return self.model.generate(  # ty: ignore[call-non-callable]
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=self.sample_tokens,
+                pad_token_id=self.data.eos_token_id,
+                **room,
+            )
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, str]:
+        tokens = self.generate(batch["input_ids"])[0, batch["input_ids"].shape[1] :]
+        return {"prompt": batch["prompt"], "continuation": self.data.text_tokenizer.decode(tokens.tolist())}
+
+    # ---- optimization ------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self, self.optim)
+        schedule = build_schedule(optimizer, self.optim, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if gradient_clip_val and gradient_clip_algorithm == "value":
+            torch.nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+            gradient_clip_val = None
+        self.track("train/grad_norm", clip_gradients(self.parameters(), gradient_clip_val))
+
+    @property
+    def data(self) -> Any:
+        """The datamodule: vocabulary, tokenizer and sequence length are its."""
+        return self.trainer.datamodule  # ty: ignore[unresolved-attribute]

@@ -1,0 +1,128 @@
+"""A run's folder: where everything that one training writes is found, and how the newest is found again.
+
+    <root>/<name>/<run id>/   config.yaml environment.json checkpoints/ tensorboard/ csv/ samples.txt
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+
+RUN_ID = "DIST_RUN_ID"  # set by launch/*, or by the first process for those it starts: all ranks use one folder
+PLACEHOLDER = "{run}"  # stands for the run's folder in any string of the configuration
+
+
+@dataclass
+class RunConfig:
+    """Where runs are kept.
+
+    Args:
+        name: What is being tried; runs of one name lie side by side, and `last` looks among them.
+        root: Folder of all runs.
+    """
+
+    name: str = "default"
+    root: str = "runs"
+
+    @property
+    def parent(self) -> Path:
+        return Path(self.root) / self.name
+
+
+def new_run(config: RunConfig) -> Path:
+    """A folder no other run has, the same on every rank; it is made when something is first written."""
+    run_id = os.environ.get(RUN_ID) or os.environ.get("SLURM_JOB_ID")
+    if not run_id:
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    os.environ[RUN_ID] = run_id
+    return config.parent / run_id
+
+
+def newest_checkpoint(config: RunConfig) -> Path:
+    """The `last.ckpt` written last among the runs of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = list(config.parent.glob("*/checkpoints/last.ckpt"))
+    if not found:
+        raise InputError(
+            f"--ckpt_path last found no checkpoint under {config.parent}/*/checkpoints; "
+            "train first, or set run.name and run.root to where the run is"
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Refuse a checkpoint that is not there or cannot be one, before anything is built.
+
+    Raises:
+        InputError: nothing is at `path`, or it is no file that torch.save wrote whole.
+    """
+    if not path.exists():
+        raise InputError(f"--ckpt_path {str(path)!r} does not exist; give a checkpoint file, or `last` for the newest")
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise InputError(f"--ckpt_path {str(path)!r} is not a checkpoint, or only part of one; give another, or `last`")
+
+
+def fill_placeholders(value: Any, run: Path) -> Any:
+    """Copy of a configuration in which every "{run}" is the run's folder."""
+    if isinstance(value, str):
+        return value.replace(PLACEHOLDER, str(run))
+    if isinstance(value, dict):
+        return {key: fill_placeholders(item, run) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill_placeholders(item, run) for item in value]
+    return value
+
+
+def environment() -> dict[str, Any]:
+    """What this process runs on: command, packages, git commit, hardware."""
+    import torch
+
+    cuda = range(torch.cuda.device_count())
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu_count": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(index) for index in cuda],
+        "cuda": torch.version.cuda,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_changes": _git("status", "--short"),
+        "packages": {d.name: d.version for d in sorted(importlib.metadata.distributions(), key=lambda d: d.name)},
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command, or None where there is no git or no repository."""
+    try:
+        result = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def write_record(run: Path, config_yaml: str) -> None:
+    """Write config.yaml and environment.json; a resumed run keeps the earlier ones beside them, numbered."""
+    run.mkdir(parents=True, exist_ok=True)
+    for name, text in (("config.yaml", config_yaml), ("environment.json", json.dumps(environment(), indent=2))):
+        path = run / name
+        if path.exists():
+            earlier = len(list(run.glob(f"{path.stem}.*{path.suffix}")))
+            path.rename(run / f"{path.stem}.{earlier}{path.suffix}")
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,104 @@
+"""What the tests share: a small corpus, a small model, and the command line as a user has it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch import Callback
+
+from ..__main__ import main
+
+PACKAGE = __package__.split(".")[0]
+PROJECT = Path(__file__).parents[2]
+CONFIGS = PROJECT / "configs"
+
+SMALL_LLAMA = (
+    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2,"
+    " num_key_value_heads: 2}"
+)
+
+
+class StopAfter(Callback):
+    """Ends training the hard way once `step` optimizer steps are done, as a crash would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step >= self.step:
+            raise RuntimeError("stopped by the test")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 60 short texts of a few repeated words, so that a small model learns something in few steps."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(60):
+        line = f"document {number}: " + "the quick brown fox jumps over the lazy dog. " * (4 + number % 5)
+        (folder / f"{number:02}.txt").write_text(line, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def flags(corpus: Path, cache: Path, tmp_path: Path) -> list[str]:
+    """A complete small training on one CPU process, writing into this test's own folder."""
+    return [
+        f"--run.root={tmp_path / 'runs'}",
+        "--data.source=TextFiles",
+        f"--data.source.paths=[{corpus}/*.txt]",
+        "--data.tokenizer=Bytes",
+        f"--data.cache_dir={cache}",
+        "--data.seq_len=32",
+        "--data.global_batch_size=8",
+        "--data.micro_batch_size=2",
+        "--data.validation_share=0.15",
+        "--data.test_share=0.15",
+        f"--model.architecture={SMALL_LLAMA}",
+        "--model.sample_tokens=4",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+        "--trainer.max_steps=20",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.val_check_interval=10",
+    ]
+
+
+def run(verb: str, *flags: str) -> int:
+    """The command line in this process; for one training process, and quicker than a new Python."""
+    os.environ.pop("DIST_RUN_ID", None)
+    return main([verb, *flags])
+
+
+def run_in_subprocess(verb: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m <package> VERB …` as a user types it; needed where Lightning starts further processes."""
+    env = {k: v for k, v in os.environ.items() if k != "DIST_RUN_ID"} | environment
+    env |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", PACKAGE, verb, *flags]
+    return subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def only_run(root: Path, name: str = "default") -> Path:
+    """The folder of the one run under `root`."""
+    (found,) = (root / "runs" / name).iterdir()
+    return found
+
+
+def logged(run_folder: Path, metric: str) -> dict[int, float]:
+    """Step -> value of `metric`, over the CSV files of a run and its resumptions."""
+    values = {}
+    for path in sorted(run_folder.glob("csv/version_*/metrics.csv"), key=lambda p: int(p.parent.name.split("_")[1])):
+        with path.open(encoding="utf-8") as file:
+            values |= {int(row["step"]): float(row[metric]) for row in csv.DictReader(file) if row.get(metric)}
+    return values

@@ -1,0 +1,122 @@
+"""The command line: it answers quickly, composes files, and tells a mistake in one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .conftest import CONFIGS, PACKAGE, PROJECT, run
+
+
+def test_help_imports_nothing_heavy_and_names_every_verb() -> None:
+    code = (
+        f"import sys; from {PACKAGE}.__main__ import main; main(['--help']);"
+        "assert not {'torch', 'lightning', 'transformers', 'jsonargparse'} & set(sys.modules)"
+    )
+    started = time.perf_counter()
+    env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert time.perf_counter() - started < 2
+    assert all(verb in shown.stdout for verb in ("fit", "validate", "test", "predict", "prepare"))
+
+
+def test_every_knob_of_ours_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("fit", "--help")
+    lines = capsys.readouterr().out
+    ours = [part for part in lines.split("\n  --") if part.startswith(("data.", "model.", "run."))]
+    assert len(ours) > 25
+    for part in ours:
+        name, _, text = part.partition("\n")
+        explained = " ".join((name.partition(" ")[2] + " " + text).split())
+        assert "help" in name or len(explained.split("(type:")[0].split()) > 4, f"no help: --{part}"
+
+
+def test_later_files_and_flags_win(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seq_len in (("a", 64), ("b", 128)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"data": {"seq_len": seq_len}}))
+    both = [f"--config={tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml"]
+    for given, expected in ((both, 128), ([*both, "--data.seq_len=256"], 256)):
+        with pytest.raises(SystemExit) as stopped:
+            run("fit", *given, "--print_config")
+        assert stopped.value.code in (0, None)
+        assert yaml.safe_load(capsys.readouterr().out)["data"]["seq_len"] == expected
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: str(p.relative_to(CONFIGS)))
+def test_every_shipped_file_parses_and_stays_in_its_place(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run("fit", f"--config={path}", "--print_config")
+    assert stopped.value.code in (0, None), capsys.readouterr().err
+    content = yaml.safe_load(path.read_text())
+    allowed = {"strategy": {"strategy"}, "cluster": {"accelerator", "devices", "num_nodes", "precision"}}
+    if path.parent.name in allowed:
+        assert set(content) == {"trainer"} and set(content["trainer"]) <= allowed[path.parent.name]
+    assert path.read_text().startswith("# "), "the first line says what the file is for"
+
+
+@pytest.fixture
+def garbage(tmp_path: Path) -> Path:
+    path = tmp_path / "garbage.ckpt"
+    path.write_bytes(b"not a checkpoint")
+    return path
+
+
+BAD_INPUT = {
+    "unknown key": (["--trainer.max_stepz=3"], "max_stepz"),
+    "wrong type": (["--data.seq_len=long"], "seq_len"),
+    "missing data": (["--data.source.paths=[nowhere/*.txt]"], "nowhere"),
+    "sequence longer than the data": (["--data.seq_len=1000000"], "seq_len"),
+    "batch that does not divide": (["--data.global_batch_size=9"], "global_batch_size 9 .* micro_batch_size 2"),
+    "no such checkpoint": (["--ckpt_path=nowhere.ckpt"], "nowhere.ckpt.* does not exist"),
+    "nothing to resume": (["--ckpt_path=last"], "no checkpoint under"),
+    "unknown model type": (["--model.architecture={model_type: gpt99}"], "gpt99"),
+    "model that is not there": (["--model.pretrained=./nowhere"], "nowhere"),
+    "no such config file": (["--config=nowhere.yaml"], "nowhere.yaml"),
+    "unknown schedule": (["--model.optim.schedule=exponential"], "cosine"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_a_mistake_is_told_in_one_sentence(
+    case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import re
+
+    wrong, told = BAD_INPUT[case]
+    try:
+        code = run("fit", *flags, *wrong)
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capfd.readouterr().err
+    assert code == 2, error
+    sentence = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(sentence) == 1 and re.search(told, sentence[0]), error
+    assert "Traceback" not in error and "usage:" not in error
+    assert not (tmp_path / "runs").exists(), "a refused run leaves no folder"
+
+
+def test_a_garbage_checkpoint_is_refused(
+    flags: list[str], garbage: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fit", *flags, f"--ckpt_path={garbage}") == 2
+    assert "is not a checkpoint" in capfd.readouterr().err
+    assert garbage.read_bytes() == b"not a checkpoint"
+
+
+def test_empty_data_is_refused(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    assert run("fit", *flags, f"--data.source.paths=[{tmp_path}/empty.txt]") == 2
+    assert capfd.readouterr().err.count("error: ") == 1
+
+
+def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fitt") == 2
+    assert "allowed are fit" in capsys.readouterr().err

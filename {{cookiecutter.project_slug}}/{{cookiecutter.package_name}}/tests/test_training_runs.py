@@ -1,0 +1,109 @@
+"""Run folders, loggers and the verbs after training."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from .conftest import CONFIGS, logged, only_run, run
+
+
+def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert run("fit", *flags) == 0
+    folder = only_run(tmp_path)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["dirpath"] == f"{folder}/checkpoints"
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__ and environment["command"]
+    assert (folder / "samples.txt").read_text().startswith("--- step 10")
+    assert list((folder / "tensorboard").glob("events.*"))
+
+    shown = capfd.readouterr().out
+    assert str(folder) in shown and "--ckpt_path last" in shown
+    assert "eval/bits_per_byte" in shown and "unigram" in shown
+    assert "\r" not in shown, "a log file gets lines"
+    first = float(shown.split("eval/bits_per_byte")[1].split()[0])
+    assert logged(folder, "eval/bits_per_byte")[20] < first, "it learned"
+
+
+def test_the_recorded_configuration_runs_again(flags: list[str], tmp_path: Path) -> None:
+    assert run("fit", *flags) == 0
+    folder = only_run(tmp_path)
+    assert run("fit", f"--config={folder}/config.yaml", "--trainer.max_steps=2") == 0
+
+
+def test_a_second_run_never_collides_and_a_resumed_one_keeps_its_folder(flags: list[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        assert run("fit", *flags, "--trainer.max_steps=2") == 0
+    assert len(list((tmp_path / "runs/default").iterdir())) == 2
+    assert run("fit", *flags, "--ckpt_path=last", "--trainer.max_steps=4") == 0
+    folders = list((tmp_path / "runs/default").iterdir())
+    assert len(folders) == 2
+    (resumed,) = [folder for folder in folders if (folder / "config.0.yaml").exists()]
+    assert set(logged(resumed, "train/loss")) == {1, 2, 3, 4}
+
+
+def test_validate_test_and_predict_use_the_checkpoint(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert run("fit", *flags) == 0
+    folder = only_run(tmp_path)
+    trained = logged(folder, "eval/loss")[20]
+    capfd.readouterr()
+    assert run("validate", *flags, "--ckpt_path=last") == 0
+    assert f"loss {trained:.4f}" in capfd.readouterr().out
+    assert run("test", *flags, "--ckpt_path=last") == 0
+    assert "bits_per_byte" in capfd.readouterr().out
+    assert run("predict", *flags, "--ckpt_path=last", "--data.prompts=[the quick]") == 0
+    (prediction,) = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert prediction["prompt"] == "the quick" and prediction["continuation"]
+
+
+def test_best_and_last_checkpoints_are_kept(flags: list[str], tmp_path: Path) -> None:
+    assert run("fit", *flags) == 0
+    names = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
+    assert names == ["best-step20.ckpt", "last.ckpt"]
+
+
+def test_an_offline_wandb_run_holds_the_metrics_and_resumes_as_the_same_run(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = [*flags, f"--config={CONFIGS}/logger/wandb.yaml"]
+    assert run("fit", *flags, "--trainer.max_steps=4", "--model.optim.warmup=1") == 0
+    assert run("fit", *flags, "--ckpt_path=last", "--trainer.max_steps=6", "--model.optim.warmup=1") == 0
+    folder = only_run(tmp_path)
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and all(file.name == f"run-{folder.name}.wandb" for file in files)
+    losses = logged(folder, "train/loss")
+    history = [record for file in files for record in wandb_history(file) if "train/loss" in record]
+    assert {int(r["trainer/global_step"]): float(r["train/loss"]) for r in history} == pytest.approx(losses)
+
+
+def wandb_history(path: Path) -> list[dict[str, str]]:
+    """History records of an offline run: LevelDB log framing around protocol buffers (wandb 0.31 has no reader)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, block, header = path.read_bytes(), 32 * 1024, 7
+    position, parts, records = header, b"", []  # the file's own header comes first
+    while position + header <= len(content):
+        if block - position % block < header:  # a block's tail too short for a header is padding
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + header])
+        parts += content[position + header : position + header + length]
+        position += header + length
+        if kind in (1, 4):  # FULL, LAST; 2 and 3 are FIRST and MIDDLE
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            if record.HasField("history"):
+                items = record.history.item
+                records.append({item.key or "/".join(item.nested_key): item.value_json for item in items})
+    return records

@@ -1,0 +1,149 @@
+"""Which rows a rank reads next: a function of the seed and of the samples consumed so far, and of nothing else.
+
+The rows of the train split, shuffled anew for each pass, make one endless stream. A global batch is its next
+`global_batch_size` entries, whichever ranks share them and in however many micro-batches:
+
+    stream   | 17 3 88 4 | 25 61 9 0 | 71 ...            a pass over all rows, then the next pass
+    step     |---- 0 ----|---- 1 ----|---- 2 ...         global_batch_size = 4
+    rank     | 0  0  1 1 | 0  0  1 1 |                   2 ranks, micro_batch_size = 2
+    rank     | 0  0  0 0 | 0  0  0 0 |                   1 rank, micro_batch_size = 2, 2 micro-batches accumulated
+
+So a run resumes on another number of ranks with exactly the samples that it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import Sampler
+
+PADDING = -1  # an index that stands for no row: its labels are ignored
+
+
+class GlobalOrder(Sampler[list[int]]):
+    """Batches of row indices for one rank's training, from the consumed samples on.
+
+    Its length is one epoch's batches; what an epoch's last global batch would lack waits for the next epoch, so no
+    row is dropped. `consumed` is asked when iteration begins, because the checkpoint is loaded after the loader is made.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        consumed: Callable[[], int] = lambda: 0,
+        repeat_first_batch: bool = False,
+    ) -> None:
+        self.num_rows = num_rows
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.consumed = consumed
+        self.repeat_first_batch = repeat_first_batch
+
+    def __len__(self) -> int:
+        accumulation = self.global_batch_size // (self.micro_batch_size * self.world_size)
+        return self.num_rows // self.global_batch_size * accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        samples_per_batch = self.micro_batch_size * self.world_size
+        start = self.consumed()
+        for batch in range(len(self)):
+            position = start + batch * samples_per_batch
+            if self.repeat_first_batch:
+                position %= self.global_batch_size
+            yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
+
+    def _entries(self, position: int, count: int) -> list[int]:
+        """`count` entries of the stream from `position` on."""
+        epoch, offset = divmod(position, self.num_rows)
+        entries = _permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
+        if len(entries) < count:
+            entries += self._entries((epoch + 1) * self.num_rows, count - len(entries))
+        return entries
+
+
+@lru_cache(maxsize=2)
+def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    rows = np.arange(num_rows, dtype=np.uint32 if num_rows < 2**32 else np.uint64)
+    np.random.default_rng((seed, epoch)).shuffle(rows)
+    return rows
+
+
+class EvalOrder(Sampler[list[int]]):
+    """Every row once over all ranks, in order; padding fills up, so that all ranks have equally many full batches."""
+
+    def __init__(self, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        self.num_rows = num_rows
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // (self.micro_batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(len(self)):
+            start = (batch * self.world_size + self.rank) * self.micro_batch_size
+            yield [i if i < self.num_rows else PADDING for i in range(start, start + self.micro_batch_size)]
+
+
+class ConsumedSamples(Callback):
+    """Counts the samples that were trained on, and lets a run resume with another micro-batch or number of ranks.
+
+    The count follows the trainer's processed batches, not the sampler, which workers run ahead of.
+    """
+
+    def __init__(self, global_batch_size: int, samples_per_batch: int, processed_batches: int) -> None:
+        self._global_batch_size = global_batch_size
+        self._samples_per_batch = samples_per_batch  # over all ranks
+        self._base = processed_batches * samples_per_batch
+        self._base_batches = processed_batches
+        self._loaded: dict[str, int] = {}
+
+    def value(self, trainer: Trainer) -> int:
+        return self._base + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
+
+    def as_state(self, trainer: Trainer) -> dict[str, int]:
+        return {
+            "consumed_samples": self.value(trainer),
+            "global_batch_size": self._global_batch_size,
+            "samples_per_batch": self._samples_per_batch,
+        }
+
+    def load(self, state: dict[str, int]) -> None:
+        self._loaded = state
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Now the trainer's own counters are restored, and no batch has been asked for yet."""
+        if not self._loaded:
+            return
+        before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
+        if before != (self._global_batch_size, self._samples_per_batch):
+            _rescale(_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch)
+        self._base, self._base_batches = self._loaded["consumed_samples"], _progress(trainer).total.processed
+        self._loaded = {}
+
+
+def _progress(trainer: Trainer) -> Any:
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def _rescale(progress: Any, old_samples_per_batch: int, global_batch_size: int, samples_per_batch: int) -> None:
+    """Lightning counts micro-batches, and accumulates by that count: put it into the new size, at a step's boundary."""
+    accumulation = global_batch_size // samples_per_batch
+    for counter in (progress.total, progress.current):
+        ready = counter.ready * old_samples_per_batch // global_batch_size * accumulation
+        shift = ready - counter.ready
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counter, name, getattr(counter, name) + shift)

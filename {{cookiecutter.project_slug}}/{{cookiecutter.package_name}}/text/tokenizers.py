@@ -1,0 +1,136 @@
+"""Text to token ids. Each class is a recipe; `fit` makes a transformers tokenizer that is saved beside the tokens."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+EOS = "<|endoftext|>"
+
+
+class TokenizerSpec(ABC):
+    """How text becomes token ids."""
+
+    @abstractmethod
+    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+        """The tokenizer, learned from the train split's `texts` where there is something to learn."""
+
+    def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text, without special tokens; an EOS that is spelled in a text stays text."""
+        backend = tokenizer.backend_tokenizer
+        backend.encode_special_tokens = True
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(e.ids, dtype=np.uint32) for e in encodings]
+
+    def files(self) -> list[Path]:
+        """The local files that it reads: a change in one makes the cache stale."""
+        return []
+
+    def spec(self) -> dict[str, Any]:
+        """What tells one tokenizer from another, in plain types."""
+        return {"tokenizer": type(self).__name__, **vars(self)}
+
+
+class Bytes(TokenizerSpec):
+    """UTF-8 bytes as they are: id = byte, and 256 ends a document. Nothing to learn; sequences are long."""
+
+    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+        from tokenizers import Tokenizer, models
+
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())} | {EOS: 256}
+        return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), use_regex=False)
+
+    def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]  # 50x faster than `tokenizers`
+
+
+class ByteBPE(TokenizerSpec):
+    """Byte-pair encoding over bytes, as GPT-2's, learned from the train split: the same data gives the same merges.
+
+    Args:
+        vocab_size: Number of tokens, with the 256 bytes and the end of a document among them; at least 257.
+        train_mib: MiB of text to learn from, taken from the beginning of the train split.
+    """
+
+    def __init__(self, vocab_size: int = 2048, train_mib: int = 256) -> None:
+        if vocab_size < 257:
+            raise InputError(f"data.tokenizer.vocab_size {vocab_size} is below 257, the 256 bytes and the EOS token")
+        self.vocab_size = vocab_size
+        self.train_mib = train_mib
+
+    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+        tokenizer = _wrap(Tokenizer(models.BPE()), use_regex=True)
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab_size,
+            special_tokens=[EOS],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.backend_tokenizer.train_from_iterator(_first(texts, self.train_mib * 2**20), trainer)
+        return _wrap(tokenizer.backend_tokenizer, use_regex=True)
+
+
+class Pretrained(TokenizerSpec):
+    """The tokenizer that belongs to published or own weights; it must know an EOS token.
+
+    Args:
+        path: A local folder, or a name on the Hugging Face hub.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, use_fast=True)
+        except Exception as error:  # OSError, ValueError, KeyError: as many as there are ways to be no tokenizer
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise InputError(f"data.tokenizer.path {self.path!r} cannot be loaded: {reason}") from error
+        if tokenizer.eos_token_id is None:
+            raise InputError(f"the tokenizer of data.tokenizer.path {self.path!r} has no EOS token to end documents")
+        if not tokenizer.is_fast:
+            raise InputError(f"data.tokenizer.path {self.path!r} is a slow tokenizer: give one with a tokenizer.json")
+        return tokenizer
+
+    def files(self) -> list[Path]:
+        patterns = ("*token*", "vocab*", "merges*", "*.model")
+        return sorted({p for pattern in patterns for p in Path(self.path).glob(pattern) if p.is_file()})
+
+
+def _wrap(backend: Any, use_regex: bool) -> PreTrainedTokenizerFast:
+    """A `tokenizers` byte-level model as transformers' kind."""
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, clean_up_tokenization_spaces=False)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = itertools.count(256)
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _first(texts: Iterator[str], num_bytes: int) -> Iterator[str]:
+    for text in texts:
+        if num_bytes <= 0:
+            return
+        yield text
+        num_bytes -= len(text.encode())

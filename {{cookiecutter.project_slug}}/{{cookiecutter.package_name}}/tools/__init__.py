@@ -1,0 +1,1 @@
+"""Verbs beside training. Each reads the same --config list as `fit`."""
