@@ -43,7 +43,8 @@ check: $(READY) dev  ## lint (ruff) and type-check (ty) the hooks, the tests and
 	.venv/bin/ruff check --no-respect-gitignore hooks tests build/dev/trainer_dev
 	.venv/bin/ty check --no-respect-ignore-files --python .venv hooks tests build/dev/trainer_dev
 
-docs: $(READY)  ## build the documentation site
+docs: $(READY)  ## build the documentation site, its reference page from the code
+	.venv/bin/python docs/reference.py
 	.venv/bin/zensical build
 
 clean:  ## remove build/, the site and the tools' caches; .venv stays

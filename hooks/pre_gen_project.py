@@ -40,7 +40,7 @@ def package_problem(name: str) -> str | None:
         return f"has {len(name)} characters; 60 are allowed"
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
         return "is a keyword of Python"
-    if name.lower() in {module.lower() for module in sys.stdlib_module_names}:
+    if name.lower() in {module.lower() for module in sys.stdlib_module_names} | {"test"}:
         return "is a module of Python's standard library, which it would hide"
     if name.lower() in DEPENDENCIES:
         return "is the name of a package that the project needs, which it would hide"
@@ -51,7 +51,7 @@ def package_problem(name: str) -> str | None:
 
 def slug_problem(name: str) -> str | None:
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
-        return "must be a plain folder name: ASCII letters, digits, '-', '_' and '.', a letter or digit at both ends"
+        return "must be a plain folder name: ASCII letters, digits, and between them '-', '_' or '.'"
     if underscored(name) in DEPENDENCIES:
         return "is the name of a package that the project needs"
     return None

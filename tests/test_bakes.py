@@ -24,8 +24,9 @@ CI = {"GitHub": ".github/workflows/ci.yml", "GitLab": ".gitlab-ci.yml", "None": 
 
 
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | environment
     return subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        command, cwd=cwd, env=settings, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
 
 
@@ -53,7 +54,7 @@ def test_default_project_is_valid(default: BakedProject) -> None:
     assert default.path.name == "my-trainer" and default.package == "my_trainer"
 
 
-@pytest.mark.parametrize(("license", "ci"), itertools.product(LICENSES, CI))
+@pytest.mark.parametrize(("license", "ci"), list(itertools.product(LICENSES, CI)))
 def test_licence_and_ci_are_what_was_asked_for_and_nothing_else(bake: Bake, license: str, ci: str) -> None:
     project = bake(license=license, ci=ci, author="Ada Lovelace")
     assert_valid(project)
@@ -80,7 +81,7 @@ def test_generating_over_a_project_changes_nothing(default: BakedProject, tmp_pa
 
 
 def test_a_git_archive_gives_the_same_project_as_the_checkout(default: BakedProject, tmp_path: Path) -> None:
-    """The files that git would commit now, by an index of its own, so that neither HEAD nor the real index matters."""
+    """The archive holds what git would commit now: an index of its own leaves HEAD and the real one alone."""
     index = {"GIT_INDEX_FILE": str(tmp_path / "index")}
     if run("git", "rev-parse", "--git-dir", cwd=ROOT).returncode:
         pytest.skip("this is not a git checkout")

@@ -1,10 +1,11 @@
-"""Answers that people and machines come up with: they work, or are refused in one sentence that names the answer."""
+"""Answers that people come up with work, or are refused in one sentence that names the answer."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SOURCE, Bake, bake_into
 from cookiecutter.exceptions import FailedHookException, UndefinedVariableInTemplate
+from jinja2.exceptions import UndefinedError
 from test_bakes import assert_valid, run
 
 WORK = {
@@ -26,9 +28,12 @@ WORK = {
     "200 characters": "long name " * 20,
     "accents": "Ünïcødé modèle",
 }
-REFUSED_PACKAGES = ["", "two words", "1st", "naïve", "class", "match", "json", "Test", "torch", "Lightning", "yaml",
-                    "datasets", "configs", "a" * 61, "a-b", "a/b", "..", "__init__", "x; import os", "模型"]  # fmt: skip
-REFUSED_SLUGS = ["two words", ".hidden", "..", "-rf", "end-", "torch", "深度", "back\\slash", 'quo"te', "new\nline", "$HOME"]
+REFUSED_PACKAGES = """
+    two-words 1st naïve class match json Test torch Lightning yaml datasets configs a/b .. __init__ 模型
+""".split() + ["", "two words", "a" * 61, "x; import os", "x\nimport os", "{x}", "'''", '"""']
+REFUSED_SLUGS = """
+    .hidden -rf end- torch 深度 back\\slash quo"te $HOME {x}
+""".split() + ["two words", "new\nline"]
 REFUSED_BEFORE_A_FOLDER = ["", "a/b", "../up", "/tmp/absolute", "a" * 61, "深" * 100]
 
 
@@ -43,7 +48,9 @@ def test_hostile_text_is_only_text(bake: Bake, tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["My Model 2", "2 towers", "under_score", "dots.and-dashes"])
-def test_derived_names_are_valid_or_refused_by_name(bake: Bake, capfd: pytest.CaptureFixture[str], name: str) -> None:
+def test_derived_names_are_valid_or_refused_by_name(
+    bake: Bake, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
     try:
         project = bake(project_name=name)
     except FailedHookException:
@@ -71,8 +78,6 @@ def test_bad_package_name_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("name", REFUSED_SLUGS)
 def test_bad_slug_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
-    if name == "..":
-        pytest.skip("an existing folder: cookiecutter itself refuses it")
     assert refused(tmp_path, capfd, project_slug=name, package_name="fine").startswith("project_slug ")
 
 
@@ -85,19 +90,19 @@ def test_bad_text_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], 
 
 @pytest.mark.parametrize("slug", REFUSED_BEFORE_A_FOLDER)
 def test_slug_that_is_no_folder_is_refused_before_one_is_made(tmp_path: Path, slug: str) -> None:
-    with pytest.raises(UndefinedVariableInTemplate, match="project_slug_must_be_one_folder_name"):
+    with pytest.raises(UndefinedError, match="project_slug must be one folder name"):
         bake_into(tmp_path / "bakes", project_slug=slug, package_name="fine")
     assert not (tmp_path / "bakes").exists()
 
 
 def test_a_name_of_emoji_alone_asks_for_a_slug(tmp_path: Path) -> None:
-    with pytest.raises(UndefinedVariableInTemplate, match="project_slug_must_be_one_folder_name"):
+    with pytest.raises(UndefinedError, match="project_slug must be one folder name"):
         bake_into(tmp_path / "bakes", project_name="🚀🚀")
     assert bake_into(tmp_path / "bakes", project_name="🚀🚀", project_slug="rocket").package == "rocket"
 
 
 def test_braces_that_cookiecutter_would_evaluate_are_refused(tmp_path: Path) -> None:
-    """cookiecutter renders answers given by --no-input: an unknown name in them stops it before a folder is made."""
+    """cookiecutter renders answers given with --no-input: an unknown name in them stops it at once."""
     with pytest.raises(UndefinedVariableInTemplate, match="project_name"):
         bake_into(tmp_path / "bakes", project_name="{{ braces }}")
     assert not (tmp_path / "bakes").exists()
@@ -105,8 +110,6 @@ def test_braces_that_cookiecutter_would_evaluate_are_refused(tmp_path: Path) -> 
 
 def test_braces_typed_at_the_prompt_stay_text(tmp_path: Path) -> None:
     """The command line, with answers on stdin: what is typed is not rendered."""
-    import subprocess
-
     name = "a {{ 7 * 7 }} {% raw %} b"
     typed = f"{name}\nbraces\nbraces\n{name}\n{name}\n1\n1\n"
     command = [sys.executable, "-m", "cookiecutter", str(ROOT), "--default-config", "-o", str(tmp_path)]
@@ -126,8 +129,8 @@ def test_a_refusal_on_the_command_line_exits_with_1_and_leaves_nothing(tmp_path:
 
 def test_the_list_of_dependencies_in_the_hook_is_complete() -> None:
     tree = ast.parse((ROOT / "hooks" / "pre_gen_project.py").read_text())
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    listed = set(next(text for text in texts if "lightning" in text.split()).split())
+    texts = [str(node.value).split() for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    listed = set(next(words for words in texts if "lightning" in words))
     pins = re.findall(r"^([\w.-]+)==", (SOURCE / "constraints.txt").read_text(), flags=re.MULTILINE)
     pinned = {re.sub(r"[-_.]+", "_", name).lower() for name in pins}
     imports = {

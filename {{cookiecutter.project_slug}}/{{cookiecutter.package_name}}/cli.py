@@ -7,8 +7,10 @@ must pass before any process starts, and how a mistake is told.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +56,12 @@ TRAINER_DEFAULTS = {
 }
 
 
+# What Lightning says at every start about itself; its warnings stay.
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # torch 2.13 with lightning 2.6
+
+
 def main(argv: list[str]) -> None:
     """Run one of Lightning's verbs.
 
@@ -86,20 +94,15 @@ class CLI(LightningCLI):
     run: Path
 
     def __init__(self, args: list[str], run: bool) -> None:
-        # LightningCLI warns when both `args` and sys.argv are there; ours are the same.
-        program, sys.argv[1:] = sys.argv[1:], []
-        try:
-            super().__init__(
-                LanguageModule,
-                DataModule,
-                save_config_callback=None,  # callbacks/record.py writes it, into the run's own folder
-                trainer_defaults=TRAINER_DEFAULTS,
-                seed_everything_default=0,
-                args=args,
-                run=run,
-            )
-        finally:
-            sys.argv[1:] = program
+        super().__init__(
+            LanguageModule,
+            DataModule,
+            save_config_callback=None,  # callbacks/record.py writes it, into the run's own folder
+            trainer_defaults=TRAINER_DEFAULTS,
+            seed_everything_default=0,
+            args=args,
+            run=run,
+        )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = Parser(**kwargs)
@@ -112,6 +115,9 @@ class CLI(LightningCLI):
         parser.add_class_arguments(RunConfig, "run")
         for key, callback in ALWAYS_ON.items():
             parser.add_lightning_class_args(callback, key)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # without Lightning's warning that sys.argv is there too
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let the checkpoint's hyperparameters override the configuration: here the YAML rules."""
@@ -128,14 +134,18 @@ class CLI(LightningCLI):
             self.run = new_run(run_config)
         if asked:
             check_checkpoint(Path(settings.ckpt_path))
-        for key, value in settings.as_dict().items():
-            settings[key] = fill_placeholders(value, self.run) if key != "config" else value
+        filled = fill_placeholders(settings, self.run)
+        if self.subcommand:
+            self.config[self.subcommand] = filled
+        else:
+            self.config = filled
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
+        self.summary = Summary(self.run)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
-        trainer.callbacks += [Record(self.run, plain), Summary(self.run)]  # ty: ignore[unresolved-attribute]
+        trainer.callbacks += [Record(self.run, plain), self.summary]  # ty: ignore[missing-attribute]
         return trainer
 
     # ---- before each verb, in the first process, when nothing has been started yet -----------------------------
@@ -155,6 +165,13 @@ class CLI(LightningCLI):
             self.datamodule.require()
         else:
             self.datamodule.prepare()
+
+    def after_fit(self) -> None:
+        """End on a validation of the last step, then say where everything is."""
+        validates = self.datamodule.validation_share and self.trainer.limit_val_batches
+        if validates and self.summary.validated_step != self.trainer.global_step:
+            self.trainer.validate(self.model, self.datamodule, verbose=False)
+        self.summary.show(self.trainer, self.model)
 
     def after_predict(self) -> None:
         self._write_predictions()

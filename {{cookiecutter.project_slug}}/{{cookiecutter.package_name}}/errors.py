@@ -1,5 +1,5 @@
-"""What the user got wrong, told apart from what broke."""
+"""The user's mistakes, told in one sentence."""
 
 
 class InputError(ValueError):
-    """The message is one sentence: what was given, what is allowed, which key to edit."""
+    """The input is wrong; the message says what was given, what is allowed and which key to edit."""

@@ -98,7 +98,8 @@ class LanguageModule(L.LightningModule):
             except (OSError, ValueError) as error:
                 raise InputError(f"model.pretrained {self.pretrained!r} cannot be loaded: {error}") from error
             # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
-            if model.get_input_embeddings().num_embeddings < vocab_size:
+            embeddings: Any = model.get_input_embeddings()
+            if embeddings.num_embeddings < vocab_size:
                 model.resize_token_embeddings(vocab_size)
         else:
             model = AutoModelForCausalLM.from_config(self._transformers_config(vocab_size, eos_token_id))
@@ -192,7 +193,7 @@ class LanguageModule(L.LightningModule):
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(0)
-            return self.model.generate(  # ty: ignore[call-non-callable]
+            return self.model.generate(  # ty: ignore[not-callable]
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=self.sample_tokens,
@@ -222,4 +223,4 @@ class LanguageModule(L.LightningModule):
     @property
     def data(self) -> Any:
         """The datamodule: vocabulary, tokenizer and sequence length are its."""
-        return self.trainer.datamodule  # ty: ignore[unresolved-attribute]
+        return self.trainer.datamodule  # ty: ignore[missing-attribute]

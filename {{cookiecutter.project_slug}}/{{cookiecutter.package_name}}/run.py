@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,14 @@ def check_checkpoint(path: Path) -> None:
 
 
 def fill_placeholders(value: Any, run: Path) -> Any:
-    """Copy of a configuration in which every "{run}" is the run's folder."""
+    """A configuration in which every "{run}" is the run's folder."""
     if isinstance(value, str):
         return value.replace(PLACEHOLDER, str(run))
-    if isinstance(value, dict):
-        return {key: fill_placeholders(item, run) for key, item in value.items()}
     if isinstance(value, list):
         return [fill_placeholders(item, run) for item in value]
+    if isinstance(value, dict | Namespace):
+        pairs = value.items() if isinstance(value, dict) else vars(value).items()
+        return type(value)(**{key: fill_placeholders(item, run) for key, item in pairs})
     return value
 
 

@@ -21,6 +21,7 @@ class Summary(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.first: dict[str, float] = {}
+        self.validated_step = -1  # the optimizer step of the newest validation
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first}
@@ -30,9 +31,12 @@ class Summary(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.first = self.first or dict(pl_module.eval_metrics)
+        if not trainer.sanity_checking:
+            self.validated_step = trainer.global_step
 
     @rank_zero_only
-    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Print it, on rank 0."""
         data, last = pl_module.data, pl_module.eval_metrics
         print(f"\nfinished after step {trainer.global_step}")
         for name, value in last.items():

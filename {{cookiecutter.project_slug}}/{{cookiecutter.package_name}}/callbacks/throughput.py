@@ -42,7 +42,7 @@ class Throughput(Callback):
         steps = trainer.global_step - self._window_step
         if steps == 0 or not is_log_step(trainer):
             return
-        data: Any = trainer.datamodule  # ty: ignore[unresolved-attribute]
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         samples = steps * data.global_batch_size
         figures = {
             "perf/step_s": self._window_s / steps,

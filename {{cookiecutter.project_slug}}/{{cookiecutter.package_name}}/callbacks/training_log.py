@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch import Callback
 
 
-def is_log_step(trainer: L.Trainer) -> bool:
+def is_log_step(trainer: Any) -> bool:
     """Whether the optimizer step just done is one whose metrics are written."""
     step = trainer.global_step
     return step % trainer.log_every_n_steps == 0 or step == trainer.estimated_stepping_batches

@@ -67,11 +67,11 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(
 
 
 def test_training_beyond_an_epoch_resumes_in_the_later_epoch(flags: list[str], tmp_path: Path) -> None:
-    flags = [*flags, "--last_checkpoint.every_n_steps=5", "--data.max_train_rows=40"]  # 5 steps an epoch
+    flags = [*flags, "--last_checkpoint.every_n_steps=5", "--data.seq_len=128"]  # about 11 steps an epoch
     assert run("fit", *flags, "--run.name=whole") == 0
     with pytest.raises(RuntimeError, match="stopped by the test"):
         stop = f"{__package__}.conftest.StopAfter"
-        run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=12")
+        run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=17")
     assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
     expected = logged(only_run(tmp_path, "whole"), "train/loss")
     got = logged(only_run(tmp_path, "cut"), "train/loss")

@@ -1,12 +1,12 @@
-"""Which rows a rank reads next: a function of the seed and of the samples consumed so far, and of nothing else.
+"""Which rows a rank reads next: a function of the seed and of the samples consumed so far, of nothing else.
 
 The rows of the train split, shuffled anew for each pass, make one endless stream. A global batch is its next
 `global_batch_size` entries, whichever ranks share them and in however many micro-batches:
 
-    stream   | 17 3 88 4 | 25 61 9 0 | 71 ...            a pass over all rows, then the next pass
-    step     |---- 0 ----|---- 1 ----|---- 2 ...         global_batch_size = 4
-    rank     | 0  0  1 1 | 0  0  1 1 |                   2 ranks, micro_batch_size = 2
-    rank     | 0  0  0 0 | 0  0  0 0 |                   1 rank, micro_batch_size = 2, 2 micro-batches accumulated
+    stream   | 17 3 88 4 | 25 61 9 0 | 71 ...           all rows, then all rows in another order
+    step     |---- 0 ----|---- 1 ----|---- 2 ...        global_batch_size = 4
+    rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
+    rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
 So a run resumes on another number of ranks with exactly the samples that it has not seen.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch import Callback, Trainer
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 PADDING = -1  # an index that stands for no row: its labels are ignored
 
@@ -27,8 +27,8 @@ PADDING = -1  # an index that stands for no row: its labels are ignored
 class GlobalOrder(Sampler[list[int]]):
     """Batches of row indices for one rank's training, from the consumed samples on.
 
-    Its length is one epoch's batches; what an epoch's last global batch would lack waits for the next epoch, so no
-    row is dropped. `consumed` is asked when iteration begins, because the checkpoint is loaded after the loader is made.
+    Its length is one epoch's batches; rows that do not fill an epoch's last global batch wait for the next epoch's
+    first. `consumed` is asked when iteration begins: the checkpoint is loaded after the loader is made.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class EvalOrder(Sampler[list[int]]):
-    """Every row once over all ranks, in order; padding fills up, so that all ranks have equally many full batches."""
+    """Every row once over all ranks, in order; padding gives all ranks equally many full batches."""
 
     def __init__(self, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self.num_rows = num_rows
@@ -98,10 +98,20 @@ class EvalOrder(Sampler[list[int]]):
             yield [i if i < self.num_rows else PADDING for i in range(start, start + self.micro_batch_size)]
 
 
+class LazyLoader(DataLoader):
+    """Asks its order where to begin when the first batch is wanted, and no earlier.
+
+    Lightning makes the iterator before it has loaded the checkpoint, and workers would start at sample 0.
+    """
+
+    def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
+        yield from super().__iter__()
+
+
 class ConsumedSamples(Callback):
     """Counts the samples that were trained on, and lets a run resume with another micro-batch or number of ranks.
 
-    The count follows the trainer's processed batches, not the sampler, which workers run ahead of.
+    The count follows the trainer's processed batches, not the order, which workers run ahead of.
     """
 
     def __init__(self, global_batch_size: int, samples_per_batch: int, processed_batches: int) -> None:
@@ -111,8 +121,17 @@ class ConsumedSamples(Callback):
         self._base_batches = processed_batches
         self._loaded: dict[str, int] = {}
 
+    @classmethod
+    def attach(cls, trainer: Any, global_batch_size: int, samples_per_batch: int) -> ConsumedSamples:
+        """A new count for this `fit`, as the first of the trainer's callbacks."""
+        counter = cls(global_batch_size, samples_per_batch, _progress(trainer).total.processed)
+        trainer.callbacks = [counter, *(c for c in trainer.callbacks if not isinstance(c, cls))]
+        return counter
+
     def value(self, trainer: Trainer) -> int:
-        return self._base + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
+        return (
+            self._base + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
+        )
 
     def as_state(self, trainer: Trainer) -> dict[str, int]:
         return {
@@ -139,11 +158,10 @@ def _progress(trainer: Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.batch_progress
 
 
-def _rescale(progress: Any, old_samples_per_batch: int, global_batch_size: int, samples_per_batch: int) -> None:
-    """Lightning counts micro-batches, and accumulates by that count: put it into the new size, at a step's boundary."""
-    accumulation = global_batch_size // samples_per_batch
+def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:
+    """Lightning accumulates by its count of batches: until now of `old` samples each, from now on of `new`."""
     for counter in (progress.total, progress.current):
-        ready = counter.ready * old_samples_per_batch // global_batch_size * accumulation
+        ready = counter.ready * old // global_batch_size * (global_batch_size // new)  # at a step's boundary
         shift = ready - counter.ready
         for name in ("ready", "started", "processed", "completed"):
             setattr(counter, name, getattr(counter, name) + shift)

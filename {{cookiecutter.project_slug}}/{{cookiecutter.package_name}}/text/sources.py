@@ -5,7 +5,7 @@
         class_path: Jsonl
         init_args: {paths: [corpus/*.jsonl]}
 
-A source's constructor arguments are its attributes: they name its cache, so that other arguments get another cache.
+A source's attributes are its constructor's arguments. They name its cache: other arguments get another cache.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Source(ABC):
 
     def spec(self) -> dict[str, Any]:
         """What tells one corpus from another, in plain types."""
-        return {"source": type(self).__name__, **vars(self)}
+        return {"class": type(self).__name__, **vars(self)}
 
 
 class StandardLibrary(Source):
-    """The sources of the running Python's standard library without its tests: about 11 MB of real text, always there."""
+    """The running Python's standard library without its tests: about 11 MB of real text, always there."""
 
     SKIPPED = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__"})
 
@@ -59,7 +59,7 @@ class TextFiles(Source):
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
-        separator: Text that ends a document inside a file, such as a blank line, "\\n\\n". null: a file is a document.
+        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document.
     """
 
     def __init__(self, paths: list[str], separator: str | None = None) -> None:
@@ -89,7 +89,7 @@ class Jsonl(Source):
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():  # one by one, so that a message can name the file
-            yield from _records(str(path), self.field, "json", data_files=str(path), split="train", streaming=True)
+            yield from _records(str(path), self.field, "json", data_files=str(path))
 
     def files(self) -> list[Path]:
         return _matching(self.paths)
@@ -109,9 +109,7 @@ class Parquet(Source):
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
-            yield from _records(
-                str(path), self.field, "parquet", data_files=str(path), split="train", streaming=True
-            )
+            yield from _records(str(path), self.field, "parquet", data_files=str(path))
 
     def files(self) -> list[Path]:
         return _matching(self.paths)
@@ -169,8 +167,8 @@ def _matching(paths: list[str]) -> list[Path]:
         if not matches:
             hint = f"; a folder is written {pattern.rstrip('/')}/**/*" if Path(pattern).is_dir() else ""
             raise InputError(
-                f"data.source.paths has {pattern!r}, which matches no file below {Path.cwd()}: give files or glob"
-                f" patterns{hint}"
+                f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}: give files"
+                f" or glob patterns{hint}"
             )
         found.update(matches)
     if not found:
@@ -187,13 +185,20 @@ def _read(files: list[Path]) -> Iterator[tuple[str, str]]:
 
 
 def _records(
-    shown: str, field: str, *args: Any, limit: int | None = None, **kwargs: Any
+    shown: str,
+    field: str,
+    *args: Any,
+    split: str = "train",
+    streaming: bool = True,
+    limit: int | None = None,
+    **kwargs: Any,
 ) -> Iterator[tuple[str, str]]:
-    """The texts of what `datasets.load_dataset(*args, **kwargs)` gives; `shown` names it in messages."""
+    """The texts of what `datasets.load_dataset` gives; `shown` names it in messages."""
     import datasets  # 1.5 s: only for those who need it
 
     try:
-        for number, record in enumerate(datasets.load_dataset(*args, **kwargs)):
+        records: Any = datasets.load_dataset(*args, split=split, streaming=streaming, **kwargs)
+        for number, record in enumerate(records):
             if number == limit:
                 return
             text = record.get(field)

@@ -1,0 +1,123 @@
+"""The template's own files: valid before they are rendered, current, and kept to the rules of the house."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import PACKAGE, ROOT, SOURCE, BakedProject
+
+SKIPPED = {".git", ".venv", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache"}
+TEXTS = sorted(
+    path
+    for path in ROOT.rglob("*")
+    if path.is_file() and not SKIPPED & set(path.relative_to(ROOT).parts) and path.suffix not in {".png", ".gif"}
+)
+PYTHON = [path for path in TEXTS if path.suffix == ".py"]
+COPIED = [path for path in TEXTS if SOURCE in path.parents and path.suffix == ".py"] + [
+    path for folder in ("configs", "launch") for path in sorted((SOURCE / folder).rglob("*")) if path.is_file()
+]
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+@pytest.mark.parametrize("path", COPIED, ids=ids(COPIED))
+def test_copied_file_holds_no_jinja(path: Path) -> None:
+    if "__pycache__" not in path.parts:
+        assert "cookiecutter" not in path.read_text(encoding="utf-8")
+
+
+def test_unrendered_yaml_and_toml_parse() -> None:
+    for path in TEXTS:
+        if path.suffix in {".yaml", ".yml"}:
+            yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.suffix == ".toml":
+            tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=ids(PYTHON))
+def test_python_file_is_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
+    assert path.stem not in {"utils", "common", "helpers", "misc"} and not path.stem.startswith("base_")
+
+
+def test_package_imports_itself_relatively() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        named = re.findall(r"^\s*(?:from|import) (?:my_trainer|trainer_dev)\b", path.read_text(), flags=re.MULTILINE)
+        assert not named, path
+
+
+def test_lightning_excludes_its_malicious_releases_wherever_it_is_required() -> None:
+    found = 0
+    for path in TEXTS:
+        if path.suffix in {".toml", ".txt", ".yml", ".yaml"} or path.name in {"Dockerfile", "Makefile"}:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if re.search(r"\b(pytorch-)?lightning\s*[=<>~!]=?\s*\d", line):
+                    assert "!=2.6.2" in line and "!=2.6.3" in line, f"{path}: {line}"
+                    found += 1
+    assert found == 3  # lightning and pytorch-lightning in constraints.txt, lightning in pyproject.toml
+
+
+def test_every_requirement_is_pinned_once_and_without_an_address() -> None:
+    lines = (SOURCE / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in pins]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+(,!=[\d.]+)*", line) for line in pins)
+    assert len(set(names)) == len(names)
+    project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
+    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        name = re.match(r"[\w.-]+", requirement)
+        assert name and name.group().lower() in names, f"{requirement} has no pin"
+
+
+def test_no_file_names_a_package_registry() -> None:
+    address = re.compile(r"https?://[^\s)\"']*(pypi|pythonhosted|download\.pytorch|/simple\b)", re.IGNORECASE)
+    for path in TEXTS:
+        assert not address.search(path.read_text(encoding="utf-8")), path
+
+
+def tree_in(readme: str) -> set[str]:
+    """Paths printed in the README's first block marked `text`: two spaces deeper is one folder deeper."""
+    block = re.search(r"```text\n(.*?)```", readme, flags=re.DOTALL)
+    assert block, "the README prints no tree"
+    parents: list[str] = []
+    paths: set[str] = set()
+    for line in block.group(1).splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        for name in re.split(r"\s{2,}", line.strip())[0].split():
+            paths.add("".join(parents[:depth]) + name)
+            parents[depth:] = [name]
+    return paths
+
+
+def assert_tree_is_current(root: Path, paths: set[str], must_list: set[str]) -> None:
+    gone = {path for path in paths if not (root / path).exists()}
+    assert not gone, f"the README's tree lists what is not there: {sorted(gone)}"
+    missing = must_list - {path.rstrip("/") for path in paths}
+    assert not missing, f"the README's tree lacks {sorted(missing)}"
+
+
+def test_tree_in_the_projects_readme_is_current(default: BakedProject) -> None:
+    inner = default.path / default.package
+    package = {path for path in inner.glob("*.py") if path.name != "__init__.py"}
+    package |= {path for path in inner.iterdir() if path.is_dir()}
+    for folder in ("text", "callbacks", "tools"):
+        package |= {path for path in (inner / folder).glob("*.py") if path.name != "__init__.py"}
+    top = {path for path in default.path.iterdir() if not path.name.startswith(".")}
+    top |= {path for path in (default.path / "configs").iterdir()}
+    must_list = {path.relative_to(default.path).as_posix() for path in package | top}
+    assert_tree_is_current(default.path, tree_in(default.read("README.md")), must_list)
+
+
+def test_tree_in_the_templates_readme_is_current() -> None:
+    top = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - SKIPPED
+    assert_tree_is_current(ROOT, tree_in((ROOT / "README.md").read_text()), top)
+
+
+def test_demo_of_the_makefile_uses_the_default_slug(default: BakedProject) -> None:
+    assert f"DEMO := $(OUT)/{default.path.name}\n" in (ROOT / "Makefile").read_text()

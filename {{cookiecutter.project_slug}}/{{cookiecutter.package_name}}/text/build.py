@@ -1,0 +1,198 @@
+"""Fill the token cache: documents to splits to tokens to files, in one process and bounded memory.
+
+It is written beside its place and renamed when complete: there is a whole cache or none, and an older one
+stays until the new one is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..errors import InputError
+from .cache import SPLITS, Corpus, Recipe, fingerprint, sha256
+
+BATCH_CHARACTERS = 2**22  # encoded together: enough for all cores, little memory
+REPORT_S = 10  # between two lines of progress
+
+
+def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -> Corpus:
+    """Tokenize into a new cache, in place of an older one of the same recipe.
+
+    Raises:
+        InputError: another process is at it, the disk is full, or the source is unreadable or empty.
+    """
+    folder = recipe.folder(cache_dir)
+    temporary = folder.with_name(folder.name + ".tmp")
+    with _alone(folder):
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+        try:
+            temporary.mkdir()
+            manifest = _write(recipe, temporary, report)
+            _publish(temporary, folder)
+        except Exception as error:
+            if _is_disk_full(error):
+                raise InputError(
+                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free space or name"
+                    " another folder"
+                ) from error
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Corpus(folder, manifest)
+
+
+def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    files = [
+        fingerprint(path) for path in recipe.files()
+    ]  # before reading: a change meanwhile shows as stale
+    tokenizer = recipe.tokenizer.fit(text for split, text in _documents(recipe) if split == "train")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    assert tokenizer.eos_token_id is not None
+    with contextlib.ExitStack() as stack:
+        writers = {split: _SplitWriter(folder, split, len(tokenizer)) for split in SPLITS}
+        for writer in writers.values():
+            stack.enter_context(contextlib.closing(writer.file))
+        started = reported = time.monotonic()
+        for batch in _batches(_documents(recipe)):
+            encoded = recipe.tokenizer.encode(tokenizer, [text for _, text in batch])
+            for split, writer in writers.items():
+                mine = [(ids, text) for (of, text), ids in zip(batch, encoded, strict=True) if of == split]
+                writer.add(mine, tokenizer.eos_token_id)
+            if (now := time.monotonic()) - reported > REPORT_S:
+                reported, tokens = now, sum(writer.tokens for writer in writers.values())
+                report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
+        for writer in writers.values():
+            writer.finish()
+    manifest = {
+        "spec": recipe.spec(),
+        "dtype": writers["train"].dtype.name,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "splits": {split: writer.summary() for split, writer in writers.items()},
+        "unigram_bits_per_byte": unigram_bits_per_byte(writers["train"].counts, writers["validation"]),
+        "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
+        "files": files,
+    }
+    with (folder / "manifest.json").open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1, default=str)
+        file.flush()
+        os.fsync(file.fileno())
+    return manifest
+
+
+class _SplitWriter:
+    """One split's file, and what is counted while it is written."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+        self.documents = self.bytes = self.tokens = 0
+        self.counts = np.zeros(vocab_size, dtype=np.int64)
+        self.file: BinaryIO = (folder / f"{split}.bin").open("wb")
+        self._sha256 = hashlib.sha256()
+
+    def add(self, documents: list[tuple[np.ndarray, str]], eos_token_id: int) -> None:
+        end = np.array([eos_token_id])
+        ids = np.concatenate([part for ids, _ in documents for part in (ids, end)] or [end[:0]])
+        data = ids.astype(self.dtype).tobytes()
+        self.file.write(data)
+        self._sha256.update(data)
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        self.documents += len(documents)
+        self.bytes += sum(len(text.encode()) for _, text in documents)
+        self.tokens += len(ids)
+
+    def finish(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def summary(self) -> dict[str, Any]:
+        counted = {"documents": self.documents, "bytes": self.bytes, "tokens": self.tokens}
+        return {**counted, "sha256": self._sha256.hexdigest()}
+
+
+def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) -> float | None:
+    """What a model that knows only how often each token occurs, none never, needs on the validation split."""
+    if not validation.bytes:
+        return None
+    probabilities = (train_counts + 1) / (train_counts.sum() + len(train_counts))
+    return float(-(validation.counts * np.log2(probabilities)).sum() / validation.bytes)
+
+
+def _documents(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Pairs of split and text; no empty documents, no lone surrogates, which UTF-8 cannot hold."""
+    found = False
+    for _, text in recipe.source.documents():
+        if text.strip():
+            found = True
+            text = text.encode(errors="replace").decode()
+            yield recipe.split_of(text), text
+    if not found:
+        raise InputError(
+            f"data.source {type(recipe.source).__name__} has no text in it: point it at other files"
+        )
+
+
+def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch: list[tuple[str, str]] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document[1])
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Put the new cache into its place; who has an older one mapped keeps it."""
+    older = folder.with_name(folder.name + ".old")
+    shutil.rmtree(older, ignore_errors=True)
+    if folder.exists():
+        folder.rename(older)
+    temporary.rename(folder)
+    handle = os.open(folder.parent, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Hold the cache's lock; the system frees it when this process ends, however it ends."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(folder.name + ".lock").open("w")
+    except OSError as error:
+        raise InputError(
+            f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"another `prepare` is filling {folder} right now: wait until it is done"
+            ) from None
+        yield
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    # `tokenizers` writes in Rust and raises a plain Exception
+    return getattr(error, "errno", None) in full or any(
+        f"(os error {number})" in str(error) for number in full
+    )

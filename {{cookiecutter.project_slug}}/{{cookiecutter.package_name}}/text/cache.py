@@ -1,0 +1,168 @@
+"""The token cache: one folder that one process writes once (`build.py`) and every rank maps into memory.
+
+    <cache_dir>/<source>-<hash of the recipe>/
+        train.bin validation.bin test.bin   token ids, uint16 where they fit, EOS after each document
+        tokenizer/                          in transformers' layout
+        manifest.json                       the recipe, fingerprints of the files read, counts, checksums
+
+Documents go to a split by a hash of their text: the splits do not depend on the order of files, and duplicates
+do not straddle them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError
+from .sources import Source
+from .tokenizers import TokenizerSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPLITS = ("train", "validation", "test")
+FORMAT = 1  # part of the folder's name: raise it when the layout changes
+FULL_CHECK_BYTES = 2**28  # larger files are checksummed by `prepare` alone, not at each start of each rank
+
+
+class CacheError(InputError):
+    """The cache cannot be used; another `prepare` helps."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a cache is made from; its hash names the folder."""
+
+    source: Source
+    tokenizer: TokenizerSpec
+    validation_share: float
+    test_share: float
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "source": self.source.spec(),
+            "tokenizer": self.tokenizer.spec(),
+            "validation_share": self.validation_share,
+            "test_share": self.test_share,
+        }
+
+    def folder(self, cache_dir: str) -> Path:
+        spec = json.dumps(self.spec(), sort_keys=True, default=str).encode()
+        return Path(cache_dir) / f"{type(self.source).__name__}-{hashlib.sha256(spec).hexdigest()[:12]}"
+
+    def files(self) -> list[Path]:
+        return [*self.source.files(), *self.tokenizer.files()]
+
+    def split_of(self, text: str) -> str:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        bucket = int.from_bytes(digest) / 2**64  # in [0, 1)
+        if bucket < self.test_share:
+            return "test"
+        return "validation" if bucket < self.test_share + self.validation_share else "train"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A cache that is there."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    def num_tokens(self, split: str) -> int:
+        return self.manifest["splits"][split]["tokens"]
+
+    def num_bytes(self, split: str) -> int:
+        """Bytes of UTF-8 text."""
+        return self.manifest["splits"][split]["bytes"]
+
+    def tokens(self, split: str) -> np.ndarray:
+        if not self.num_tokens(split):
+            return np.zeros(0, dtype=self.manifest["dtype"])  # an empty file cannot be mapped
+        return np.memmap(self.folder / f"{split}.bin", dtype=self.manifest["dtype"], mode="r")
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        from transformers import AutoTokenizer
+
+        # ty does not see that a folder with tokenizer.json gives the fast kind
+        return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)  # ty: ignore
+
+    def describe(self) -> str:
+        line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
+        return "\n".join(line.format(split, **held) for split, held in self.manifest["splits"].items())
+
+
+def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False) -> Corpus:
+    """The prepared cache.
+
+    Args:
+        recipe: What it was made from.
+        cache_dir: The folder of the caches.
+        check_source: Refuse it when the files that it was made from have changed.
+        every_byte: Check the sums of large files too.
+
+    Raises:
+        CacheError: it is missing, stale or damaged.
+        InputError: the source's files are missing.
+    """
+    files = recipe.files() if check_source else []
+    folder = recipe.folder(cache_dir)
+    if not folder.is_dir():
+        raise CacheError(f"there is no token cache {folder} for this configuration: run `prepare` first")
+    manifest, damage = _read_manifest(folder, every_byte)
+    if damage:
+        raise CacheError(f"the token cache {folder} is damaged ({damage}): run `prepare` again")
+    change = _first_change(manifest["files"], files) if check_source else None
+    if change:
+        raise CacheError(f"the token cache {folder} is stale ({change}): run `prepare` again")
+    return Corpus(folder, manifest)
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    held = path.stat()
+    return {"path": str(path), "size": held.st_size, "mtime_ns": held.st_mtime_ns, "sha256": sha256(path)}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_manifest(folder: Path, every_byte: bool) -> tuple[dict[str, Any], str | None]:
+    """The manifest, and what is wrong with the files that it lists."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        width = np.dtype(manifest["dtype"]).itemsize
+        expected = {folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()}
+        for split in SPLITS:
+            held, path = manifest["splits"][split], folder / f"{split}.bin"
+            if path.stat().st_size != held["tokens"] * width:
+                return {}, f"{path.name} has {path.stat().st_size} bytes, not {held['tokens'] * width}"
+            expected[path] = held["sha256"]
+        for path, digest in expected.items():
+            if (every_byte or path.stat().st_size <= FULL_CHECK_BYTES) and sha256(path) != digest:
+                return {}, f"{path.name} has another checksum"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{type(error).__name__}: {error}"
+    return manifest, None
+
+
+def _first_change(recorded: list[dict[str, Any]], files: list[Path]) -> str | None:
+    """What differs; a file that was only touched or copied counts as the same, because its content is."""
+    if [r["path"] for r in recorded] != [str(p) for p in files]:
+        differing = {r["path"] for r in recorded} ^ {str(p) for p in files}
+        return f"{min(differing)} came or went" if differing else "its files are in another order"
+    for record, path in zip(recorded, files, strict=True):
+        held = path.stat()
+        touched = held.st_mtime_ns != record["mtime_ns"]
+        if held.st_size != record["size"] or (touched and sha256(path) != record["sha256"]):
+            return f"{path} has changed"
+    return None

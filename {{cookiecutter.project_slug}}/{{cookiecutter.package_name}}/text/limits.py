@@ -1,0 +1,51 @@
+"""Numbers that cannot work together, told before anything is started."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+from .cache import Corpus
+
+if TYPE_CHECKING:
+    from ..data import DataModule
+
+
+def check_numbers(data: DataModule, world_size: int) -> None:
+    """Refuse sizes and shares that no corpus could satisfy on `world_size` data-parallel ranks."""
+    for name in ("seq_len", "global_batch_size", "micro_batch_size"):
+        if getattr(data, name) < 1:
+            raise InputError(f"data.{name} is {getattr(data, name)}: it must be 1 or more")
+    for name in ("validation_share", "test_share"):
+        if not 0 <= getattr(data, name) < 1:
+            raise InputError(f"data.{name} is {getattr(data, name)}: it must be at least 0 and below 1")
+    if data.validation_share + data.test_share >= 1:
+        raise InputError(
+            f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave nothing"
+            " to train on: make their sum less than 1"
+        )
+    together = data.micro_batch_size * world_size
+    if data.global_batch_size % together:
+        raise InputError(
+            f"global_batch_size {data.global_batch_size} is not a multiple of micro_batch_size"
+            f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit data.global_batch_size"
+            " or data.micro_batch_size"
+        )
+
+
+def check_rows(data: DataModule, corpus: Corpus) -> Corpus:
+    """Refuse a corpus in which a split that is wanted has too few rows."""
+    wanted = {
+        "train": (data.global_batch_size, "data.global_batch_size"),
+        "validation": (int(data.validation_share > 0), "data.validation_share"),
+        "test": (int(data.test_share > 0), "data.test_share"),
+    }
+    for split, (rows, key) in wanted.items():
+        tokens, documents = corpus.num_tokens(split), corpus.manifest["splits"][split]["documents"]
+        if (tokens - 1) // data.seq_len < rows:
+            raise InputError(
+                f"the {split} split has {tokens:,} tokens in {documents:,} documents, and {rows} sequences of"
+                f" data.seq_len {data.seq_len} need {rows * data.seq_len + 1:,}: give more text, or cut it into"
+                f" more documents (TextFiles has `separator`), or edit data.seq_len or {key}"
+            )
+    return corpus
