@@ -2,8 +2,8 @@
 
     .venv/bin/python docs/reference.py
 
-Keys, types, defaults and help come from the parser of `fit`, the reasons for Trainer defaults from the comments
-beside them in cli.py, the shipped files from `configs/`. A test fails when the page is out of date.
+Keys, types, defaults and help come from the parser of `fit`, the reasons for Trainer defaults from the
+comments beside them in cli.py, the shipped files from `configs/`. A test fails when the page is out of date.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
     yield from _group("Model", cli.LanguageModule, {k: a for k, a in model.items() if k.count(".") == 1})
     yield from _group("Optimizer and schedule", optim, _under("model.optim", found))
     yield from _group("Runs", cli.RunConfig, _under("run", found))
-    yield "## Callbacks that always run\n\nEach has a key at the top level. Others go into `trainer.callbacks`."
+    yield "## Callbacks that always run\n\nEach has a key at the top level. Others go to `trainer.callbacks`."
     for slot, callback in cli.ALWAYS_ON.items():
         inner = _under(slot, found)
         table = _table(inner) if inner else "It has no keys."
@@ -196,11 +196,10 @@ def _trainer(cli: Any) -> str:
     for key, value in cli.TRAINER_DEFAULTS.items():
         own = ", ".join(item["class_path"] for item in value) if key == "logger" else _default(value)
         rows.append(f"| `trainer.{key}` | {_code(own)} | {_cell(reasons.get(key, ''))} |")
+    table = "\n".join(rows)
     return (
         "## Trainer\n\nEvery argument of Lightning's Trainer is a key under `trainer`: "
-        f"see [its documentation]({TRAINER_DOCS}).\nThese have another default here:\n\n"
-        + "\n".join(rows)
-        + "\n"
+        f"see [its documentation]({TRAINER_DOCS}).\nThese have another default here:\n\n{table}\n"
     )
 
 

@@ -41,7 +41,7 @@ class BakedProject:
 Bake = Callable[..., BakedProject]
 
 
-def bake_into(folder: Path, template: Path = ROOT, **answers: str) -> BakedProject:
+def bake_into(folder: Path, template: Path = ROOT, /, **answers: str) -> BakedProject:
     path = Path(
         cookiecutter(
             str(template), no_input=True, extra_context=answers, output_dir=str(folder), default_config=True

@@ -90,7 +90,7 @@ def test_a_git_archive_gives_the_same_project_as_the_checkout(default: BakedProj
     (tmp_path / "archive").mkdir()
     assert run("git", "archive", "-o", str(tmp_path / "archive.tar"), tree, cwd=ROOT).returncode == 0
     assert run("tar", "-xf", "../archive.tar", cwd=tmp_path / "archive").returncode == 0
-    project = bake_into(tmp_path / "bakes", template=tmp_path / "archive")
+    project = bake_into(tmp_path / "bakes", tmp_path / "archive")
     assert project.digests == default.digests
 
 

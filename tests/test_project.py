@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 from conftest import BakedProject, bake_into
 
+OUTER_MAKE = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG"}
 
-def make(project: BakedProject, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+
+def make(
+    project: BakedProject, *arguments: str, path: str | None = None
+) -> subprocess.CompletedProcess[str]:
     # Not the variables of a `make test` that this test runs under.
-    settings = {key: value for key, value in os.environ.items() if key not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
+    settings = {key: value for key, value in os.environ.items() if key not in OUTER_MAKE}
     return subprocess.run(
         ["make", *arguments],
         cwd=project.path,
@@ -47,7 +52,8 @@ def test_setup_stops_before_it_fetches_cuda_for_a_machine_without_a_gpu(
     project = bake_into(tmp_path)
     python = project.path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    report = '{"install": [{"metadata": {"name": "torch"}}, {"metadata": {"name": "%s"}}]}' % plan
+    packages = [{"metadata": {"name": name}} for name in ("torch", plan)]
+    report = json.dumps({"install": packages})
     python.write_text(
         "#!/bin/bash\n"
         f"""case "$*" in *--dry-run*) echo '{report}';; "-m pip"*) ;; *) exec python3 "$@";; esac\n"""

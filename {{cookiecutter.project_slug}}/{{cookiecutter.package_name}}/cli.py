@@ -60,6 +60,12 @@ TRAINER_DEFAULTS = {
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # torch 2.13 with lightning 2.6
+for expected in (
+    ".*sync_dist=True.*",  # module.py has reduced them already
+    ".*your dataloader is not resumable.*",  # data.py's is, by samples consumed
+    ".*exists and is not empty.*",  # a resumed run goes on in its folder
+):
+    warnings.filterwarnings("ignore", message=expected)
 
 
 def main(argv: list[str]) -> None:

@@ -81,7 +81,7 @@ class DataModule(L.LightningDataModule):
 
     Args:
         source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, or yours.
-        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, or yours.
+        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks.
         micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global batch.
@@ -89,7 +89,7 @@ class DataModule(L.LightningDataModule):
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
         cache_dir: Folder of the token caches; on a cluster, one that all nodes see.
         check_source: Refuse a cache whose source files have changed. false trains from the cache alone.
-        cross_document_attention: true lets tokens attend to earlier documents in their row, which are noise to
+        cross_document_attention: true lets tokens attend to earlier documents in their row, which is noise to
             them, and so permits attention kernels that know no boundaries. false keeps documents apart.
         num_workers: Processes per rank that read rows. 0 reads in the training process: faster for text.
         repeat_first_batch: true trains on one global batch over and over: can the model learn? false: off.
@@ -178,6 +178,10 @@ class DataModule(L.LightningDataModule):
         if stage == "fit":
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation
+            if isinstance(
+                self.trainer.val_check_interval, int
+            ):  # in the YAML: optimizer steps, on any number of ranks
+                self.trainer.val_check_interval *= self.accumulation
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
             )

@@ -68,5 +68,4 @@ def _command(verb: str) -> str:
             skip = "=" not in word
         else:
             kept.append(word)
-    program = Path(sys.argv[0]).parent.name
-    return " ".join(["python -m", program, verb, *kept])
+    return " ".join(["python -m", __package__.split(".")[0], verb, *kept])

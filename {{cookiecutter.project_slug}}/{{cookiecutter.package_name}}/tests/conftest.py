@@ -11,9 +11,12 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch import Callback
 
 from ..__main__ import main
+
+torch.set_num_threads(1)  # small tensors; threads would wait for each other
 
 PACKAGE = __package__.split(".")[0]
 PROJECT = Path(__file__).parents[2]

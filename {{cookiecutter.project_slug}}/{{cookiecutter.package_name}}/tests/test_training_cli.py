@@ -36,7 +36,7 @@ def test_every_knob_of_ours_is_explained(capsys: pytest.CaptureFixture[str]) -> 
     for part in ours:
         name, _, text = part.partition("\n")
         explained = " ".join((name.partition(" ")[2] + " " + text).split())
-        assert "help" in name or len(explained.split("(type:")[0].split()) > 4, f"no help: --{part}"
+        assert "help" in name or len(explained.split("(type:")[0].split()) > 3, f"no help: --{part}"
 
 
 def test_later_files_and_flags_win(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

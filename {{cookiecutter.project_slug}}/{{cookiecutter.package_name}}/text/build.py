@@ -44,8 +44,8 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
         except Exception as error:
             if _is_disk_full(error):
                 raise InputError(
-                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free space or name"
-                    " another folder"
+                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free space or"
+                    " name another folder"
                 ) from error
             raise
         finally:

@@ -5,8 +5,8 @@
         tokenizer/                          in transformers' layout
         manifest.json                       the recipe, fingerprints of the files read, counts, checksums
 
-Documents go to a split by a hash of their text: the splits do not depend on the order of files, and duplicates
-do not straddle them.
+Documents go to a split by a hash of their text: the splits do not depend on the order of files, and no
+duplicates straddle them.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def check_numbers(data: DataModule, world_size: int) -> None:
             raise InputError(f"data.{name} is {getattr(data, name)}: it must be at least 0 and below 1")
     if data.validation_share + data.test_share >= 1:
         raise InputError(
-            f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave nothing"
-            " to train on: make their sum less than 1"
+            f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave"
+            " nothing to train on: make their sum less than 1"
         )
     together = data.micro_batch_size * world_size
     if data.global_batch_size % together:
@@ -42,10 +42,10 @@ def check_rows(data: DataModule, corpus: Corpus) -> Corpus:
     }
     for split, (rows, key) in wanted.items():
         tokens, documents = corpus.num_tokens(split), corpus.manifest["splits"][split]["documents"]
-        if (tokens - 1) // data.seq_len < rows:
+        if max(tokens - 1, 0) // data.seq_len < rows:
             raise InputError(
                 f"the {split} split has {tokens:,} tokens in {documents:,} documents, and {rows} sequences of"
-                f" data.seq_len {data.seq_len} need {rows * data.seq_len + 1:,}: give more text, or cut it into"
-                f" more documents (TextFiles has `separator`), or edit data.seq_len or {key}"
+                f" data.seq_len {data.seq_len} need {rows * data.seq_len + 1:,}: give more text, or cut it"
+                f" into more documents (TextFiles has `separator`), or edit data.seq_len or {key}"
             )
     return corpus

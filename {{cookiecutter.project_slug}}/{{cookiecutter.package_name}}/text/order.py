@@ -27,8 +27,8 @@ PADDING = -1  # an index that stands for no row: its labels are ignored
 class GlobalOrder(Sampler[list[int]]):
     """Batches of row indices for one rank's training, from the consumed samples on.
 
-    Its length is one epoch's batches; rows that do not fill an epoch's last global batch wait for the next epoch's
-    first. `consumed` is asked when iteration begins: the checkpoint is loaded after the loader is made.
+    Its length is one epoch's batches; the rows that fill no global batch at its end come first in the next.
+    `consumed` is asked when iteration begins: the checkpoint is loaded after the loader is made.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LazyLoader(DataLoader):
 
 
 class ConsumedSamples(Callback):
-    """Counts the samples that were trained on, and lets a run resume with another micro-batch or number of ranks.
+    """Counts the samples that were trained on; lets a run resume with another micro-batch or number of ranks.
 
     The count follows the trainer's processed batches, not the order, which workers run ahead of.
     """
@@ -159,7 +159,7 @@ def _progress(trainer: Trainer) -> Any:
 
 
 def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:
-    """Lightning accumulates by its count of batches: until now of `old` samples each, from now on of `new`."""
+    """Lightning accumulates by its count of batches, which held `old` samples each and now hold `new`."""
     for counter in (progress.total, progress.current):
         ready = counter.ready * old // global_batch_size * (global_batch_size // new)  # at a step's boundary
         shift = ready - counter.ready

@@ -167,8 +167,8 @@ def _matching(paths: list[str]) -> list[Path]:
         if not matches:
             hint = f"; a folder is written {pattern.rstrip('/')}/**/*" if Path(pattern).is_dir() else ""
             raise InputError(
-                f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}: give files"
-                f" or glob patterns{hint}"
+                f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}: give"
+                f" files or glob patterns{hint}"
             )
         found.update(matches)
     if not found:

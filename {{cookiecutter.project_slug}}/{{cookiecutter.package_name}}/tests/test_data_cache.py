@@ -1,0 +1,311 @@
+"""The cache: what goes in comes out, and what cannot be used is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from math import log2
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ..data import DataModule
+from ..errors import InputError
+from ..text.cache import SPLITS
+from ..text.sources import TextFiles
+from ..text.tokenizers import ByteBPE, Bytes
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = __package__.split(".")[0]
+SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """40 documents, the last a duplicate of the first."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(
+            f"{number % 39}\n" + SENTENCES * (1 + number % 39 % 5), "utf-8"
+        )
+    return folder
+
+
+@pytest.fixture
+def data(texts: Path, tmp_path: Path) -> DataModule:
+    return DataModule(
+        TextFiles([f"{texts}/*.txt"]),
+        Bytes(),
+        seq_len=32,
+        validation_share=0.2,
+        test_share=0.2,
+        cache_dir=str(tmp_path / "cache"),
+    )
+
+
+def documents_of(data: DataModule, split: str) -> list[str]:
+    """The texts of a split, read back from its tokens."""
+    corpus = data.require()
+    ids = corpus.tokens(split).tolist()
+    documents, current = [], []
+    for token in ids:
+        if token == data.eos_token_id:
+            documents.append(corpus.tokenizer.decode(current))
+            current = []
+        else:
+            current.append(token)
+    assert not current, "the last document has its end"
+    return documents
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
+def test_the_cache_holds_every_document_once_in_one_split(
+    data: DataModule, texts: Path, tokenizer: Bytes | ByteBPE
+) -> None:
+    data.tokenizer = tokenizer
+    corpus = data.prepare(report=quiet)
+    held = {split: documents_of(data, split) for split in SPLITS}
+    assert all(held.values())
+    written = [path.read_text(encoding="utf-8") for path in texts.iterdir()]
+    assert Counter(text for documents in held.values() for text in documents) == Counter(written)
+    for split, documents in held.items():
+        assert corpus.num_bytes(split) == sum(len(text.encode()) for text in documents)
+        assert os.path.getsize(corpus.folder / f"{split}.bin") == 2 * corpus.num_tokens(split)
+
+
+def test_splits_keep_duplicates_together_and_ignore_names_and_seed(data: DataModule, texts: Path) -> None:
+    data.prepare(report=quiet)
+    before = {split: Counter(documents_of(data, split)) for split in SPLITS}
+    double = (texts / "00.txt").read_text(encoding="utf-8")
+    assert sorted(counts[double] for counts in before.values()) == [0, 0, 2]
+    for path in list(texts.iterdir()):
+        path.rename(path.with_name(path.name[::-1].replace("txt.", "") + "-renamed.txt"))
+    data.seed = 5
+    data.prepare(report=quiet)
+    assert {split: Counter(documents_of(data, split)) for split in SPLITS} == before
+
+
+def test_rows_lose_nothing_but_the_tail(data: DataModule) -> None:
+    tokens = np.asarray(data.prepare(report=quiet).tokens("train")).astype(np.int64)
+    rows = data._rows("train")
+    batch = rows.__getitems__(list(range(len(rows))))
+    assert batch["input_ids"].flatten().tolist() == tokens[: len(rows) * 32].tolist()
+    assert batch["labels"].flatten().tolist() == tokens[1 : len(rows) * 32 + 1].tolist()
+    assert len(tokens) - (len(rows) * 32 + 1) < 32
+
+
+def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> None:
+    data.prepare(report=quiet)
+    batch = next(iter(data.train_dataloader()))
+    restarts = 0
+    for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+        position = 0
+        for previous, got in zip([None, *ids], positions, strict=False):
+            restarts += previous == data.eos_token_id
+            position = 0 if previous in (None, data.eos_token_id) else position + 1
+            assert got == position
+    assert restarts > 0
+    data.cross_document_attention = True
+    batch = next(iter(data.train_dataloader()))
+    assert batch["position_ids"].tolist() == [list(range(32))] * 8
+
+
+def test_evaluation_covers_the_split_and_padding_has_no_labels(data: DataModule) -> None:
+    data.prepare(report=quiet)
+    rows = data._rows("validation")
+    assert len(rows) % 8, "the test needs a last batch that is not full"
+    batches = list(data.val_dataloader())
+    labels = [row for batch in batches for row in batch["labels"].tolist()]
+    assert labels[: len(rows)] == rows.__getitems__(list(range(len(rows))))["labels"].tolist()
+    assert labels[len(rows) :] == [[-100] * 32] * (-len(rows) % 8)
+
+
+def test_unigram_bits_equal_a_direct_computation(data: DataModule) -> None:
+    data.tokenizer = ByteBPE(vocab_size=280)
+    corpus = data.prepare(report=quiet)
+    train, validation = (corpus.tokens(split).tolist() for split in ("train", "validation"))
+    counts = Counter(train)
+    bits = -sum(log2((counts[token] + 1) / (len(train) + 280)) for token in validation)
+    assert data.vocab_size == 280
+    assert data.unigram_bits_per_byte == pytest.approx(bits / corpus.num_bytes("validation"), rel=1e-12)
+    assert data.bytes_per_token == corpus.num_bytes("validation") / len(validation)
+
+
+def test_a_second_prepare_does_not_tokenize_again(data: DataModule) -> None:
+    manifest = data.prepare(report=quiet).folder / "manifest.json"
+    before = manifest.stat().st_ino
+    assert any("ready" in line for line in reported(data))
+    assert manifest.stat().st_ino == before
+
+
+def reported(data: DataModule) -> list[str]:
+    lines: list[str] = []
+    data.prepare(report=lines.append)
+    return lines
+
+
+# ---- refused -------------------------------------------------------------------------------------------------
+
+
+def refused(data: DataModule) -> str:
+    with pytest.raises(InputError) as caught:
+        data.require()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_missing_cache_is_refused(data: DataModule) -> None:
+    assert "run `prepare` first" in refused(data)
+
+
+def test_other_settings_need_another_cache(data: DataModule) -> None:
+    data.prepare(report=quiet)
+    data.validation_share = 0.3
+    assert "run `prepare` first" in refused(data)
+
+
+def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: Path) -> None:
+    data.prepare(report=quiet)
+    path = texts / "03.txt"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.upper(), encoding="utf-8")  # of the same size
+    os.utime(path, ns=(1, 1))
+    assert "stale" in refused(data) and "03.txt has changed" in refused(data)
+    (texts / "new.txt").write_text("one more", encoding="utf-8")
+    assert "new.txt came or went" in refused(data)
+    data.check_source = False
+    data.require()
+    data.check_source = True
+    data.prepare(report=quiet)
+    assert text.upper() in [text for split in SPLITS for text in documents_of(data, split)]
+
+
+def test_a_touched_file_with_the_same_content_is_not_stale(data: DataModule, texts: Path) -> None:
+    data.prepare(report=quiet)
+    os.utime(texts / "03.txt", ns=(1, 1))
+    data.require()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test.bin", "manifest.json", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("harm", [Path.unlink, flip_a_bit, lambda path: os.truncate(path, 10)])
+def test_a_damaged_cache_is_refused_and_prepare_repairs_it(data: DataModule, name: str, harm) -> None:
+    folder = data.prepare(report=quiet).folder
+    if name == "manifest.json" and harm is flip_a_bit:
+        (folder / name).write_text('{"dtype": 3}', encoding="utf-8")  # a bit of an mtime does no harm
+    else:
+        harm(folder / name)
+    assert "damaged" in refused(data)
+    assert "damaged" in reported(data)[0]
+    data.require()
+
+
+def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
+    corpus = data.prepare(report=quiet)
+    lock = str(corpus.folder) + ".lock"
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); input()"
+    command = [sys.executable, "-c", code, lock]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "held\n"
+        data.prepare(report=quiet)  # what is ready can be used all the same
+        shutil.rmtree(corpus.folder)
+        with pytest.raises(InputError, match="another `prepare` is filling"):
+            data.prepare(report=quiet)
+        other.communicate("\n")
+    data.prepare(report=quiet)  # the lock went with its holder
+
+
+# ---- a full disk ---------------------------------------------------------------------------------------------
+
+PREPARE = f"""
+import sys
+from {PACKAGE}.data import DataModule
+from {PACKAGE}.errors import InputError
+from {PACKAGE}.text.sources import TextFiles
+from {PACKAGE}.text.tokenizers import Bytes
+try:
+    DataModule(TextFiles([sys.argv[1]]), Bytes(), cache_dir=sys.argv[2]).prepare()
+except InputError as error:
+    sys.exit(str(error))
+"""
+
+
+def prepare_in_a_child(texts: Path, cache_dir: Path, limit: int | None = None) -> str:
+    """What `prepare` says on stderr, in a process that may not write files larger than `limit` bytes."""
+
+    def lower() -> None:
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    command = [sys.executable, "-c", PREPARE, f"{texts}/*.txt", str(cache_dir)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, preexec_fn=lower, check=False
+    ).stderr
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path):
+    """A file system of 256 KiB, where this machine lets us mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
+    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_nothing_behind_and_the_older_cache_usable(texts: Path, tiny_disk: Path) -> None:
+    data = DataModule(
+        TextFiles([f"{texts}/*.txt"]),
+        Bytes(),
+        32,
+        validation_share=0.2,
+        test_share=0.2,
+        cache_dir=str(tiny_disk),
+    )
+    folder = data.prepare(report=quiet).folder
+    before = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+    (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
+    with pytest.raises(InputError, match="is full and nothing was kept"):
+        data.prepare(report=quiet)
+    assert sorted(path.name for path in tiny_disk.iterdir()) == [folder.name, folder.name + ".lock"]
+    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == before
+    (texts / "large.txt").unlink()
+    data.require()
+
+
+def test_a_file_that_cannot_grow_is_told_as_a_full_disk(texts: Path, tmp_path: Path) -> None:
+    (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
+    cache_dir = tmp_path / "cache"
+    assert "is full and nothing was kept" in prepare_in_a_child(texts, cache_dir, limit=100_000)
+    assert [path.suffix for path in cache_dir.iterdir()] == [".lock"]
+
+
+def test_the_manifest_says_what_the_cache_was_made_from(data: DataModule, texts: Path) -> None:
+    manifest = json.loads((data.prepare(report=quiet).folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["spec"]["source"] == {
+        "class": "TextFiles",
+        "paths": [f"{texts}/*.txt"],
+        "separator": None,
+    }
+    assert [entry["path"] for entry in manifest["files"]] == [str(path) for path in sorted(texts.iterdir())]
