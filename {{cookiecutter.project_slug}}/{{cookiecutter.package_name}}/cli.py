@@ -171,6 +171,7 @@ class CLI(LightningCLI):
             self.datamodule.require()
         else:
             self.datamodule.prepare()
+        self.model.build_config(self.datamodule)
 
     def after_fit(self) -> None:
         """End on a validation of the last step, then say where everything is."""

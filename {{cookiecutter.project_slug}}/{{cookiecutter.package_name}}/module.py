@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import InputError
+from .errors import InputError, reason
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule, clip_gradients
 
@@ -84,38 +84,44 @@ class LanguageModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the model once, when the data, and with it the vocabulary, is known."""
         if not hasattr(self, "model"):
-            self.model = self.build_model(self.data.vocab_size, self.data.eos_token_id)
+            self.model = self.build_model(self.data).train()
 
-    def build_model(self, vocab_size: int, eos_token_id: int) -> nn.Module:
-        """The network, with room for `vocab_size` tokens."""
+    def build_model(self, data: Any) -> nn.Module:
+        """The network, with room for `data.vocab_size` tokens and sequences of `data.seq_len`."""
         from transformers import AutoModelForCausalLM
+
+        config = self.build_config(data)
+        if not self.pretrained:
+            return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_pretrained(
+            self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+        # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
+        embeddings: Any = model.get_input_embeddings()
+        if embeddings.num_embeddings < data.vocab_size:
+            model.resize_token_embeddings(data.vocab_size)
+        return model
+
+    def build_config(self, data: Any) -> Any:
+        """The transformers configuration; also called before any process starts, to find mistakes early.
+
+        Raises:
+            InputError: there is no such model or architecture.
+        """
+        from transformers import AutoConfig
 
         if self.pretrained:
             try:
-                model = AutoModelForCausalLM.from_pretrained(
-                    self.pretrained, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-                )
+                return AutoConfig.from_pretrained(self.pretrained, trust_remote_code=False)
             except (OSError, ValueError) as error:
-                raise InputError(f"model.pretrained {self.pretrained!r} cannot be loaded: {error}") from error
-            # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
-            embeddings: Any = model.get_input_embeddings()
-            if embeddings.num_embeddings < vocab_size:
-                model.resize_token_embeddings(vocab_size)
-        else:
-            model = AutoModelForCausalLM.from_config(self._transformers_config(vocab_size, eos_token_id))
-        return model.train()
-
-    def _transformers_config(self, vocab_size: int, eos_token_id: int) -> Any:
-        from transformers import AutoConfig
-
-        fields = {"max_position_embeddings": self.data.seq_len, **self.architecture}
+                raise InputError(f"model.pretrained {self.pretrained!r} cannot be loaded: {reason(error)}") from error
+        fields = {"max_position_embeddings": data.seq_len, **self.architecture}
+        fields |= {"vocab_size": data.vocab_size, "bos_token_id": data.eos_token_id, "eos_token_id": data.eos_token_id}
         model_type = fields.pop("model_type", None)
         try:
-            return AutoConfig.for_model(
-                model_type, vocab_size=vocab_size, eos_token_id=eos_token_id, bos_token_id=eos_token_id, **fields
-            )
-        except (ValueError, TypeError) as error:
-            raise InputError(f"model.architecture with model_type {model_type!r} is refused: {error}") from error
+            return AutoConfig.for_model(model_type, **fields)
+        except Exception as error:  # each architecture refuses in its own way
+            raise InputError(f"model.architecture with model_type {model_type!r}: {reason(error)}") from error
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """(B, T) tokens to (B, T, V) logits.
@@ -182,23 +188,27 @@ class LanguageModule(L.LightningModule):
         }
         if self.data.bytes_per_token:
             self.eval_metrics[f"{prefix}/bits_per_byte"] = loss / math.log(2) / self.data.bytes_per_token
-        self.log_dict(self.eval_metrics)
+        self.log_dict(self.eval_metrics, logger=False)  # for callbacks to monitor; Lightning would log it a step early
+        if not self.trainer.sanity_checking:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(self.eval_metrics, step=self.global_step)
 
     # ---- text out ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
-        """Continue (1, T) tokens by up to `sample_tokens`; leaves the random state of training as it was."""
-        room = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}
+        """Continue (1, T) tokens by up to `sample_tokens`, within `seq_len`; leaves the random state of training as it was."""
+        sampling = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}
+        room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(0)
             return self.model.generate(  # ty: ignore[not-callable]
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=self.sample_tokens,
+                max_new_tokens=min(self.sample_tokens, room),
                 pad_token_id=self.data.eos_token_id,
-                **room,
+                **sampling,
             )
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, str]:

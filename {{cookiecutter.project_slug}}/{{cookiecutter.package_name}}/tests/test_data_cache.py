@@ -22,7 +22,7 @@ from ..text.sources import TextFiles
 from ..text.tokenizers import ByteBPE, Bytes
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = __package__.split(".")[0]
+PACKAGE = __name__.split(".")[0]
 SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
 
 
@@ -155,7 +155,7 @@ def reported(data: DataModule) -> list[str]:
     return lines
 
 
-# ---- refused -------------------------------------------------------------------------------------------------
+# ---- refused -------------------------------------------------------------------------------------
 
 
 def refused(data: DataModule) -> str:
@@ -232,7 +232,7 @@ def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
     data.prepare(report=quiet)  # the lock went with its holder
 
 
-# ---- a full disk ---------------------------------------------------------------------------------------------
+# ---- a full disk ---------------------------------------------------------------------------------
 
 PREPARE = f"""
 import sys

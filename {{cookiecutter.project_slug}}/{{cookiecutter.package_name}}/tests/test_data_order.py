@@ -12,7 +12,7 @@ ROWS, GLOBAL = 53, 12
 
 
 def stream(world_size: int, micro: int, steps: int, consumed: int = 0, seed: int = 0) -> list[list[int]]:
-    """The rows of each global batch, in the order of ranks within micro-batches, over as many epochs as it takes."""
+    """The rows of each global batch, in the order of ranks, over as many epochs as it takes."""
     seen: list[int] = []
     while len(seen) < steps * GLOBAL:
         begin = consumed + len(seen)

@@ -16,7 +16,11 @@ from ..errors import InputError
 from ..text.sources import TextFiles
 from ..text.tokenizers import Bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:Total length of `list`"),  # validation is off
+    pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
+]
 
 STEPS, GLOBAL = 26, 8  # of 10 steps an epoch, see `texts`
 
@@ -52,7 +56,7 @@ class Stop(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == self.step:
             raise KeyError("stopped")
 
@@ -91,6 +95,7 @@ def train(
         accelerator="cpu",
         devices=1,
         max_steps=STEPS,
+        max_epochs=99,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -156,7 +161,7 @@ def test_batches_that_do_not_divide_are_refused_with_all_numbers() -> None:
 )
 def test_numbers_out_of_range_are_refused_by_name(key: str, value: float) -> None:
     with pytest.raises(InputError, match=f"data.{key} is {value}"):
-        DataModule(**{key: value}).check(world_size=1)
+        DataModule(**{key: value}).check(world_size=1)  # ty: ignore[invalid-argument-type]
 
 
 def test_shares_that_leave_no_training_text_are_refused() -> None:

@@ -32,7 +32,7 @@ def error_of(source: Source) -> str:
     return str(caught.value)
 
 
-# ---- sources -------------------------------------------------------------------------------------------------
+# ---- sources -------------------------------------------------------------------------------------
 
 
 def test_the_standard_library_is_a_corpus_of_megabytes_without_tests() -> None:
@@ -135,9 +135,9 @@ def test_parquet_gives_its_column(tmp_path: Path) -> None:
 def test_a_datasets_folder_is_read_streamed_or_not(
     tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
+    from datasets import config
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
     folder = tmp_path / "set"
     folder.mkdir()
     write_jsonl(folder / "train.jsonl")
@@ -161,7 +161,7 @@ def test_a_source_of_ones_own_is_one_class(tmp_path: Path) -> None:
         data.require()
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [Bytes(), ByteBPE(vocab_size=400)], ids=["bytes", "bpe"])

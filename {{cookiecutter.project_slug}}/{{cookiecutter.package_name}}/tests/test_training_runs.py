@@ -73,11 +73,15 @@ def test_best_and_last_checkpoints_are_kept(flags: list[str], tmp_path: Path) ->
 def test_an_offline_wandb_run_holds_the_metrics_and_resumes_as_the_same_run(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import wandb
+
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     flags = [*flags, f"--config={CONFIGS}/logger/wandb.yaml"]
     assert run("fit", *flags, "--trainer.max_steps=4", "--model.optim.warmup=1") == 0
+    wandb.finish()  # as the end of the process does
     assert run("fit", *flags, "--ckpt_path=last", "--trainer.max_steps=6", "--model.optim.warmup=1") == 0
+    wandb.finish()
     folder = only_run(tmp_path)
     files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2 and all(file.name == f"run-{folder.name}.wandb" for file in files)
