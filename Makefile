@@ -40,8 +40,8 @@ dev:  ## link the un-rendered project into build/dev, its package named trainer_
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
 check: $(READY) dev  ## lint (ruff) and type-check (ty) the hooks, the tests and the un-rendered package
-	.venv/bin/ruff check --no-respect-gitignore hooks tests build/dev/trainer_dev
-	.venv/bin/ty check --no-respect-ignore-files --python .venv hooks tests build/dev/trainer_dev
+	.venv/bin/ruff check --no-respect-gitignore hooks tests docs build/dev/trainer_dev
+	.venv/bin/ty check --no-respect-ignore-files --python .venv hooks tests docs build/dev/trainer_dev
 
 docs: $(READY)  ## build the documentation site, its reference page from the code
 	.venv/bin/python docs/reference.py

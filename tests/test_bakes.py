@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, Bake, BakedProject, bake_into
+from conftest import PACKAGE, ROOT, SOURCE, Bake, BakedProject, bake_into
 
 LICENSES = {
     "MIT": "Permission is hereby granted, free of charge",
@@ -92,6 +93,19 @@ def test_a_git_archive_gives_the_same_project_as_the_checkout(default: BakedProj
     assert run("tar", "-xf", "../archive.tar", cwd=tmp_path / "archive").returncode == 0
     project = bake_into(tmp_path / "bakes", tmp_path / "archive")
     assert project.digests == default.digests
+
+
+def test_caches_of_a_used_checkout_are_left_behind(default: BakedProject, tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    shutil.copytree(SOURCE, used / SOURCE.name)
+    shutil.copytree(ROOT / "hooks", used / "hooks")
+    shutil.copy(ROOT / "cookiecutter.json", used)
+    inner = used / SOURCE.name
+    for folder in (inner, inner / PACKAGE.name, inner / PACKAGE.name / "text"):
+        for cache in ("__pycache__", ".ruff_cache", ".pytest_cache"):
+            (folder / cache).mkdir(exist_ok=True)
+            (folder / cache / "binary").write_bytes(b"text first, and then not: \x8f\xff{{ nobody }}")
+    assert bake_into(tmp_path / "bakes", used).digests == default.digests
 
 
 def test_an_unknown_licence_is_refused(bake: Bake) -> None:

@@ -85,7 +85,7 @@ def parse(argv: list[str]) -> CLI:
 class Parser(LightningArgumentParser):
     """Says what is wrong in one sentence, instead of behind a page of usage."""
 
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:  # ty: ignore[invalid-method-override]
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
         text = " ".join(message.split())
@@ -167,7 +167,8 @@ class CLI(LightningCLI):
         started_by_a_launcher = environment is not None and environment.creates_processes_externally
         if self.subcommand == "fit":
             self.datamodule.check(self.trainer.world_size)
-        if started_by_a_launcher:
+        resumes = self.subcommand == "fit" and self.config[self.subcommand].ckpt_path
+        if started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
             self.datamodule.require()
         else:
             self.datamodule.prepare()
@@ -198,4 +199,4 @@ class WithoutTrainer(CLI):
     """For tools: the same keys, the model and the data, nothing that trains."""
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        return None  # ty: ignore[invalid-return-type]
+        return None  # ty: ignore[invalid-explicit-return]

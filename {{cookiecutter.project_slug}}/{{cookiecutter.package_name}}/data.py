@@ -162,6 +162,11 @@ class DataModule(L.LightningDataModule):
         report(corpus.describe())
         return check_rows(self, corpus)
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether there is a cache for this configuration, fresh or not."""
+        return self._recipe.folder(self.cache_dir).is_dir()
+
     def require(self) -> Corpus:
         """The prepared cache, for processes that must not tokenize.
 
@@ -180,9 +185,7 @@ class DataModule(L.LightningDataModule):
         if stage == "fit":
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation
-            if isinstance(
-                self.trainer.val_check_interval, int
-            ):  # in the YAML: optimizer steps, on any number of ranks
+            if isinstance(self.trainer.val_check_interval, int):  # in the YAML: optimizer steps, on any number of ranks
                 self.trainer.val_check_interval *= self.accumulation
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
@@ -225,9 +228,7 @@ class DataModule(L.LightningDataModule):
         return self._loader(rows, EvalOrder(len(rows), self.micro_batch_size, self.rank, self.world_size))
 
     def _rows(self, split: str) -> PackedRows:
-        return PackedRows(
-            self.corpus.tokens(split), self.seq_len, self.eos_token_id, self.cross_document_attention
-        )
+        return PackedRows(self.corpus.tokens(split), self.seq_len, self.eos_token_id, self.cross_document_attention)
 
     def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder) -> DataLoader:
         return LazyLoader(
@@ -278,11 +279,10 @@ class DataModule(L.LightningDataModule):
         """Micro-batches per optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Of the validation split: turns bits per token into bits per byte."""
-        tokens = self.corpus.num_tokens("validation")
-        return self.corpus.num_bytes("validation") / tokens if tokens else None
+    def bytes_per_token(self, split: str) -> float | None:
+        """Mean over a split: turns bits per token into bits per byte. None where the split is empty."""
+        tokens = self.corpus.num_tokens(split)
+        return self.corpus.num_bytes(split) / tokens if tokens else None
 
     @property
     def unigram_bits_per_byte(self) -> float | None:

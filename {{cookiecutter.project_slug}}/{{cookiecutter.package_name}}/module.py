@@ -165,19 +165,19 @@ class LanguageModule(L.LightningModule):
         self._eval_sums += sums.to(self._eval_sums.dtype)
 
     def on_validation_epoch_end(self) -> None:
-        self._log_eval("eval")
+        self._log_eval("eval", "validation")
 
     on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
 
     def on_test_epoch_end(self) -> None:
-        self._log_eval("test")
+        self._log_eval("test", "test")
 
     @property
     def _sum_dtype(self) -> torch.dtype:
         return torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
 
-    def _log_eval(self, prefix: str) -> None:
+    def _log_eval(self, prefix: str, split: str) -> None:
         """Sums over all ranks first, then ratios: the result does not depend on how the split was dealt out."""
         nats, hits, tokens = self.trainer.strategy.reduce(self._eval_sums, reduce_op="sum").tolist()
         loss = nats / tokens
@@ -186,8 +186,8 @@ class LanguageModule(L.LightningModule):
             f"{prefix}/perplexity": math.exp(min(loss, 700.0)),
             f"{prefix}/token_accuracy": hits / tokens,
         }
-        if self.data.bytes_per_token:
-            self.eval_metrics[f"{prefix}/bits_per_byte"] = loss / math.log(2) / self.data.bytes_per_token
+        if bytes_per_token := self.data.bytes_per_token(split):
+            self.eval_metrics[f"{prefix}/bits_per_byte"] = loss / math.log(2) / bytes_per_token
         self.log_dict(self.eval_metrics, logger=False)  # for callbacks to monitor; Lightning would log it a step early
         if not self.trainer.sanity_checking:
             for logger in self.trainer.loggers:
@@ -197,7 +197,7 @@ class LanguageModule(L.LightningModule):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
-        """Continue (1, T) tokens by up to `sample_tokens`, within `seq_len`; leaves the random state of training as it was."""
+        """Continue (1, T) tokens by up to `sample_tokens`, within `seq_len`; keeps training's random state."""
         sampling = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []

@@ -39,9 +39,7 @@ class Console(Callback):
         self._started = time.perf_counter()
         self._first_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         latest = pl_module.metrics.latest
         if latest and latest is not getattr(self, "_shown", None):
             self._shown = latest

@@ -68,4 +68,4 @@ def _command(verb: str) -> str:
             skip = "=" not in word
         else:
             kept.append(word)
-    return " ".join(["python -m", __package__.split(".")[0], verb, *kept])
+    return " ".join(["python -m", __name__.split(".")[0], verb, *kept])

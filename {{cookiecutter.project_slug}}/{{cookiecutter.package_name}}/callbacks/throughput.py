@@ -33,9 +33,7 @@ class Throughput(Callback):
         self._batch_started = time.perf_counter()
         self._wait_s += self._batch_started - self._last_end
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now = time.perf_counter()
         self._window_s += now - self._last_end
         self._last_end = now

@@ -26,9 +26,7 @@ class TrainingLog(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._written_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         if step == self._written_step or not is_log_step(trainer):
             return

@@ -15,13 +15,17 @@ import torch
 from lightning.pytorch import Callback
 
 from ..__main__ import main
+from ..data import DataModule
+from ..text.sources import TextFiles
+from ..text.tokenizers import Bytes
 
 torch.set_num_threads(1)  # small tensors; threads would wait for each other
 
-PACKAGE = __package__.split(".")[0]
+PACKAGE = __name__.split(".")[0]
 PROJECT = Path(__file__).parents[2]
 CONFIGS = PROJECT / "configs"
 
+SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
 SMALL_LLAMA = (
     "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2,"
     " num_key_value_heads: 2}"
@@ -34,7 +38,7 @@ class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step >= self.step:
             raise RuntimeError("stopped by the test")
 
@@ -105,3 +109,29 @@ def logged(run_folder: Path, metric: str) -> dict[int, float]:
         with path.open(encoding="utf-8") as file:
             values |= {int(row["step"]): float(row[metric]) for row in csv.DictReader(file) if row.get(metric)}
     return values
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """40 documents, the last a duplicate of the first."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(f"{number % 39}\n" + SENTENCES * (1 + number % 39 % 5), "utf-8")
+    return folder
+
+
+@pytest.fixture
+def data(texts: Path, tmp_path: Path) -> DataModule:
+    return DataModule(
+        TextFiles([f"{texts}/*.txt"]),
+        Bytes(),
+        seq_len=32,
+        validation_share=0.2,
+        test_share=0.2,
+        cache_dir=str(tmp_path / "cache"),
+    )

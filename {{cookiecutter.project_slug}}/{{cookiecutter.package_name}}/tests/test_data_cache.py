@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -18,40 +17,8 @@ import pytest
 from ..data import DataModule
 from ..errors import InputError
 from ..text.cache import SPLITS
-from ..text.sources import TextFiles
 from ..text.tokenizers import ByteBPE, Bytes
-
-ROOT = Path(__file__).parents[2]
-PACKAGE = __name__.split(".")[0]
-SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
-
-
-def quiet(_: str) -> None:
-    pass
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """40 documents, the last a duplicate of the first."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number:02}.txt").write_text(
-            f"{number % 39}\n" + SENTENCES * (1 + number % 39 % 5), "utf-8"
-        )
-    return folder
-
-
-@pytest.fixture
-def data(texts: Path, tmp_path: Path) -> DataModule:
-    return DataModule(
-        TextFiles([f"{texts}/*.txt"]),
-        Bytes(),
-        seq_len=32,
-        validation_share=0.2,
-        test_share=0.2,
-        cache_dir=str(tmp_path / "cache"),
-    )
+from .conftest import quiet
 
 
 def documents_of(data: DataModule, split: str) -> list[str]:
@@ -139,7 +106,7 @@ def test_unigram_bits_equal_a_direct_computation(data: DataModule) -> None:
     bits = -sum(log2((counts[token] + 1) / (len(train) + 280)) for token in validation)
     assert data.vocab_size == 280
     assert data.unigram_bits_per_byte == pytest.approx(bits / corpus.num_bytes("validation"), rel=1e-12)
-    assert data.bytes_per_token == corpus.num_bytes("validation") / len(validation)
+    assert data.bytes_per_token("validation") == corpus.num_bytes("validation") / len(validation)
 
 
 def test_a_second_prepare_does_not_tokenize_again(data: DataModule) -> None:
@@ -230,75 +197,6 @@ def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
             data.prepare(report=quiet)
         other.communicate("\n")
     data.prepare(report=quiet)  # the lock went with its holder
-
-
-# ---- a full disk ---------------------------------------------------------------------------------
-
-PREPARE = f"""
-import sys
-from {PACKAGE}.data import DataModule
-from {PACKAGE}.errors import InputError
-from {PACKAGE}.text.sources import TextFiles
-from {PACKAGE}.text.tokenizers import Bytes
-try:
-    DataModule(TextFiles([sys.argv[1]]), Bytes(), cache_dir=sys.argv[2]).prepare()
-except InputError as error:
-    sys.exit(str(error))
-"""
-
-
-def prepare_in_a_child(texts: Path, cache_dir: Path, limit: int | None = None) -> str:
-    """What `prepare` says on stderr, in a process that may not write files larger than `limit` bytes."""
-
-    def lower() -> None:
-        if limit:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    command = [sys.executable, "-c", PREPARE, f"{texts}/*.txt", str(cache_dir)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, preexec_fn=lower, check=False
-    ).stderr
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path):
-    """A file system of 256 KiB, where this machine lets us mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
-    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_full_disk_leaves_nothing_behind_and_the_older_cache_usable(texts: Path, tiny_disk: Path) -> None:
-    data = DataModule(
-        TextFiles([f"{texts}/*.txt"]),
-        Bytes(),
-        32,
-        validation_share=0.2,
-        test_share=0.2,
-        cache_dir=str(tiny_disk),
-    )
-    folder = data.prepare(report=quiet).folder
-    before = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-    (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
-    with pytest.raises(InputError, match="is full and nothing was kept"):
-        data.prepare(report=quiet)
-    assert sorted(path.name for path in tiny_disk.iterdir()) == [folder.name, folder.name + ".lock"]
-    assert {path.name: path.read_bytes() for path in folder.glob("*.bin")} == before
-    (texts / "large.txt").unlink()
-    data.require()
-
-
-def test_a_file_that_cannot_grow_is_told_as_a_full_disk(texts: Path, tmp_path: Path) -> None:
-    (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
-    cache_dir = tmp_path / "cache"
-    assert "is full and nothing was kept" in prepare_in_a_child(texts, cache_dir, limit=100_000)
-    assert [path.suffix for path in cache_dir.iterdir()] == [".lock"]
 
 
 def test_the_manifest_says_what_the_cache_was_made_from(data: DataModule, texts: Path) -> None:

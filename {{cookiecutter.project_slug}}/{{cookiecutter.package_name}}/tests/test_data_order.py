@@ -17,8 +17,7 @@ def stream(world_size: int, micro: int, steps: int, consumed: int = 0, seed: int
     while len(seen) < steps * GLOBAL:
         begin = consumed + len(seen)
         ranks = [
-            GlobalOrder(ROWS, GLOBAL, micro, rank, world_size, seed, lambda at=begin: at)
-            for rank in range(world_size)
+            GlobalOrder(ROWS, GLOBAL, micro, rank, world_size, seed, lambda at=begin: at) for rank in range(world_size)
         ]
         for batches in zip(*ranks, strict=True):
             assert all(len(batch) == micro for batch in batches)
@@ -67,12 +66,8 @@ def test_the_first_batch_can_be_repeated() -> None:
     assert batches == batches[:2] * 4
 
 
-@pytest.mark.parametrize(
-    ("rows", "world_size", "micro"), [(1, 1, 1), (7, 2, 2), (8, 2, 2), (9, 2, 2), (3, 4, 8)]
-)
-def test_evaluation_reads_every_row_once_in_equally_many_full_batches(
-    rows: int, world_size: int, micro: int
-) -> None:
+@pytest.mark.parametrize(("rows", "world_size", "micro"), [(1, 1, 1), (7, 2, 2), (8, 2, 2), (9, 2, 2), (3, 4, 8)])
+def test_evaluation_reads_every_row_once_in_equally_many_full_batches(rows: int, world_size: int, micro: int) -> None:
     ranks = [list(EvalOrder(rows, micro, rank, world_size)) for rank in range(world_size)]
     assert {len(batches) for batches in ranks} == {len(EvalOrder(rows, micro, 0, world_size))}
     assert all(len(batch) == micro for batches in ranks for batch in batches)

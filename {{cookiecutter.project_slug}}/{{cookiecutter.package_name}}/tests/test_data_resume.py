@@ -101,9 +101,7 @@ def train(
         enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[
-            ModelCheckpoint(
-                folder, "{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False
-            ),
+            ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False),
             *([Stop(stop)] if stop else []),
         ],
     )
@@ -132,9 +130,7 @@ def test_the_rest_is_exactly_what_was_not_seen(
 ) -> None:
     """Also with workers, which read ahead, and with a micro-batch other than the interrupted run's 2."""
     first = train(texts, tmp_path / "run", stop=stop)
-    rest = train(
-        texts, tmp_path / "run", ckpt=tmp_path / "run" / f"step={stop}.ckpt", micro=micro, workers=workers
-    )
+    rest = train(texts, tmp_path / "run", ckpt=tmp_path / "run" / f"step={stop}.ckpt", micro=micro, workers=workers)
     assert [sorted(step) for step in first + rest] == [sorted(step) for step in whole]
 
 

@@ -76,9 +76,7 @@ def test_too_little_text_for_the_sequences_is_told_with_the_numbers(tmp_path: Pa
     data = DataModule(
         TextFiles([f"{tmp_path}/short.txt"]), Bytes(), 64, 2, 2, 0.0, 0.0, cache_dir=str(tmp_path / "cache")
     )
-    with pytest.raises(
-        InputError, match="100 tokens in 1 documents, and 2 sequences of data.seq_len 64 need 129"
-    ):
+    with pytest.raises(InputError, match="100 tokens in 1 documents, and 2 sequences of data.seq_len 64 need 129"):
         data.prepare()
     data.seq_len = 49
     data.prepare()
@@ -94,9 +92,7 @@ def test_an_empty_validation_split_is_told(tmp_path: Path) -> None:
 
 
 def write_jsonl(path: Path, field: str = "text") -> Path:
-    path.write_text(
-        "".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(TEXTS)), encoding="utf-8"
-    )
+    path.write_text("".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(TEXTS)), encoding="utf-8")
     return path
 
 
@@ -176,11 +172,7 @@ def test_any_text_comes_back_and_an_end_in_the_text_stays_text(spec: TokenizerSp
 def test_bytes_are_their_own_ids_in_both_ways_of_encoding() -> None:
     spec = Bytes()
     tokenizer = spec.fit(iter([]))
-    assert (
-        tokenizer.encode(EVERY_BYTE)
-        == list(EVERY_BYTE.encode())
-        == spec.encode(tokenizer, [EVERY_BYTE])[0].tolist()
-    )
+    assert tokenizer.encode(EVERY_BYTE) == list(EVERY_BYTE.encode()) == spec.encode(tokenizer, [EVERY_BYTE])[0].tolist()
     assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
 
 
@@ -216,9 +208,7 @@ def test_a_saved_tokenizer_serves_as_a_pretrained_one(tmp_path: Path) -> None:
     spec = Pretrained(str(tmp_path))
     loaded = spec.fit(iter([]))
     assert loaded.eos_token_id == tokenizer.eos_token_id
-    assert [i.tolist() for i in spec.encode(loaded, TEXTS)] == [
-        i.tolist() for i in made.encode(tokenizer, TEXTS)
-    ]
+    assert [i.tolist() for i in spec.encode(loaded, TEXTS)] == [i.tolist() for i in made.encode(tokenizer, TEXTS)]
     assert tmp_path / "tokenizer.json" in spec.files()
 
 

@@ -103,9 +103,7 @@ def test_a_mistake_is_told_in_one_sentence(
     assert not (tmp_path / "runs").exists(), "a refused run leaves no folder"
 
 
-def test_a_garbage_checkpoint_is_refused(
-    flags: list[str], garbage: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_garbage_checkpoint_is_refused(flags: list[str], garbage: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run("fit", *flags, f"--ckpt_path={garbage}") == 2
     assert "is not a checkpoint" in capfd.readouterr().err
     assert garbage.read_bytes() == b"not a checkpoint"

@@ -26,7 +26,7 @@ class Standalone(LanguageModule):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(vocab_size=50, eos_token_id=0, seq_len=16, bytes_per_token=2.0)
+        return SimpleNamespace(vocab_size=50, eos_token_id=0, seq_len=16)
 
 
 def build(seed: int = 0, **options: Any) -> LanguageModule:
@@ -69,7 +69,8 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
 
 def test_a_local_folder_loads_and_a_larger_vocabulary_gets_rows(tmp_path: Path) -> None:
     saved = build(architecture=ARCHITECTURES["llama"]).eval()
-    saved.model.save_pretrained(tmp_path)
+    network: Any = saved.model
+    network.save_pretrained(tmp_path)
     loaded = build(seed=1, pretrained=str(tmp_path)).eval()
     with torch.no_grad():
         assert torch.equal(saved(rows()), loaded(rows()))
@@ -122,9 +123,7 @@ def from_mask_building() -> bool:
     return frame is not None
 
 
-def test_nothing_reads_the_device_between_log_steps(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_reads_the_device_between_log_steps(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     for name in ("item", "tolist", "__float__", "__bool__"):
         original = getattr(torch.Tensor, name)

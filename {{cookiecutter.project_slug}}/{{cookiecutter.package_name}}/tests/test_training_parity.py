@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .conftest import logged, only_run, run, run_in_subprocess
+from .conftest import PACKAGE, logged, only_run, run, run_in_subprocess
 
 DEEPSEEK = (
     "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
@@ -52,7 +52,7 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(
     flags = [*flags, "--last_checkpoint.every_n_steps=3"]
     assert run("fit", *flags, "--run.name=whole") == 0
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        stop = f"{__package__}.conftest.StopAfter"
+        stop = f"{PACKAGE}.tests.conftest.StopAfter"
         run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", f"--trainer.callbacks.step={stop_after}")
     assert max(logged(only_run(tmp_path, "cut"), "train/loss"), default=0) < 20
     assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
@@ -70,7 +70,7 @@ def test_training_beyond_an_epoch_resumes_in_the_later_epoch(flags: list[str], t
     flags = [*flags, "--last_checkpoint.every_n_steps=5", "--data.seq_len=128"]  # about 11 steps an epoch
     assert run("fit", *flags, "--run.name=whole") == 0
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        stop = f"{__package__}.conftest.StopAfter"
+        stop = f"{PACKAGE}.tests.conftest.StopAfter"
         run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=17")
     assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
     expected = logged(only_run(tmp_path, "whole"), "train/loss")

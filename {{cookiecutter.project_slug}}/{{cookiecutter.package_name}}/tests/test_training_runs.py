@@ -104,7 +104,7 @@ def wandb_history(path: Path) -> list[dict[str, str]]:
         parts += content[position + header : position + header + length]
         position += header + length
         if kind in (1, 4):  # FULL, LAST; 2 and 3 are FIRST and MIDDLE
-            record = wandb_internal_pb2.Record()
+            record = wandb_internal_pb2.Record()  # ty: ignore[missing-attribute]
             record.ParseFromString(parts)
             parts = b""
             if record.HasField("history"):

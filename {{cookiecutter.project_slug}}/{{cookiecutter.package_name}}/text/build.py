@@ -54,9 +54,7 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
 
 
 def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    files = [
-        fingerprint(path) for path in recipe.files()
-    ]  # before reading: a change meanwhile shows as stale
+    files = [fingerprint(path) for path in recipe.files()]  # before reading: a change meanwhile shows as stale
     tokenizer = recipe.tokenizer.fit(text for split, text in _documents(recipe) if split == "train")
     tokenizer.save_pretrained(folder / "tokenizer")
     assert tokenizer.eos_token_id is not None
@@ -139,9 +137,7 @@ def _documents(recipe: Recipe) -> Iterator[tuple[str, str]]:
             text = text.encode(errors="replace").decode()
             yield recipe.split_of(text), text
     if not found:
-        raise InputError(
-            f"data.source {type(recipe.source).__name__} has no text in it: point it at other files"
-        )
+        raise InputError(f"data.source {type(recipe.source).__name__} has no text in it: point it at other files")
 
 
 def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
@@ -177,22 +173,16 @@ def _alone(folder: Path) -> Generator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(folder.name + ".lock").open("w")
     except OSError as error:
-        raise InputError(
-            f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}"
-        ) from error
+        raise InputError(f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(
-                f"another `prepare` is filling {folder} right now: wait until it is done"
-            ) from None
+            raise InputError(f"another `prepare` is filling {folder} right now: wait until it is done") from None
         yield
 
 
 def _is_disk_full(error: BaseException) -> bool:
     full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     # `tokenizers` writes in Rust and raises a plain Exception
-    return getattr(error, "errno", None) in full or any(
-        f"(os error {number})" in str(error) for number in full
-    )
+    return getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)

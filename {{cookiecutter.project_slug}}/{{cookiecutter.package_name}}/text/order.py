@@ -129,9 +129,7 @@ class ConsumedSamples(Callback):
         return counter
 
     def value(self, trainer: Trainer) -> int:
-        return (
-            self._base + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
-        )
+        return self._base + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
 
     def as_state(self, trainer: Trainer) -> dict[str, int]:
         return {

@@ -65,9 +65,7 @@ class ByteBPE(TokenizerSpec):
 
     def __init__(self, vocab_size: int = 2048, train_mib: int = 256) -> None:
         if vocab_size < 257:
-            raise InputError(
-                f"data.tokenizer.vocab_size {vocab_size} is below 257: 256 bytes and the EOS token"
-            )
+            raise InputError(f"data.tokenizer.vocab_size {vocab_size} is below 257: 256 bytes and the EOS token")
         self.vocab_size = vocab_size
         self.train_mib = train_mib
 
@@ -104,13 +102,9 @@ class Pretrained(TokenizerSpec):
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise InputError(f"data.tokenizer.path {self.path!r} cannot be loaded: {reason}") from error
         if not tokenizer.is_fast:
-            raise InputError(
-                f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json"
-            )
+            raise InputError(f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json")
         if tokenizer.eos_token_id is None:
-            raise InputError(
-                f"data.tokenizer.path {self.path!r} has no EOS token, which has to end each document"
-            )
+            raise InputError(f"data.tokenizer.path {self.path!r} has no EOS token, which has to end each document")
         return tokenizer
 
     def files(self) -> list[Path]:
