@@ -140,6 +140,8 @@ class CLI(LightningCLI):
             self.run = new_run(run_config)
         if asked:
             check_checkpoint(Path(settings.ckpt_path))
+            if settings.weights_only is None:
+                settings.weights_only = True  # a checkpoint is data: nothing in it may run
         filled = fill_placeholders(settings, self.run)
         if self.subcommand:
             self.config[self.subcommand] = filled
@@ -191,7 +193,7 @@ class CLI(LightningCLI):
         predictions: list[Any] = self.trainer.predict_loop.predictions
         path.write_text("".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions), encoding="utf-8")
         for prediction in predictions:
-            print(f"{prediction['prompt']}\033[1m{prediction['continuation']}\033[0m\n")
+            print(f"--- {prediction['prompt']}\n{prediction['prompt']}{prediction['continuation']}\n")
         print(f"written to {path}")
 
 

@@ -26,6 +26,10 @@ class LastCheckpoint(ModelCheckpoint):
             enable_version_counter=False,
         )
 
+    @property
+    def state_key(self) -> str:
+        return type(self).__name__  # without the arguments: a run may resume with others
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -60,3 +64,7 @@ class BestCheckpoint(ModelCheckpoint):
             mode=mode,
             save_top_k=keep,
         )
+
+    @property
+    def state_key(self) -> str:
+        return type(self).__name__

@@ -62,12 +62,16 @@ class Console(Callback):
         self._print(bar + "  ".join(parts), final=final)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if pl_module.eval_metrics:
-            shown = "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in pl_module.eval_metrics.items())
-            when = "before training" if trainer.sanity_checking else f"at step {trainer.global_step}"
-            self.say(f"validation {when}: {shown}")
+        when = "before training" if trainer.sanity_checking else f"at step {trainer.global_step}"
+        title = f"validation {when}" if trainer.sanity_checking or trainer.global_step else "validation"
+        self._show_results(title, pl_module.eval_metrics)  # `validate` alone counts no steps
 
-    on_test_end = on_validation_end
+    def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._show_results("test", pl_module.eval_metrics)
+
+    def _show_results(self, title: str, metrics: dict[str, float]) -> None:
+        shown = "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in metrics.items())
+        self.say(f"{title}: {shown}")
 
     @rank_zero_only
     def say(self, text: str) -> None:

@@ -35,6 +35,13 @@ class Summary(Callback):
             self.validated_step = trainer.global_step
 
     @rank_zero_only
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Say how to go on, where there is something to go on from; the error itself is told elsewhere."""
+        if trainer.state.fn == "fit" and (self.folder / "checkpoints" / "last.ckpt").exists():
+            print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}")
+            print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
+
+    @rank_zero_only
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Print it, on rank 0."""
         data, last = pl_module.data, pl_module.eval_metrics
@@ -54,17 +61,18 @@ class Summary(Callback):
         print(f"watch it          tensorboard --logdir {self.folder}")
         print(f"measure it        {_command('test')} --ckpt_path last")
         print(f"let it write      {_command('predict')} --ckpt_path last")
-        print(f"train further     {_command('fit')} --ckpt_path last --trainer.max_steps {2 * trainer.global_step}")
+        more = f"--trainer.max_steps {2 * trainer.global_step}"
+        print(f"train further     {_command('fit', but='--trainer.max_steps')} --ckpt_path last {more}")
 
 
-def _command(verb: str) -> str:
-    """This command line with another verb, and without the flags that the hint sets itself."""
+def _command(verb: str, but: str = "--ckpt_path") -> str:
+    """This command line with another verb, without the checkpoint and without the flag `but`."""
     kept, skip = [], False
     for word in sys.argv[2:]:
         flag = word.split("=")[0]
         if skip:
             skip = False
-        elif flag in ("--ckpt_path", "--trainer.max_steps"):
+        elif flag in ("--ckpt_path", but):
             skip = "=" not in word
         else:
             kept.append(word)
