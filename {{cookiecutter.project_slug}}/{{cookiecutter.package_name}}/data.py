@@ -132,6 +132,7 @@ class DataModule(L.LightningDataModule):
         self.seed = seed
         self.prompts = prompts
         self.rank, self.world_size = 0, 1  # of data parallelism, known in `setup`
+        self.steps_per_validation: int | None = None  # None: Lightning counts in shares of an epoch
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
 
@@ -186,6 +187,7 @@ class DataModule(L.LightningDataModule):
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation
             if isinstance(self.trainer.val_check_interval, int):  # in the YAML: optimizer steps, on any number of ranks
+                self.steps_per_validation = self.trainer.val_check_interval
                 self.trainer.val_check_interval *= self.accumulation
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
@@ -195,16 +197,8 @@ class DataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         rows = self._rows("train")
-        order = GlobalOrder(
-            len(rows),
-            self.global_batch_size,
-            self.micro_batch_size,
-            self.rank,
-            self.world_size,
-            self.seed,
-            lambda: self.consumed_samples,
-            self.repeat_first_batch,
-        )
+        sizes = (len(rows), self.global_batch_size, self.micro_batch_size, self.rank, self.world_size)
+        order = GlobalOrder(*sizes, self.seed, lambda: self.consumed_samples, self.repeat_first_batch)
         return self._loader(rows, order)
 
     def val_dataloader(self) -> DataLoader | list:

@@ -64,8 +64,12 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
     )
 
 
-def build_schedule(optimizer: Optimizer, config: OptimConfig, num_steps: float) -> dict[str, Any]:
+def build_schedule(
+    optimizer: Optimizer, config: OptimConfig, num_steps: float, steps_per_validation: int | None = None
+) -> dict[str, Any]:
     """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no end is set).
+
+    `steps_per_validation` is when reduce_on_plateau looks at its metric; None: at the end of each epoch.
 
     Raises:
         InputError: the schedule needs an end and training has none, or the warm-up is longer than training.
@@ -75,7 +79,9 @@ def build_schedule(optimizer: Optimizer, config: OptimConfig, num_steps: float) 
     if config.schedule == "reduce_on_plateau":
         options = {"factor": config.plateau_factor, "patience": config.plateau_patience}
         scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options)
-        return {"scheduler": scheduler, "monitor": config.plateau_metric, "reduce_on_plateau": True, "strict": False}
+        # Lightning updates it right after the validation of the same step.
+        when = {"interval": "step", "frequency": steps_per_validation} if steps_per_validation else {}
+        return {"scheduler": scheduler, "monitor": config.plateau_metric, "reduce_on_plateau": True, **when}
 
     ends = num_steps != float("inf")
     if not ends and (config.warmup < 1 or config.schedule in ("cosine", "linear", "warmup_stable_decay")):

@@ -70,6 +70,24 @@ def test_best_and_last_checkpoints_are_kept(flags: list[str], tmp_path: Path) ->
     assert names == ["best-step20.ckpt", "last.ckpt"]
 
 
+def test_plateau_lowers_the_learning_rate_after_a_validation_without_improvement(
+    flags: list[str], tmp_path: Path
+) -> None:
+    plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
+    slow = ["--model.optim.learning_rate=1e-6", "--trainer.val_check_interval=5"]  # too slow to count as improvement
+    assert run("fit", *flags, *plateau, *slow) == 0
+    rates = logged(only_run(tmp_path), "train/learning_rate")
+    # The first validation sets the mark; those at 10, 15 and 20 halve the rate of the steps after them.
+    assert [rates[step] for step in (1, 9, 11, 14, 16, 19)] == pytest.approx([1e-6, 1e-6, 5e-7, 5e-7, 2.5e-7, 2.5e-7])
+
+
+def test_early_stopping_by_its_preset(flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, f"--config={CONFIGS}/preset/early_stopping.yaml", "--model.optim.learning_rate=1e-9"]
+    assert run("fit", *flags, "--trainer.val_check_interval=2") == 0
+    # patience 3: the validation at step 2 sets the mark, those at 4, 6 and 8 do not beat it
+    assert max(logged(only_run(tmp_path), "train/loss")) == 8
+
+
 def test_an_offline_wandb_run_holds_the_metrics_and_resumes_as_the_same_run(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
