@@ -35,8 +35,8 @@ test-quick: $(READY) dev  ## the tests that take a minute or two, the project's 
 
 dev:  ## link the un-rendered project into build/dev, its package named trainer_dev, to run it in place
 	@mkdir -p build/dev && find build/dev -maxdepth 1 -type l -delete
-	@find '$(PROJECT)' -mindepth 1 -maxdepth 1 -not -name '$(PACKAGE)' -exec ln -s ../../{} build/dev/ \;
-	@ln -s '../../$(PROJECT)/$(PACKAGE)' build/dev/trainer_dev
+	@find '$(PROJECT)' -mindepth 1 -maxdepth 1 -not -name '$(PACKAGE)' -exec ln -sf ../../{} build/dev/ \;
+	@ln -sfn '../../$(PROJECT)/$(PACKAGE)' build/dev/trainer_dev
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
 check: $(READY) dev  ## lint (ruff) and type-check (ty) the hooks, the tests and the un-rendered package
