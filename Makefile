@@ -22,6 +22,7 @@ help:  ## print this
 
 demo: $(OUT)/.my-trainer  ## generate a project with the default answers under build/ and train it
 	$(MAKE) --no-print-directory -C '$(DEMO)' train RUN='$(CURDIR)/.venv/bin/python'
+	@echo "demo: to go on, cd $(DEMO) and type one of the commands above"
 
 test: $(READY)  ## every test: the template's, then the default project's own
 	.venv/bin/python -m pytest tests

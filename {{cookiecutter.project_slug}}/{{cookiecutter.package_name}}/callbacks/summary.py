@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,4 +78,5 @@ def _command(verb: str, but: str = "--ckpt_path") -> str:
             skip = "=" not in word
         else:
             kept.append(word)
-    return " ".join(["python -m", __name__.split(".")[0], verb, *kept])
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return shlex.join([python, "-m", __name__.split(".")[0], verb, *kept])
