@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 
 class WandB(WandbLogger):
@@ -54,7 +54,8 @@ class WandB(WandbLogger):
             try:
                 return super().experiment
             except wandb.errors.Error as error:
-                rank_zero_info(f"WandB is not to be reached ({error}); logging offline, `wandb sync` later")
+                rank_zero_warn(f"WandB is not to be reached ({error}): logging offline, `wandb sync` it later")
+                wandb.teardown()  # or its service says that the run's id is in use
                 self._wandb_init["mode"] = "offline"
         return super().experiment
 

@@ -93,6 +93,8 @@ def test_an_offline_wandb_run_holds_the_metrics_and_resumes_as_the_same_run(
 ) -> None:
     import wandb
 
+    wandb.teardown()  # what an earlier test set up in this process
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     flags = [*flags, f"--config={CONFIGS}/logger/wandb.yaml"]
@@ -106,6 +108,27 @@ def test_an_offline_wandb_run_holds_the_metrics_and_resumes_as_the_same_run(
     losses = logged(folder, "train/loss")
     history = [record for file in files for record in wandb_history(file) if "train/loss" in record]
     assert {int(r["trainer/global_step"]): float(r["train/loss"]) for r in history} == pytest.approx(losses)
+
+
+def test_a_wandb_service_that_is_away_does_not_stop_training(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    wandb.teardown()  # what an earlier test set up in this process
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    away = tmp_path / "away.yaml"
+    away.write_text(
+        "trainer:\n  logger:\n    - class_path: WandB\n"
+        "      init_args: {project: p, save_dir: '{run}', name: null, init_timeout_s: 3}\n"
+    )
+    with pytest.warns(UserWarning, match="logging offline"):
+        assert run("fit", *flags, f"--config={away}", "--trainer.max_steps=4") == 0
+    wandb.finish()
+    (file,) = only_run(tmp_path).glob("wandb/offline-run-*/run-*.wandb")
+    assert [r for r in wandb_history(file) if "train/loss" in r]
 
 
 def wandb_history(path: Path) -> list[dict[str, str]]:
