@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -63,6 +64,7 @@ warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning
 for expected in (
     ".*sync_dist=True.*",  # module.py has reduced them already
     ".*your dataloader is not resumable.*",  # data.py's is, by samples consumed
+    ".*smaller than the logging interval.*",  # callbacks/training_log.py counts optimizer steps across epochs
     ".*exists and is not empty.*",  # a resumed run goes on in its folder
 ):
     warnings.filterwarnings("ignore", message=expected)
@@ -89,6 +91,11 @@ class Parser(LightningArgumentParser):
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
         text = " ".join(message.split())
+        text = re.sub(
+            r"Expected a dot import path string: (\S+)",
+            r"there is no class \1; give one that this package or Lightning has, or module.Class of your own",
+            text,
+        )
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {text}; see --help for every key", file=sys.stderr)
         sys.exit(2)

@@ -72,6 +72,7 @@ def garbage(tmp_path: Path) -> Path:
 BAD_INPUT = {
     "unknown key": (["--trainer.max_stepz=3"], "max_stepz"),
     "wrong type": (["--data.seq_len=long"], "seq_len"),
+    "misspelt class": (["--data.source=TextFile"], "data.source.* no class TextFile"),
     "missing data": (["--data.source.paths=[nowhere/*.txt]"], "nowhere"),
     "sequence longer than the data": (["--data.seq_len=1000000"], "seq_len"),
     "batch that does not divide": (["--data.global_batch_size=9"], "global_batch_size 9 .* micro_batch_size 2"),
