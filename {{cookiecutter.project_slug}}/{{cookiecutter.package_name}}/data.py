@@ -38,7 +38,7 @@ from .text.tokenizers import ByteBPE, TokenizerSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Reading mapped rows is faster without workers (measured: 245 M tokens/s against 7 M with one).
+# Mapped rows are read faster without workers (measured: 245 M tokens/s raw, 7 M through one worker process).
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 # It is: not by a state of the loader, which Lightning looks for, but by the count of consumed samples.
 warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
