@@ -166,11 +166,6 @@ class CLI(LightningCLI):
     # ---- before each verb, in the first process, when nothing has been started yet -----------------------------
 
     def before_fit(self) -> None:
-        self._check_data()
-
-    before_validate = before_test = before_predict = before_fit
-
-    def _check_data(self) -> None:
         """Refuse what cannot work, and tokenize when this process is the only one so far."""
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         started_by_a_launcher = environment is not None and environment.creates_processes_externally
@@ -183,6 +178,8 @@ class CLI(LightningCLI):
             self.datamodule.prepare()
         self.model.build_config(self.datamodule)
 
+    before_validate = before_test = before_predict = before_fit
+
     def after_fit(self) -> None:
         """End on a validation of the last step, then say where everything is."""
         validates = self.datamodule.validation_share and self.trainer.limit_val_batches
@@ -190,11 +187,8 @@ class CLI(LightningCLI):
             self.trainer.validate(self.model, self.datamodule, verbose=False)
         self.summary.show(self.trainer, self.model)
 
-    def after_predict(self) -> None:
-        self._write_predictions()
-
     @rank_zero_only
-    def _write_predictions(self) -> None:
+    def after_predict(self) -> None:
         path = self.run / "predictions.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         predictions: list[Any] = self.trainer.predict_loop.predictions

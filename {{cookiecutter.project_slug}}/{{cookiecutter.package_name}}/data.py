@@ -161,7 +161,8 @@ class DataModule(L.LightningDataModule):
             report(f"{error}: tokenizing now" if folder.exists() else f"tokenizing into {folder}")
             corpus = build_cache(recipe, self.cache_dir, report)
         report(corpus.describe())
-        return check_rows(self, corpus)
+        self._corpus = check_rows(self, corpus)
+        return self._corpus
 
     @property
     def is_prepared(self) -> bool:
@@ -174,11 +175,13 @@ class DataModule(L.LightningDataModule):
         Raises:
             InputError: it is missing, stale or damaged, or too small for one global batch.
         """
-        return check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
+        self._corpus = check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
+        return self._corpus
 
     def setup(self, stage: str) -> None:
-        """On each rank: map the cache, learn the rank, derive the accumulation."""
-        self._corpus = self.require()
+        """On each rank: open the cache, unless this process just did; learn the rank, derive the accumulation."""
+        if self._corpus is None:
+            self.require()
         if self.trainer is None:
             return
         dealt = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
@@ -252,9 +255,7 @@ class DataModule(L.LightningDataModule):
 
     @property
     def corpus(self) -> Corpus:
-        if self._corpus is None:
-            self._corpus = self.require()
-        return self._corpus
+        return self._corpus or self.require()
 
     @property
     def vocab_size(self) -> int:

@@ -5,7 +5,11 @@ class InputError(ValueError):
     """The input is wrong; the message says what was given, what is allowed and which key to edit."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of another library's message; the error's type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def reason(error: BaseException) -> str:
-    """The first sentence of another library's message, which may go on for pages."""
-    lines = str(error).strip().splitlines()
-    return lines[0].split(". ")[0].rstrip(".") if lines else type(error).__name__
+    """The first sentence of a message whose first line may go on for a page."""
+    return first_line(error).split(". ")[0].rstrip(".")

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 
 
 class Source(ABC):
@@ -214,5 +214,4 @@ def _records(
         reason = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
-        first_line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
-        raise InputError(f"{shown} of data.source cannot be read: {first_line}") from error
+        raise InputError(f"{shown} of data.source cannot be read: {first_line(reason)}") from error

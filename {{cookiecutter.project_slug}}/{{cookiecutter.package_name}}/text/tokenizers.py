@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -99,8 +99,7 @@ class Pretrained(TokenizerSpec):
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, KeyError: there are many ways to be no tokenizer
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise InputError(f"data.tokenizer.path {self.path!r} cannot be loaded: {reason}") from error
+            raise InputError(f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}") from error
         if not tokenizer.is_fast:
             raise InputError(f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json")
         if tokenizer.eos_token_id is None:
