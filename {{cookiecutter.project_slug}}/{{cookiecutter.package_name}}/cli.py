@@ -29,6 +29,8 @@ from .callbacks.throughput import Throughput
 from .callbacks.training_log import TrainingLog
 from .data import DataModule
 from .module import LanguageModule
+from .parallel import data_parallel_size
+from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from .run import RunConfig, check_checkpoint, fill_placeholders, new_run, newest_checkpoint
 
 # In the order in which they are called: measure, write, show, act.
@@ -170,7 +172,7 @@ class CLI(LightningCLI):
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         started_by_a_launcher = environment is not None and environment.creates_processes_externally
         if self.subcommand == "fit":
-            self.datamodule.check(self.trainer.world_size)
+            self.datamodule.check(data_parallel_size(self.trainer.strategy, self.trainer.world_size))
         resumes = self.subcommand == "fit" and self.config[self.subcommand].ckpt_path
         if started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
             self.datamodule.require()

@@ -10,10 +10,11 @@ The way of a text, in the order of this file and of `text/`:
     6  rows        row i is tokens[i*T : i*T + T + 1]; only the tail is lost   PackedRows
     7  order       which rows a rank takes next                                text/order.py
     8  batch       input_ids, labels, position_ids                             PackedRows
+    9  its weight  tokens_per_micro_batch: what a sum of losses is divided by  on_after_batch_transfer
 
 `prepare` does 1 to 5, once, in one process; training maps its result into memory and does 6 to 8.
 
-Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; ids are int64.
+Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; ids are int64; a label of -100 does not count.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from .text.build import build_cache
 from .text.cache import CacheError, Corpus, Recipe, open_cache
 from .text.limits import check_numbers, check_rows
-from .text.order import PADDING, ConsumedSamples, EvalOrder, GlobalOrder, LazyLoader
+from .text.order import NOT_COUNTED, PADDING, WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, LazyLoader
 from .text.sources import Source, StandardLibrary
 from .text.tokenizers import ByteBPE, TokenizerSpec
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 # Mapped rows are read faster without workers (measured: 245 M tokens/s raw, 7 M through one worker process).
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-# It is: not by a state of the loader, which Lightning looks for, but by the count of consumed samples.
-warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
 
 
 class PackedRows(Dataset):
@@ -64,7 +63,7 @@ class PackedRows(Dataset):
         starts = np.where(index == PADDING, 0, index)[:, None] * self.seq_len  # a padding row reads any row
         window = self.tokens[starts + np.arange(self.seq_len + 1)].astype(np.int64)  # (B, T+1)
         inputs, labels = window[:, :-1], window[:, 1:].copy()  # (B, T) each
-        labels[index == PADDING] = -100  # what cross_entropy ignores
+        labels[index == PADDING] = NOT_COUNTED
         batch = {"input_ids": inputs, "labels": labels, "position_ids": self.positions(inputs)}
         return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
 
@@ -135,6 +134,7 @@ class DataModule(L.LightningDataModule):
         self.steps_per_validation: int | None = None  # None: Lightning counts in shares of an epoch
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
+        self._tokens = torch.ones(())
 
     # ---- before training -----------------------------------------------------------------------------------
 
@@ -202,7 +202,19 @@ class DataModule(L.LightningDataModule):
         rows = self._rows("train")
         sizes = (len(rows), self.global_batch_size, self.micro_batch_size, self.rank, self.world_size)
         order = GlobalOrder(*sizes, self.seed, lambda: self.consumed_samples, self.repeat_first_batch)
-        return self._loader(rows, order)
+        return self._loader(rows, order, self.accumulation)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Add how many tokens count per micro-batch, on average over the global batch and all ranks.
+
+        Every strategy averages over ranks and accumulation, so a sum of losses divided by this becomes the mean over
+        the global batch's counted tokens, wherever they are. One collective of one number per optimizer step.
+        """
+        if WINDOW in batch:
+            tokens = self.trainer.strategy.reduce(batch.pop(WINDOW), reduce_op="mean") / self.accumulation  # ty: ignore[unresolved-attribute]
+            self._tokens = tokens.clamp(min=1)
+        training = self.trainer is not None and self.trainer.training
+        return batch | {"tokens_per_micro_batch": self._tokens} if training else batch
 
     def val_dataloader(self) -> DataLoader | list:
         return self._eval_loader("validation")
@@ -227,9 +239,10 @@ class DataModule(L.LightningDataModule):
     def _rows(self, split: str) -> PackedRows:
         return PackedRows(self.corpus.tokens(split), self.seq_len, self.eos_token_id, self.cross_document_attention)
 
-    def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder) -> DataLoader:
+    def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder, window: int = 0) -> DataLoader:
         return LazyLoader(
             rows,
+            window,
             batch_sampler=order,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,

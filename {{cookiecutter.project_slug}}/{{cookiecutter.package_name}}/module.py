@@ -22,7 +22,10 @@ from torch import Tensor, nn
 
 from .errors import InputError, reason
 from .metrics import MetricBuffer
-from .optim import OptimConfig, build_optimizer, build_schedule, clip_gradients
+from .optim import OptimConfig, build_optimizer, build_schedule
+from .parallel.blocks import BlockConfig
+from .parallel.layout import clip_by_norm
+from .parallel.place import place
 
 # DeepSeek-V3's architecture (multi-head latent attention, mixture of experts) at a size that learns on a CPU.
 SMALL_DEEPSEEK_V3 = {
@@ -56,6 +59,7 @@ class LanguageModule(L.LightningModule):
             and end-of-document token come from the data. Trained from scratch. Not used when `pretrained` is set.
         pretrained: A local folder or hub name to load weights from. null starts from scratch.
         optim: Optimizer and schedule.
+        blocks: Activation checkpointing and compilation, block by block.
         sample_tokens: Tokens that `generate` writes for a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the likeliest token each time.
     """
@@ -67,6 +71,7 @@ class LanguageModule(L.LightningModule):
         architecture: dict[str, Any] = SMALL_DEEPSEEK_V3,
         pretrained: str | None = None,
         optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
+        blocks: BlockConfig = BlockConfig(),  # noqa: B008
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
     ) -> None:
@@ -74,6 +79,7 @@ class LanguageModule(L.LightningModule):
         self.architecture = architecture
         self.pretrained = pretrained
         self.optim = optim
+        self.blocks = blocks
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
         self.metrics = MetricBuffer()
@@ -82,21 +88,25 @@ class LanguageModule(L.LightningModule):
     # ---- the model ---------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Build the model once, when the data, and with it the vocabulary, is known."""
+        """Build the model once, when the data, and with it the vocabulary, is known, and put it in its place."""
         if not hasattr(self, "model"):
-            self.model = self.build_model(self.data).train()
+            self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
 
     def build_model(self, data: Any) -> nn.Module:
-        """The network, with room for `data.vocab_size` tokens and sequences of `data.seq_len`."""
+        """The network, with room for `data.vocab_size` tokens and sequences of `data.seq_len`.
+
+        Only rank 0 builds it with weights, which the others then receive; on those torch's default device is `meta`.
+        """
         from transformers import AutoModelForCausalLM
 
         config = self.build_config(data)
-        if not self.pretrained:
-            return AutoModelForCausalLM.from_config(config)
+        # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
+        if not self.pretrained or torch.get_default_device().type == "meta":
+            config.vocab_size = max(config.vocab_size, data.vocab_size)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model = AutoModelForCausalLM.from_pretrained(
             self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
-        # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
         embeddings: Any = model.get_input_embeddings()
         if embeddings.num_embeddings < data.vocab_size:
             model.resize_token_embeddings(data.vocab_size)
@@ -140,9 +150,10 @@ class LanguageModule(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self(batch)
-        loss = self.loss(logits, batch["labels"]).mean()  # every token of a packed row counts
+        tokens = batch["tokens_per_micro_batch"]  # that count, over the global batch: not `.mean()` of this micro-batch
+        loss = self.loss(logits, batch["labels"]).sum() / tokens
         self.track("train/loss", loss)
-        self.track("train/token_accuracy", (logits.detach().argmax(-1) == batch["labels"]).float().mean())
+        self.track("train/token_accuracy", (logits.detach().argmax(-1) == batch["labels"]).sum() / tokens)
         return loss
 
     def track(self, name: str, value: Tensor) -> None:
@@ -229,7 +240,9 @@ class LanguageModule(L.LightningModule):
         if gradient_clip_val and gradient_clip_algorithm == "value":
             torch.nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
             gradient_clip_val = None
-        self.track("train/grad_norm", clip_gradients(self.parameters(), gradient_clip_val))
+        norm = clip_by_norm(self.parameters(), gradient_clip_val)
+        if norm is not None:  # DeepSpeed clips in its own step, and tells the norm itself
+            self.track("train/grad_norm", norm)
 
     @property
     def data(self) -> Any:

@@ -1,19 +1,19 @@
-"""How parameters are updated: parameter groups, AdamW, the schedule per optimizer step, clipping.
+"""How parameters are updated: parameter groups, AdamW, the schedule per optimizer step.
 
 The schedules themselves are `transformers.get_scheduler`'s; this file only translates our keys into its.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from .errors import InputError
+from .parallel.layout import by_layout, num_dims
 
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
 
@@ -55,13 +55,29 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
     if not trainable:
         raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
     # Stacked expert biases are matrices by shape, hence the look at the name as well.
-    decayed = [p for name, p in trainable if p.ndim >= 2 and not name.endswith("bias")]
-    kept = [p for name, p in trainable if p.ndim < 2 or name.endswith("bias")]
+    decayed = [p for name, p in trainable if num_dims(p) >= 2 and not name.endswith("bias")]
+    kept = [p for name, p in trainable if num_dims(p) < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
     fused = all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
-    return torch.optim.AdamW(
+    adamw = MixedAdamW if len(by_layout(p for _, p in trainable)) > 1 else torch.optim.AdamW
+    return adamw(
         [g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused
     )
+
+
+class MixedAdamW(torch.optim.AdamW):
+    """AdamW over parameters that lie differently over the ranks, of which its kernel takes one kind at a time.
+
+    Outside of a step the parameter groups are those of every other strategy, so a schedule's state fits them all.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        self.param_groups = [group | {"params": part} for group in groups for part in by_layout(group["params"])]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
 
 
 def build_schedule(
@@ -112,18 +128,3 @@ def _transformers_schedule(config: OptimConfig, warmup_steps: int, num_steps: fl
     if config.schedule == "constant":
         return "constant_with_warmup", {}
     return config.schedule, {}
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Scale all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0 only measures.
-
-    Own code because Lightning's clipping refuses a fused AdamW under bf16-mixed (2.6.6) and hides the norm.
-
-    Returns:
-        () the norm before clipping, on the gradients' device: reading it on the host would be a device sync.
-    """
-    parameters = [p for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm

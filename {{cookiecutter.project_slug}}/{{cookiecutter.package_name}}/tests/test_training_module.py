@@ -32,7 +32,7 @@ class Standalone(LanguageModule):
 def build(seed: int = 0, **options: Any) -> LanguageModule:
     torch.manual_seed(seed)
     module = Standalone(**options)
-    module.configure_model()
+    module.model = module.build_model(module.data)
     return module
 
 

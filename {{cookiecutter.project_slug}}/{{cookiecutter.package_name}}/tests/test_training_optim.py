@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..optim import OptimConfig, build_optimizer, build_schedule, clip_gradients
+from ..optim import OptimConfig, build_optimizer, build_schedule
+from ..parallel.layout import clip_by_norm
 
 
 def learning_rates(num_steps: int, **options: object) -> list[float]:
@@ -95,7 +96,7 @@ def test_clipping_equals_torchs_own(max_norm: float | None) -> None:
     for module in (ours, theirs):
         for parameter, gradient in zip(module.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone()
-    norm = clip_gradients(ours.parameters(), max_norm)
+    norm = clip_by_norm(ours.parameters(), max_norm)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or math.inf)
     assert norm == expected
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Sampler
 
 PADDING = -1  # an index that stands for no row: its labels are ignored
+NOT_COUNTED = -100  # a label that cross_entropy ignores
+WINDOW = "window_tokens"  # key of a window's first batch
 
 
 class GlobalOrder(Sampler[list[int]]):
@@ -102,10 +106,24 @@ class LazyLoader(DataLoader):
     """Asks its order where to begin when the first batch is wanted, and no earlier.
 
     Lightning makes the iterator before it has loaded the checkpoint, and workers would start at sample 0.
+
+    `window` > 0 is the number of batches in an optimizer step: it reads them all before it gives the first, which then
+    says how many of this rank's labels count in the window. A micro-batch's share of the loss depends on the others.
     """
 
+    def __init__(self, dataset: Any, window: int = 0, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.window = window
+
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
-        yield from super().__iter__()
+        batches = super().__iter__()
+        if not self.window:
+            yield from batches
+            return
+        while window := list(islice(batches, self.window)):
+            counted = sum((batch["labels"] != NOT_COUNTED).sum() for batch in window)
+            yield window[0] | {WINDOW: torch.as_tensor(counted, dtype=torch.float32)}
+            yield from window[1:]
 
 
 class ConsumedSamples(Callback):

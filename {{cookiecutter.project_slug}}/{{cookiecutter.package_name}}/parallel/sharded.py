@@ -1,0 +1,76 @@
+"""Checkpoints of a mesh: torch's distributed format, a folder to which every rank writes its shards.
+
+Tensors are named by parameter, also AdamW's moments, so that any mesh reads any other's. What is no tensor (counters,
+callbacks, the sampler's position) is in `meta.pt`, where Lightning's own strategy puts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
+
+from . import weights
+
+META = "meta.pt"
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter groups differ from mesh to mesh
+
+
+def optimizer_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """AdamW's moments by parameter name, each as its parameter is sharded."""
+    return get_optimizer_state_dict(module, getattr(optimizer, "_optimizer", optimizer), options=FLAT)
+
+
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write Lightning's `checkpoint` to the folder `path`. Collective."""
+    tensors = {"state_dict": checkpoint.pop("state_dict")}
+    tensors |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+    dcp.save(_contiguous(tensors), checkpoint_id=path)
+    if weights.is_rank_zero():
+        torch.save(checkpoint, path / META)
+
+
+def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None) -> dict[str, Any]:
+    """Read `path` into `module` and `optimizers`, whatever mesh wrote it; returns the rest of it. Collective."""
+    optimizers = list(optimizers)
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
+    state |= {f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)}
+    loaded = _contiguous(state)
+    dcp.load(loaded, checkpoint_id=path)
+    state = tree_map(_as_placed, loaded, state)
+    set_model_state_dict(module, state["state_dict"])
+    for index, optimizer in enumerate(optimizers):
+        set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=FLAT)
+    return torch.load(path / META, weights_only=weights_only, map_location="cpu")
+
+
+def _contiguous(state: Any) -> Any:
+    """`state` without interleaved shards, which torch 2.13 would write as if each were one piece."""
+
+    def contiguous(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return _place(value, [Shard(p.dim) if hasattr(p, "dim") else p for p in value.placements])
+
+    return tree_map(contiguous, state)
+
+
+def _as_placed(value: Any, reference: Any) -> Any:
+    return _place(value, reference.placements) if isinstance(value, DTensor) else value
+
+
+def _place(tensor: DTensor, placements: Any) -> DTensor:
+    return tensor if tuple(placements) == tensor.placements else tensor.redistribute(placements=placements)
