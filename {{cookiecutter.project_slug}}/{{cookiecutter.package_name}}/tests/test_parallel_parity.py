@@ -1,0 +1,131 @@
+"""Every strategy trains to the same numbers as one process.
+
+Each training runs once, on CPU processes, and several tests look at what it recorded. Labels are masked unevenly over
+rows, so that a loss averaged per rank or per micro-batch would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ..rehearsal.record import RunRecord
+from ..rehearsal.workers import Workers
+from .conftest import CONFIGS
+
+MODELS = {
+    "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
+    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16,"
+    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
+    " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}",
+    "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
+    " num_key_value_heads: 2, tie_word_embeddings: true}",
+}
+PROCESSES = dict.fromkeys(sorted(path.stem for path in CONFIGS.glob("strategy/*.yaml")), 2)
+PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4}
+del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
+FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep"}
+CASES = [(m, s) for m in MODELS for s in PROCESSES if m == "deepseek_v3" or s not in FOR_EXPERTS]
+GLOBAL_BATCH, ACCUMULATION = 8, 2
+CLIP = 0.8
+
+
+def mask_labels() -> None:
+    """In each worker: the longer a row's first token's code, the fewer of its labels count."""
+    from ..data import PackedRows
+
+    read = PackedRows.__getitems__
+
+    def masked(self: PackedRows, rows: list[int]) -> dict[str, Tensor]:
+        batch = read(self, rows)
+        kept = 4 + np.asarray(rows) * 7 % 28  # of 32
+        batch["labels"][torch.arange(batch["labels"].shape[1]) >= torch.from_numpy(kept)[:, None]] = -100
+        return batch
+
+    PackedRows.__getitems__ = masked  # ty: ignore[invalid-assignment]
+
+
+class Trainings:
+    """Trainings by what was asked of them, each done once."""
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.folder = folder
+        self.flags = [*flags, "--model.optim.learning_rate=0.01", "--model.optim.warmup=5"]
+        self.flags += [f"--trainer.gradient_clip_val={CLIP}", f"--data.global_batch_size={GLOBAL_BATCH}"]
+        self._done: dict[tuple[str, ...], RunRecord] = {}
+
+    def __call__(
+        self, model: str, strategy: str, *extra: str, verb: str = "fit", processes: int = 0, accumulation: int = ACCUMULATION
+    ) -> RunRecord:
+        key = (verb, model, strategy, *extra, str(processes), str(accumulation))
+        if key not in self._done:
+            num = processes or PROCESSES.get(strategy, 1)
+            data_parallel = num // (2 if "tp" in strategy else 1)
+            flags = [f"--model.architecture={MODELS[model]}", f"--trainer.devices={num}", *extra]
+            flags += [f"--data.micro_batch_size={GLOBAL_BATCH // data_parallel // accumulation}"]
+            if strategy != "one":
+                flags += [f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+            name = f"{len(self._done)}-{verb}-{model}-{strategy}"
+            with Workers(num) as workers:
+                argv = [verb, *self.flags, f"--run.name={name}", *flags]
+                self._done[key] = workers.run(argv, self.folder / name, prelude=mask_labels).check()
+        return self._done[key]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Iterator[Trainings]:
+    folder = tmp_path_factory.mktemp("parity")
+    flags = [
+        f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
+        "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.15",
+        "--data.test_share=0.15", "--model.sample_tokens=4", "--trainer.accelerator=cpu", "--trainer.max_steps=20",
+        "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=10", "--trainer.logger=false",
+    ]  # fmt: skip
+    with Workers(1) as workers:
+        workers.run(["prepare", *flags], folder / "prepare").check()
+    yield Trainings(folder, flags)
+
+
+@pytest.mark.parametrize(("model", "strategy"), CASES)
+def test_a_strategy_trains_to_the_numbers_of_one_process(train: Trainings, model: str, strategy: str) -> None:
+    one, many = train(model, "one"), train(model, strategy)
+    assert sum(norm > CLIP for norm in one.grad_norm.values()) >= 10, "clipping must have been at work"
+    assert list(one.loss) == list(range(1, 21))
+    assert many.loss == pytest.approx(one.loss, rel=1e-5)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    assert many.learning_rate == pytest.approx(one.learning_rate, rel=1e-12)
+    assert_close(many.end, one.end, 1e-5)
+
+
+@pytest.mark.parametrize(("model", "strategy"), CASES)
+def test_initial_weights_are_bit_identical(train: Trainings, model: str, strategy: str) -> None:
+    one, many = train(model, "one").start, train(model, strategy).start
+    assert one.keys() == many.keys()
+    for name in one:
+        assert torch.equal(one[name], many[name]), name
+
+
+@pytest.mark.parametrize(("model", "strategy"), CASES)
+def test_validation_covers_every_sample_once(train: Trainings, model: str, strategy: str) -> None:
+    one, many = train(model, "one").eval(), train(model, strategy).eval()
+    assert list(one) == [10, 20]
+    for step, metrics in one.items():
+        assert many[step] == pytest.approx(metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", PROCESSES)
+def test_every_global_batch_has_the_same_samples(train: Trainings, strategy: str) -> None:
+    one, many = train("deepseek_v3", "one").rows(), train("deepseek_v3", strategy).rows()
+    assert {step: sorted(rows) for step, rows in many.items()} == {step: sorted(rows) for step, rows in one.items()}
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = (got[name].float() - tensor.float()).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference:.1e}"
