@@ -19,13 +19,16 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "test": (".cli", "measure a checkpoint on the test split"),
     "predict": (".cli", "continue data.prompts with a checkpoint and write the texts down"),
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
+    "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
+    "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
+    "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 
 EXIT_OK, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 2, 130
 
 
 def usage(program: str) -> str:
-    verbs = "\n".join(f"  {verb:<10} {what}" for verb, (_, what) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<18} {what}" for verb, (_, what) in VERBS.items())
     return f"""usage: python -m {program} VERB [--config FILE]… [--KEY VALUE]…
 
 verbs:

@@ -16,25 +16,34 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
+import yaml
+from jsonargparse import ActionConfigFile
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from . import loggers  # noqa: F401  (makes `class_path: WandB` known)
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.random_state import RandomState
 from .callbacks.record import Record
 from .callbacks.samples import Samples
 from .callbacks.summary import Summary
 from .callbacks.throughput import Throughput
 from .callbacks.training_log import TrainingLog
 from .data import DataModule
+from .errors import InputError, reason
 from .module import LanguageModule
-from .parallel import data_parallel_size
+from .parallel import limits
+from .parallel.half import HalfParameters
 from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
+from .parallel.zero import ZeroStrategy  # noqa: F401
 from .run import RunConfig, check_checkpoint, fill_placeholders, new_run, newest_checkpoint
 
 # In the order in which they are called: measure, write, show, act.
 ALWAYS_ON = {
+    "random_state": RandomState,
     "throughput": Throughput,
     "training_log": TrainingLog,
     "console": Console,
@@ -103,6 +112,34 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
 
+class ConfigFile(ActionConfigFile):
+    """A --config file, whose strategy replaces an earlier one whole.
+
+    jsonargparse would let what both classes know (a timeout; between two of one class, all) go on into the next.
+    """
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        for earlier in cfg.get(self.dest) or ():
+            if _folder(earlier) == _folder(values) == "strategy":
+                raise InputError(f"--config {earlier} and --config {values} are both a strategy: give one of them")
+        if _names_a_strategy(values):
+            cfg["trainer.strategy"] = None
+        super().__call__(parser, cfg, values, option_string)
+
+
+def _folder(path: Any) -> str:
+    return Path(str(path)).absolute().parent.name
+
+
+def _names_a_strategy(path: str) -> bool:
+    """Whether the file says which strategy, and not only what to change in the one that is."""
+    try:
+        strategy = yaml.safe_load(Path(path).read_text(encoding="utf-8"))["trainer"]["strategy"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):  # jsonargparse says what is wrong with the file
+        return False
+    return not isinstance(strategy, dict) or "class_path" in strategy
+
+
 class CLI(LightningCLI):
     """LightningCLI with our classes, defaults and checks."""
 
@@ -122,7 +159,7 @@ class CLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = Parser(**kwargs)
         parser.add_argument(
-            "-c", "--config", action="config", help="A YAML file of these keys; give several, the later one wins."
+            "-c", "--config", action=ConfigFile, help="A YAML file of these keys; give several, the later one wins."
         )
         return parser
 
@@ -157,13 +194,37 @@ class CLI(LightningCLI):
         else:
             self.config = filled
 
+    def instantiate_classes(self) -> None:
+        """Where a strategy refuses its arguments, its reason alone: jsonargparse tells it as one of several."""
+        try:
+            super().instantiate_classes()
+        except InputError:
+            raise
+        except ValueError as error:
+            reasons = re.findall(r"^  - (.+)", str(error), re.MULTILINE)
+            if "Union subtypes" not in str(error) or not reasons:
+                raise
+            raise InputError(reasons[-1]) from error
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        trainer = super().instantiate_trainer(**kwargs)
+        self._refuse_the_impossible()
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError) as error:
+            raise InputError(f"trainer: {reason(error)}; edit its keys") from error
+        if type(trainer.strategy.precision_plugin) is HalfPrecision:
+            trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
         self.summary = Summary(self.run)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         trainer.callbacks += [Record(self.run, plain), self.summary]  # ty: ignore[missing-attribute]
         return trainer
+
+    def _refuse_the_impossible(self, *model_config: Any) -> None:
+        arguments = {**self._get(self.config_init, "trainer", default={})}
+        machine = limits.Machine.of(arguments)
+        fits = self.subcommand == "fit"
+        limits.check(machine, arguments, self.model, self.datamodule, *model_config, trains=fits)
 
     # ---- before each verb, in the first process, when nothing has been started yet -----------------------------
 
@@ -171,14 +232,12 @@ class CLI(LightningCLI):
         """Refuse what cannot work, and tokenize when this process is the only one so far."""
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         started_by_a_launcher = environment is not None and environment.creates_processes_externally
-        if self.subcommand == "fit":
-            self.datamodule.check(data_parallel_size(self.trainer.strategy, self.trainer.world_size))
         resumes = self.subcommand == "fit" and self.config[self.subcommand].ckpt_path
         if started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
             self.datamodule.require()
         else:
             self.datamodule.prepare()
-        self.model.build_config(self.datamodule)
+        self._refuse_the_impossible(self.model.build_config(self.datamodule))
 
     before_validate = before_test = before_predict = before_fit
 

@@ -7,9 +7,9 @@ The way of a text, in the order of this file and of `text/`:
     3  split       train, validation or test, by a hash of the text            text/cache.py
     4  tokens      by bytes, by a BPE learned here, or by a published one      text/tokenizers.py
     5  cache       all documents' tokens in one line, EOS after each           text/build.py, text/cache.py
-    6  rows        row i is tokens[i*T : i*T + T + 1]; only the tail is lost   PackedRows
+    6  rows        row i is tokens[i*T : i*T + T + 1]; only the tail is lost   text/rows.py
     7  order       which rows a rank takes next                                text/order.py
-    8  batch       input_ids, labels, position_ids                             PackedRows
+    8  batch       input_ids, labels, position_ids                             text/rows.py
     9  its weight  tokens_per_micro_batch: what a sum of losses is divided by  on_after_batch_transfer
 
 `prepare` does 1 to 5, once, in one process; training maps its result into memory and does 6 to 8.
@@ -24,15 +24,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from .text.build import build_cache
 from .text.cache import CacheError, Corpus, Recipe, open_cache
 from .text.limits import check_numbers, check_rows
-from .text.order import NOT_COUNTED, PADDING, WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, LazyLoader
+from .text.order import WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, LazyLoader
+from .text.rows import PackedRows
 from .text.sources import Source, StandardLibrary
 from .text.tokenizers import ByteBPE, TokenizerSpec
 
@@ -41,40 +40,6 @@ if TYPE_CHECKING:
 
 # Mapped rows are read faster without workers (measured: 245 M tokens/s raw, 7 M through one worker process).
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-
-
-class PackedRows(Dataset):
-    """Rows of T + 1 tokens, read many at a time; documents run on from row to row."""
-
-    def __init__(
-        self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool = False
-    ) -> None:
-        self.tokens = tokens
-        self.seq_len = seq_len
-        self.eos_token_id = eos_token_id
-        self.cross_document_attention = cross_document_attention
-
-    def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.seq_len
-
-    def __getitems__(self, rows: list[int]) -> dict[str, Tensor]:
-        """The batch of these rows; DataLoader calls this once per batch."""
-        index = np.asarray(rows)  # (B,)
-        starts = np.where(index == PADDING, 0, index)[:, None] * self.seq_len  # a padding row reads any row
-        window = self.tokens[starts + np.arange(self.seq_len + 1)].astype(np.int64)  # (B, T+1)
-        inputs, labels = window[:, :-1], window[:, 1:].copy()  # (B, T) each
-        labels[index == PADDING] = NOT_COUNTED
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": self.positions(inputs)}
-        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
-
-    def positions(self, inputs: np.ndarray) -> np.ndarray:
-        """(B, T), counted from each document's start; attention tells documents apart by it."""
-        positions = np.broadcast_to(np.arange(self.seq_len), inputs.shape)
-        if self.cross_document_attention:
-            return positions
-        starts = np.zeros_like(inputs)
-        starts[:, 1:] = np.where(inputs[:, :-1] == self.eos_token_id, positions[:, 1:], 0)
-        return positions - np.maximum.accumulate(starts, axis=1)
 
 
 class DataModule(L.LightningDataModule):
@@ -211,7 +176,8 @@ class DataModule(L.LightningDataModule):
         the global batch's counted tokens, wherever they are. One collective of one number per optimizer step.
         """
         if WINDOW in batch:
-            tokens = self.trainer.strategy.reduce(batch.pop(WINDOW), reduce_op="mean") / self.accumulation  # ty: ignore[unresolved-attribute]
+            strategy: Any = self.trainer and self.trainer.strategy
+            tokens = strategy.reduce(batch.pop(WINDOW), reduce_op="mean") / self.accumulation
             self._tokens = tokens.clamp(min=1)
         training = self.trainer is not None and self.trainer.training
         return batch | {"tokens_per_micro_batch": self._tokens} if training else batch

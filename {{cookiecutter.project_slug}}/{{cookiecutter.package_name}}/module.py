@@ -238,7 +238,8 @@ class LanguageModule(L.LightningModule):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         if gradient_clip_val and gradient_clip_algorithm == "value":
-            torch.nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+            for parameter in self.parameters():  # one by one: under tensor parallelism they lie differently
+                torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
         norm = clip_by_norm(self.parameters(), gradient_clip_val)
         if norm is not None:  # DeepSpeed clips in its own step, and tells the norm itself

@@ -58,6 +58,7 @@ class MeshStrategy(ModelParallelStrategy):
         dp_replicate_size: Copies of that (HSDP), one a node as a rule. 1 is off. auto: those the rest leaves.
         tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node. 1 is off.
         ep_size: Ranks that hold distinct experts; a multiple of tp_size that divides fsdp_size x tp_size. 1 is off.
+            auto: all of those.
         fsdp_plan: Rules over the model's own: module name to free_full_weight or keep_full_weight. null: none.
         tp_plan: Rules over the model's own: module or parameter name to a style of transformers'. null: none.
         ep_plan: The same for experts. null: none.
@@ -98,19 +99,20 @@ class MeshStrategy(ModelParallelStrategy):
             InputError: they do not multiply to the number of ranks, or more than one is "auto".
         """
         given = {"dp_replicate_size": self.dp_replicate_size, "fsdp_size": self.fsdp_size, "tp_size": self.tp_size}
-        automatic = [name for name, size in given.items() if size == "auto"]
-        known = prod(size for size in given.values() if size != "auto")
+        numbers = {name: size for name, size in given.items() if size != "auto"}
+        automatic = given.keys() - numbers.keys()
+        known = prod(numbers.values())
         told = " x ".join(f"{name} {size}" for name, size in given.items())
         if len(automatic) > 1:
             raise InputError(f"{told}: only one of them can be auto; edit trainer.strategy.init_args")
-        if known < 1 or world_size % known or (not automatic and known != world_size):
+        if min(numbers.values(), default=1) < 1 or world_size % known or (not automatic and known != world_size):
             raise InputError(
                 f"{told} does not make {world_size}, the number of processes (trainer.devices x trainer.num_nodes);"
                 f" edit trainer.strategy.init_args{'' if automatic else ', where one size may be auto'}"
             )
-        given |= {name: world_size // known for name in automatic}
-        ep = given["fsdp_size"] * given["tp_size"] if self.ep_size == "auto" else self.ep_size
-        return MeshSizes(given["dp_replicate_size"], given["fsdp_size"], given["tp_size"], ep)
+        numbers |= {name: world_size // known for name in automatic}
+        replicate, fsdp, tp = (numbers[name] for name in given)
+        return MeshSizes(replicate, fsdp, tp, fsdp * tp if self.ep_size == "auto" else self.ep_size)
 
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()
@@ -156,6 +158,7 @@ class MeshStrategy(ModelParallelStrategy):
 
     def _shard_by_plan(self, model: Any) -> None:
         from transformers.distributed import DistributedConfig
+        from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
         from transformers.distributed.utils import TransformersDeviceMesh
 
         sizes = self.mesh_sizes
@@ -170,9 +173,23 @@ class MeshStrategy(ModelParallelStrategy):
             fsdp_cpu_offload=self.cpu_offload,
             fsdp_mixed_precision=self._mixed_precision,
         )
-        # transformers always pins offloaded memory, and there is no pinned memory without a GPU
-        with patch("transformers.distributed.fsdp.CPUOffloadPolicy", self._offload_policy):
+        ties = weights.find_ties(model)
+        tied = {name for name, module in model.named_modules() if any(module is owner for t in ties for owner, _ in t)}
+        # What is tied must be in one FSDP group, and is when no rule takes a part of it out of the root's.
+        model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in tied}
+
+        def shard_tied(model: Any, *args: Any) -> Any:
+            weights.tie(ties)
+            return apply_fully_sharded_data_parallelism(model, *args)
+
+        weights.untie(ties)  # tensor parallelism looks for each place's own
+        with (
+            # transformers always pins offloaded memory, and there is no pinned memory without a GPU
+            patch("transformers.distributed.fsdp.CPUOffloadPolicy", self._offload_policy),
+            patch("transformers.distributed.mixin.apply_fully_sharded_data_parallelism", shard_tied),
+        ):
             model.maybe_distribute_model(model, config, TransformersDeviceMesh(self.device_mesh, self._expert_mesh))
+        weights.tie(ties)
 
     def _offload_policy(self) -> CPUOffloadPolicy:
         return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")

@@ -29,16 +29,6 @@ def is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-@contextmanager
-def skeleton_unless_rank_zero() -> Generator[None]:
-    """Modules built inside have weights on rank 0 and none elsewhere."""
-    if is_rank_zero():
-        yield
-    else:
-        with torch.device("meta"):
-            yield
-
-
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, shared ones once, buffers that no checkpoint holds too."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
@@ -153,14 +143,35 @@ def _gathered_from_zero(parameter: Tensor) -> AbstractContextManager:
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
+Ties = list[list[tuple[nn.Module, str]]]  # where each shared parameter is found
+
+
+def find_ties(module: nn.Module) -> Ties:
+    """The places of every parameter that is in more than one."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            places[id(parameter)].append((owner, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def tie(ties: Ties) -> None:
+    """Make what is in the first place of each tie the parameter of all its places."""
+    for (first, first_name), *others in ties:
+        for owner, name in others:
+            setattr(owner, name, getattr(first, first_name))
+
+
+def untie(ties: Ties) -> None:
+    """Give each place a parameter of its own."""
+    for _, *others in ties:
+        for owner, name in others:
+            setattr(owner, name, nn.Parameter(getattr(owner, name).detach().clone()))
+
+
 @contextmanager
 def kept_ties(module: nn.Module) -> Generator[None]:
     """Parameters that were one object before are one object after: moving to or from meta would make them two."""
-    owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            owners[id(parameter)].append((owner, name))
+    ties = find_ties(module)
     yield
-    for (first, first_name), *others in owners.values():
-        for owner, name in others:
-            setattr(owner, name, getattr(first, first_name))
+    tie(ties)

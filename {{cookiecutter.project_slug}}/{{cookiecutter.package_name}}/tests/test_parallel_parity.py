@@ -129,3 +129,43 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
     for name, tensor in expected.items():
         difference = (got[name].float() - tensor.float()).abs().max().item()
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_number_of_processes_does_not_matter(train: Trainings, processes: int) -> None:
+    one, many = train("llama", "one"), train("llama", "fsdp2", processes=processes)
+    assert many.loss == pytest.approx(one.loss, rel=1e-5)
+    assert_close(many.end, one.end, 1e-5)
+
+
+def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
+    big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one", accumulation=8)
+    assert small.loss == pytest.approx(big.loss, rel=1e-5)
+    assert small.grad_norm == pytest.approx(big.grad_norm, rel=1e-4)
+    assert_close(small.end, big.end, 1e-5)
+
+
+SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
+
+
+@pytest.mark.parametrize("strategy", SHARDING)
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: str, checkpointing: str) -> None:
+    flags = (f"--model.blocks.checkpointing={checkpointing}", "--model.blocks.checkpoint_every=2", "--trainer.max_steps=6")
+    short = train("deepseek_v3", strategy, "--trainer.max_steps=6")
+    assert train("deepseek_v3", strategy, *flags).loss == pytest.approx(short.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["one", *SHARDING])
+def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy: str) -> None:
+    exact = train("deepseek_v3", "one")
+    rounded = train("deepseek_v3", strategy, "--trainer.precision=bf16-mixed")
+    assert rounded.loss == pytest.approx(exact.loss, rel=2e-2)  # bf16 keeps 8 bits: 2**-8 = 0.4 % each operation
+    assert all(tensor.dtype == torch.float32 for tensor in rounded.end.values()), "weights are kept in float32"
+
+
+@pytest.mark.parametrize("strategy", ["one", *SHARDING])
+def test_bf16_true_trains(train: Trainings, strategy: str) -> None:
+    exact = train("llama", "one")
+    rounded = train("llama", strategy if strategy != "fsdp2_ep" else "hsdp", "--trainer.precision=bf16-true")
+    assert rounded.loss == pytest.approx(exact.loss, rel=5e-2)

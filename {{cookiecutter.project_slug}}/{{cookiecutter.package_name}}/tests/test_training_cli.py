@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -60,6 +62,53 @@ def test_every_shipped_file_parses_and_stays_in_its_place(path: Path, capsys: py
     if path.parent.name in allowed:
         assert set(content) == {"trainer"} and set(content["trainer"]) <= allowed[path.parent.name]
     assert path.read_text().startswith("# "), "the first line says what the file is for"
+    if path.parent.name == "strategy":
+        assert "\n# When: " in path.read_text() and "\n# Communication" in path.read_text()
+
+
+EARLIER = {
+    "MeshStrategy": {"tp_size": 4, "tp_plan": {"a": "b"}, "cpu_offload": True, "timeout": "00:01:00"},
+    "ZeroStrategy": {"stage": 3, "offload_parameters": True, "config": "own.json", "timeout": "00:01:00"},
+}
+
+
+def parsed_strategy(capsys: pytest.CaptureFixture[str], *given: str | Path) -> Any:
+    with pytest.raises(SystemExit) as stopped:
+        run("fit", *(str(part) for part in given), "--print_config")
+    shown = capsys.readouterr()
+    assert stopped.value.code in (0, None), shown.err
+    return yaml.safe_load(shown.out)["trainer"]["strategy"]
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+def test_a_strategy_file_leaves_nothing_of_an_earlier_strategy(
+    name: str, earlier: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(yaml.safe_dump({"trainer": {"strategy": {"class_path": earlier, "init_args": EARLIER[earlier]}}}))
+    path = CONFIGS / "strategy" / f"{name}.yaml"
+    assert parsed_strategy(capsys, "--config", own, "-c", path) == parsed_strategy(capsys, f"--config={path}")
+
+
+def test_a_file_and_a_flag_may_change_one_size_of_a_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("trainer: {strategy: {init_args: {dp_replicate_size: 4}}}")
+    hsdp = f"--config={CONFIGS}/strategy/hsdp.yaml"
+    changed = parsed_strategy(capsys, hsdp, "--config", own, "--trainer.strategy.fsdp_size=8")["init_args"]
+    assert changed == parsed_strategy(capsys, hsdp)["init_args"] | {"dp_replicate_size": 4, "fsdp_size": 8}
+    assert parsed_strategy(capsys, hsdp, "--trainer.strategy=ddp") == "ddp"
+
+
+@pytest.mark.parametrize("spelling", [["-c", "{}"], ["--config", "{}"], ["--config={}"]])
+def test_two_files_from_strategy_are_refused(spelling: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    files = [CONFIGS / "strategy" / f"{name}.yaml" for name in ("zero3", "fsdp2")]
+    between = f"--config={CONFIGS}/preset/overfit.yaml"
+    assert run("fit", f"--config={files[0]}", between, *(part.format(files[1]) for part in spelling)) == 2
+    error = capfd.readouterr().err
+    assert re.fullmatch(r"error: .*zero3.yaml and .*fsdp2.yaml are both a strategy: give one of them\n", error), error
 
 
 @pytest.fixture
@@ -89,8 +138,6 @@ BAD_INPUT = {
 def test_a_mistake_is_told_in_one_sentence(
     case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    import re
-
     wrong, told = BAD_INPUT[case]
     try:
         code = run("fit", *flags, *wrong)

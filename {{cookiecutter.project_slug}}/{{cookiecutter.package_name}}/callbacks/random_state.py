@@ -1,0 +1,98 @@
+"""Training's random state, kept through interruptions: a resumed run draws the dropout that it would have drawn.
+
+Lightning saves no random state. The ranks' states may differ, and a checkpoint keeps one rank's dictionary: so all
+states are gathered into it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+
+KEY = "random_state"  # of a checkpoint: one `_get_state` per rank
+
+
+class RandomState(Callback):
+    """Save and restore the state of torch's, CUDA's, Python's and NumPy's generators on every rank.
+
+    The stream is training's own: it goes on after a validation as if there had been none. A run that resumes on another
+    number of ranks starts new streams, from the seed, the step and the data-parallel rank, and says so.
+    """
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] | None = None  # when training last stopped drawing
+        self._restores = False  # before the next batch
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._state, self._restores = None, False
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._restores and self._state is not None:
+            _set_state(self._state)
+        self._restores = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not trainer.fit_loop._should_accumulate():  # nothing but a step's end is followed by others' draws
+            self._state = _get_state()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._restores = True  # its loaders have drawn from the same generator before it began
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        state = self._state or _get_state()
+        states: list[Any] = [state]
+        if dist.is_initialized():
+            states = [None] * dist.get_world_size()
+            dist.all_gather_object(states, state)
+        checkpoint[KEY] = states
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        states = checkpoint.get(KEY, [])
+        if len(states) == trainer.world_size:
+            self._state, self._restores = states[trainer.global_rank], True
+        else:
+            rank_zero_warn(
+                f"The checkpoint holds the random state of {len(states)} ranks and there are {trainer.world_size} now:"
+                " dropout and other draws go on with new states. Samples are not affected."
+            )
+            torch.manual_seed(self._new_seed(trainer, checkpoint["global_step"]))
+            self._state, self._restores = _get_state(), True
+
+    @staticmethod
+    def _new_seed(trainer: L.Trainer, step: int) -> int:
+        """Of this rank; ranks that share a batch (tensor parallelism) share it too."""
+        dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
+        sequence = np.random.SeedSequence([torch.initial_seed(), step, dealt["rank"]])
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+def _get_state() -> dict[str, Any]:
+    """In tensors and plain types, which is what a checkpoint may hold."""
+    version, internal, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "python": (version, torch.tensor(internal), gauss),
+        "numpy": numpy,
+    }
+
+
+def _set_state(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    numpy = state["numpy"] | {"state": {**state["numpy"]["state"]}}
+    numpy["state"]["key"] = numpy["state"]["key"].numpy().astype(np.uint32)
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    np.random.set_state(numpy)

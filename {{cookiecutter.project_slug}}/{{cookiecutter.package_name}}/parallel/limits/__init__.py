@@ -1,0 +1,80 @@
+"""What cannot work together, each told in one sentence before any process is started.
+
+Only the impossible is refused, not the unwise: tensor parallelism across nodes is slow, and runs. Each topic is a
+function that answers from plain values, so that a laptop can be asked about eight nodes of eight GPUs.
+
+The libraries refuse most of this too, but on every rank, in the middle of a start, and in words that name no key. What
+only the built model can tell (its blocks, several optimizers) is theirs to refuse.
+
+    machine.py    what is known before the start          training.py   strategies, precision, batches, schedule
+    mesh.py       sizes, plans, heads, experts            zero.py       offload, clipping, the DeepSpeed JSON
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ...data import DataModule
+from ...errors import InputError
+from ...module import LanguageModule
+from . import mesh, training, zero
+from .machine import NOT_READ_YET, Machine, Setup
+
+__all__ = ["Machine", "check", "violations"]
+
+TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
+    training.other_strategies,
+    training.derived_keys,
+    training.precision,
+    mesh.sizes,
+    mesh.plans,
+    mesh.heads,
+    mesh.experts,
+    zero.clipping,
+    zero.offload,
+    zero.configuration,
+    training.blocks,
+    training.batches,
+    training.optimization,
+    training.plateau,
+)
+
+
+def violations(
+    machine: Machine,
+    trainer: Mapping[str, Any],
+    module: LanguageModule,
+    data: DataModule,
+    model_config: Any | None = NOT_READ_YET,
+    trains: bool = True,
+) -> list[str]:
+    """One sentence for each thing that cannot work; starts nothing.
+
+    Args:
+        machine: Where it is to run; need not be this one.
+        trainer: The Trainer's keyword arguments, the strategy instantiated.
+        module: What is trained.
+        data: On what.
+        model_config: Of transformers; None for a model that is none of transformers'. Left out: not known yet.
+        trains: Whether it is for `fit`; evaluation divides no batch and has no schedule.
+    """
+    setup = Setup(machine, trainer, module, data, model_config, trains)
+    return [sentence for topic in TOPICS for sentence in topic(setup)]
+
+
+def check(
+    machine: Machine,
+    trainer: Mapping[str, Any],
+    module: LanguageModule,
+    data: DataModule,
+    model_config: Any | None = NOT_READ_YET,
+    trains: bool = True,
+) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        InputError: with the first of the violations.
+    """
+    for sentence in violations(machine, trainer, module, data, model_config, trains):
+        raise InputError(sentence)

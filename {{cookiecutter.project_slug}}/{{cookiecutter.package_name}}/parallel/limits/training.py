@@ -1,0 +1,121 @@
+"""What every strategy shares: which there are, precision, blocks, the batch and the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from ...errors import InputError, reason
+from ...optim import OptimConfig, build_optimizer, build_schedule
+from .. import data_parallel_size
+from ..mesh import MeshStrategy
+from ..zero import ZeroStrategy
+from .machine import Setup
+
+PRECISIONS = {
+    MeshStrategy: ("32-true", "bf16-mixed", "bf16-true", "16-true"),
+    ZeroStrategy: ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"),
+}
+
+
+def other_strategies(setup: Setup) -> Iterator[str]:
+    """Lightning's own that know neither a CPU nor transformers' plans, and class names where a string was read."""
+    strategy = setup.strategy
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__
+    if isinstance(strategy, MeshStrategy | ZeroStrategy):
+        return
+    if name in (MeshStrategy.__name__, ZeroStrategy.__name__):
+        yield (
+            f"trainer.strategy {name!r} is a class: give a file of configs/strategy/, or"
+            f" --trainer.strategy.class_path {name}"
+        )
+    elif name.startswith("deepspeed") or isinstance(strategy, DeepSpeedStrategy):
+        files = "zero1.yaml, zero2.yaml, zero2_offload.yaml, zero3.yaml or zero3_offload.yaml"
+        yield f"trainer.strategy {name!r} is replaced by ZeroStrategy: use configs/strategy/{files}"
+    elif name.startswith("fsdp") or isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+        files = "fsdp2.yaml, fsdp2_offload.yaml, hsdp.yaml, fsdp2_tp.yaml or tp.yaml"
+        yield f"trainer.strategy {name!r} is replaced by MeshStrategy: use configs/strategy/{files}"
+    elif any(word in name for word in ("spawn", "fork", "notebook")):
+        yield f"trainer.strategy {name!r} would lose the model's trainer on the way to its processes: set ddp"
+
+
+def derived_keys(setup: Setup) -> Iterator[str]:
+    """What data.py decides must not be decided twice."""
+    if (given := setup.trainer.get("accumulate_grad_batches", 1)) != 1:
+        yield (
+            f"trainer.accumulate_grad_batches {given}: it is derived, data.global_batch_size / (data.micro_batch_size x"
+            " data-parallel processes); remove the key and edit those"
+        )
+    if setup.trainer.get("use_distributed_sampler"):
+        yield "trainer.use_distributed_sampler true would deal out again what data.py has dealt out: remove the key"
+
+
+def precision(setup: Setup) -> Iterator[str]:
+    given = setup.machine.precision
+    if given == "16-mixed" and setup.machine.accelerator == "cpu":
+        yield "trainer.precision '16-mixed' does not exist on a CPU: set bf16-mixed or 32-true"
+    for strategy, allowed in PRECISIONS.items():
+        if isinstance(setup.strategy, strategy) and given not in allowed:
+            yield (
+                f"trainer.precision {given!r} does not exist under {strategy.__name__}: set {', '.join(allowed[:-1])}"
+                f" or {allowed[-1]}"
+            )
+
+
+def blocks(setup: Setup) -> Iterator[str]:
+    config = getattr(setup.module, "blocks", None)
+    if config is None:
+        return
+    if config.checkpoint_every < 1:
+        yield f"model.blocks.checkpoint_every {config.checkpoint_every}: set 1 for every block, n for each n-th"
+    zero_3 = isinstance(setup.strategy, ZeroStrategy) and setup.strategy.stage == 3
+    if config.checkpointing == "selective" and (zero_3 or (setup.mesh and setup.mesh.ep > 1)):
+        # torch 2.13: "encountered during backward but not found in storage", of the collective or of FSDP2's hook
+        yield (
+            f"model.blocks.checkpointing 'selective' cannot be had with {'ZeRO stage 3' if zero_3 else 'ep_size > 1'},"
+            " which gathers weights inside of a block, anew in backward: set full"
+        )
+
+
+def batches(setup: Setup) -> Iterator[str]:
+    """data.py's own check, with the ranks that each see a batch of their own."""
+    if not setup.trains or (isinstance(setup.strategy, MeshStrategy) and setup.mesh is None):
+        return
+    try:
+        setup.data.check(data_parallel_size(setup.strategy, setup.machine.world_size))
+    except InputError as error:
+        yield str(error)
+
+
+def optimization(setup: Setup) -> Iterator[str]:
+    """optim.py's and torch's own checks: optimizer and schedule are built, for next to nothing."""
+    optim, steps = getattr(setup.module, "optim", None), setup.num_steps
+    if not setup.trains or not isinstance(optim, OptimConfig):
+        return
+    try:
+        optimizer = build_optimizer(nn.Linear(1, 1), optim)
+        if steps is not None:
+            build_schedule(optimizer, optim, steps)
+    except InputError as error:
+        yield str(error)
+    except ValueError as error:
+        yield f"model.optim: {reason(error)}"
+
+
+def plateau(setup: Setup) -> Iterator[str]:
+    """reduce_on_plateau without a validation never acts, and nothing says so."""
+    optim, trainer = getattr(setup.module, "optim", None), setup.trainer
+    if not setup.trains or not isinstance(optim, OptimConfig) or optim.schedule != "reduce_on_plateau":
+        return
+    waits = "model.optim.schedule 'reduce_on_plateau' waits for validations"
+    if not setup.data.validation_share:
+        yield f"{waits}, and data.validation_share is 0: edit one of the two"
+    elif trainer.get("limit_val_batches") == 0:
+        yield f"{waits}, and trainer.limit_val_batches is 0: edit one of the two"
+    elif isinstance(every := trainer.get("val_check_interval"), int) and every > (setup.num_steps or every):
+        yield (
+            f"{waits}, and the first is at step {every}, after the end at {trainer['max_steps']}: edit"
+            " trainer.val_check_interval or trainer.max_steps"
+        )
