@@ -18,10 +18,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
 
 
 def text_of(page: Path) -> str:
@@ -88,36 +92,39 @@ def test_the_reference_knows_every_slot_and_every_source(
 
 
 def test_navigation_names_every_page_once() -> None:
-    named = [page for entry in CONFIG["nav"] for page in entry.values()]
-    assert sorted(named) == [page.name for page in PAGES]
+    def pages(entries: list[dict[str, Any]]) -> list[str]:
+        values = [value for entry in entries for value in entry.values()]
+        return [page for value in values for page in (pages(value) if isinstance(value, list) else [value])]
+
+    assert sorted(pages(CONFIG["nav"])) == sorted(map(name_of, PAGES))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_relative_link_resolves(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(page))):
         if target.startswith("https://"):
             continue
         name, _, anchor = target.partition("#")
         linked = page.parent / name if name else page
-        assert linked.is_file(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}"
+        assert linked.is_file(), f"{name_of(page)} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{name_of(page)} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     groups = "|".join(sorted({key.split(".")[0] for key in keys if "." in key}))
     key = rf"(?:{groups})\.(?!(?:py|txt)\b)[a-z_]+(?:\.[a-z_]+)*"
     flags = [flag for code in blocks(page, "bash") for flag in re.findall(rf"--({key})", code)]
     named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", FENCE.sub("", text_of(page)))
     for found in {*flags, *named}:
-        assert found in keys or found.startswith("model.architecture."), f"{page.name} names {found}"
+        assert found in keys or found.startswith("model.architecture."), f"{name_of(page)} names {found}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_that_a_page_gives_has_its_files(page: Path, reference: ModuleType) -> None:
     for code in blocks(page, "bash"):
         for path in re.findall(r"\b((?:configs|launch)/[\w./-]+)", code):
-            assert (reference.PROJECT / path).is_file(), f"{page.name} names {path}"
+            assert (reference.PROJECT / path).is_file(), f"{name_of(page)} names {path}"
 
 
 @pytest.mark.usefixtures("keys", "generated")  # before the tutorial's own class is there
@@ -154,5 +161,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     for page in PAGES:
-        html = tmp_path / "site" / ("" if page.stem == "index" else page.stem) / "index.html"
-        assert html.is_file(), f"{page.name} is not in the site"
+        place = page.relative_to(DOCS).with_suffix("")
+        html = tmp_path / "site" / (place.parent if place.name == "index" else place) / "index.html"
+        assert html.is_file(), f"{name_of(page)} is not in the site"

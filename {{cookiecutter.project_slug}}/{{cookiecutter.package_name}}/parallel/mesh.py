@@ -143,11 +143,12 @@ class MeshStrategy(ModelParallelStrategy):
         Raises:
             InputError: the model's plans do not allow what is asked.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 and not self.cpu_offload:
             return model
         whole = weights.take(model)
         try:
-            if hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan):
+            has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
+            if has_plan and self.world_size > 1:
                 self._shard_by_plan(model)
             else:
                 self._shard_by_blocks(model)
