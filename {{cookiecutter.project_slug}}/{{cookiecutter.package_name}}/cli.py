@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import lightning as L
 import yaml
 from jsonargparse import ActionConfigFile
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
@@ -32,6 +33,8 @@ from .callbacks.samples import Samples
 from .callbacks.summary import Summary
 from .callbacks.throughput import Throughput
 from .callbacks.training_log import TrainingLog
+from .checkpoint.optimizer import ParameterNames
+from .checkpoint.resume import EveryFormat
 from .data import DataModule
 from .errors import InputError, reason
 from .module import LanguageModule
@@ -44,6 +47,7 @@ from .run import RunConfig, check_checkpoint, fill_placeholders, new_run, newest
 # In the order in which they are called: measure, write, show, act.
 ALWAYS_ON = {
     "random_state": RandomState,
+    "parameter_names": ParameterNames,
     "throughput": Throughput,
     "training_log": TrainingLog,
     "console": Console,
@@ -212,6 +216,8 @@ class CLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = EveryFormat()
         if type(trainer.strategy.precision_plugin) is HalfPrecision:
             trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
         self.summary = Summary(self.run)

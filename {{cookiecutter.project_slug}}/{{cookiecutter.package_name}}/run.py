@@ -13,7 +13,6 @@ import secrets
 import subprocess
 import sys
 import time
-import zipfile
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,7 @@ def new_run(config: RunConfig) -> Path:
 
 
 def newest_checkpoint(config: RunConfig) -> Path:
-    """The `last.ckpt` written last among the runs of this name.
+    """The `last.ckpt`, a file or a folder, written last among the runs of this name.
 
     Raises:
         InputError: there is none.
@@ -63,19 +62,26 @@ def newest_checkpoint(config: RunConfig) -> Path:
             f"--ckpt_path last found no checkpoint under {config.parent}/*/checkpoints; "
             "train first, or set run.name and run.root to where the run is"
         )
-    return max(found, key=lambda path: path.stat().st_mtime)
+    return max(found, key=_last_write)
 
 
-def check_checkpoint(path: Path) -> None:
+def _last_write(path: Path) -> float:
+    """When `path` was written, in seconds; a folder's own time does not change with the files in it."""
+    return max(file.stat().st_mtime for file in (path, *path.rglob("*")))
+
+
+def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
     """Refuse a checkpoint that is not there or cannot be one, before anything is built.
 
     Raises:
-        InputError: nothing is at `path`, or it is no file that torch.save wrote whole.
+        InputError: nothing is at `path`, or it is neither a file that torch.save wrote whole, nor a strategy's folder.
     """
+    from .checkpoint.formats import format_of
+
     if not path.exists():
-        raise InputError(f"--ckpt_path {str(path)!r} does not exist; give a checkpoint file, or `last` for the newest")
-    if path.is_file() and not zipfile.is_zipfile(path):
-        raise InputError(f"--ckpt_path {str(path)!r} is not a checkpoint, or only part of one; give another, or `last`")
+        raise InputError(f"{key} {str(path)!r} does not exist; give a checkpoint, or `last` for the newest")
+    if format_of(path) is None:
+        raise InputError(f"{key} {str(path)!r} is not a checkpoint, or only part of one; give another, or `last`")
 
 
 def fill_placeholders(value: Any, run: Path) -> Any:

@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ..checkpoint.formats import format_of
+from ..checkpoint.resume import load_foreign, step_aside
 from ..errors import InputError, reason
 from . import sharded, weights
 from .blocks import find_blocks
@@ -225,13 +227,16 @@ class MeshStrategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = Path(weights.broadcast(str(filepath)))
-        if path.is_file():
-            raise InputError(f"{path} is another strategy's file, and this one writes a folder; edit run.name")
+        if self.is_global_zero:
+            step_aside(path, is_own=format_of(path) == "distributed")
+        self.barrier()
         sharded.save(checkpoint, path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None and self.lightning_module is not None
         path = Path(weights.broadcast(str(checkpoint_path)))
+        if format_of(path) != "distributed":
+            return load_foreign(self, path)
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return sharded.load(path, self.model, self.optimizers if fits else [], weights_only)
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
+from ..checkpoint.formats import META
 from . import weights
 
-META = "meta.pt"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter groups differ from mesh to mesh
 
 

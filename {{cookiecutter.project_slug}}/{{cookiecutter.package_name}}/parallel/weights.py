@@ -64,7 +64,7 @@ def load(module: nn.Module, whole: dict[str, Tensor]) -> None:
     """
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     for name in broadcast([name for name in tensors if name in whole]):
-        _copy_part(tensors[name], whole.get(name))
+        copy_part(tensors[name], whole.get(name))
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _copy_part(target: Tensor, whole: Tensor | None) -> None:
+def copy_part(target: Tensor, whole: Tensor | None) -> None:
     """Copy rank 0's `whole` into `target`, which holds this rank's part of it."""
     if is_partitioned_by_zero(target):
         with _gathered_from_zero(target):

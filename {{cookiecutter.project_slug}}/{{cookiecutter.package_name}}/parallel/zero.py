@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -19,10 +20,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from ..checkpoint.formats import format_of
+from ..checkpoint.resume import is_zeros_own, load_foreign, step_aside
 from ..errors import InputError
 from . import deepspeed_config as config_file
+from . import weights
 from .build_locks import clear_stale_build_locks
 
 for expected in (
@@ -35,12 +40,15 @@ for expected in (
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed, which jsonargparse imports, looks for itself
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 class ZeroStrategy(DeepSpeedStrategy):
     """Shard by DeepSpeed's ZeRO.
 
     Offloaded state is updated by torch's own fused AdamW on the CPU, not by DeepSpeed's: the same numbers, no compiler
-    needed at start, and the optimizer that module.py builds is the one that runs.
+    needed at start, and the optimizer that module.py builds is the one that runs. Half precision is DeepSpeed's, under
+    `-mixed` and `-true` alike: weights in bf16 or fp16, and sharded fp32 copies that the optimizer updates.
 
     Args:
         stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too. null: what `config` says, else 2.
@@ -48,8 +56,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         offload_parameters: Keep parameters there too, stage 3 alone. null: what `config` says, else false.
         pin_memory: Page-lock that memory, for copies beside computation. auto: wherever there is a device to copy to.
         config: A DeepSpeed JSON file, or its content, which then rules. null: these arguments.
-        reduce_bucket_size: Elements of gradient reduced at once: large enough to use the network well, at 2 bytes each
-            and two buckets 0.8 GB.
+        reduce_bucket_size: Elements of gradient reduced at once, enough to use the network well; 2 buckets, 0.8 GB.
         allgather_bucket_size: Elements of parameters gathered at once after a step, stages 1 and 2.
         sub_group_size: Elements updated at once in stage 3; bounds the fp32 copies of an offloaded update.
         prefetch_bucket_size: Elements fetched ahead of use in stage 3: some layers' worth, to hide the gathering.
@@ -133,9 +140,9 @@ class ZeroStrategy(DeepSpeedStrategy):
     def _format_config(self) -> None:
         module = self.lightning_module
         assert module is not None
-        trainer = module.trainer
-        steps = trainer.estimated_stepping_batches if trainer.training else float("inf")
-        data = getattr(trainer, "datamodule", None)
+        trainer: Any = module.trainer
+        asks = trainer.training and "scheduler" in self.given  # counting the steps may load the data
+        steps = trainer.estimated_stepping_batches if asks else float("inf")
         self.config = self.complete_config(
             config_file.Settings(
                 accelerator=self.root_device.type,
@@ -144,7 +151,7 @@ class ZeroStrategy(DeepSpeedStrategy):
                 num_steps=None if steps == float("inf") else int(steps),
                 optim=getattr(module, "optim", None),
                 hidden_size=lambda: config_file.hidden_size(module),
-                **config_file.batch_sizes(data, self.world_size, trainer.accumulate_grad_batches),
+                **config_file.batch_sizes(trainer.datamodule, self.world_size, trainer.accumulate_grad_batches),
             )
         )
 
@@ -214,9 +221,8 @@ class ZeroStrategy(DeepSpeedStrategy):
             if self.zero_stage_3 and own:
                 for parameter in own if half else ():  # the engine casts only what is not partitioned yet
                     parameter.data = parameter.data.to(half)
-                # Broadcasts each parameter, and keeps a part of it.
                 init = deepspeed.zero.Init(module=module, config_dict_or_path=self.config, param_swapper=swapper)
-                swapper = init.param_swapper
+                swapper = init.param_swapper  # Init has broadcast each parameter, and kept a part of it
         return model
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -230,8 +236,24 @@ class ZeroStrategy(DeepSpeedStrategy):
             track("train/grad_norm", torch.as_tensor(engine.get_global_grad_norm(), device=self.root_device))
         return result
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """DeepSpeed's folder; what another strategy left at `filepath` is moved away first."""
+        path = Path(weights.broadcast(str(filepath)))
+        if self.is_global_zero:
+            step_aside(path, is_own=not path.exists() or format_of(path) == "zero")
+        self.barrier()
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """By DeepSpeed, if it can: it fails on another number of ranks and, in stage 3, without an optimizer (0.19)."""
+        path = Path(weights.broadcast(str(checkpoint_path)))
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fits and is_zeros_own(path, self):
+            return super().load_checkpoint(path, weights_only)
+        return load_foreign(self, path)
 
 
 class ZeroPrecision(DeepSpeedPrecision):

@@ -1,0 +1,10 @@
+"""Checkpoints of every strategy, read by every other.
+
+    what a path holds           format_of      written by
+    one file                    "file"         a single process, DDP: torch.save of Lightning's dict
+    folder with .metadata       "distributed"  MeshStrategy: torch's distributed format, Lightning's rest in meta.pt
+    folder with latest          "zero"         ZeroStrategy: DeepSpeed's partitions, Lightning's rest inside
+
+formats.py reads any of them whole, in one process; zero.py knows DeepSpeed's partitions; optimizer.py finds optimizer
+state by the parameters' names; resume.py brings a checkpoint into a strategy that did not write it.
+"""

@@ -1,0 +1,142 @@
+"""What a path holds, and a checkpoint of any format as the one dict that Lightning would have saved without sharding.
+
+Lightning's and torch's converters (`consolidate_checkpoint`, `dcp_to_torch_save`) know the distributed format alone,
+and run whatever a file asks for. Here nothing in a file can run: see `as_data`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import zipfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from ..errors import InputError, reason
+from .optimizer import by_name, by_name_from_flat
+
+Format = Literal["file", "distributed", "zero"]
+WRITTEN_BY = {"file": "a single process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
+# What reading a damaged file, or one that asks to run something, raises.
+UNREADABLE = (OSError, EOFError, LookupError, ValueError, RuntimeError, pickle.UnpicklingError)
+META = "meta.pt"  # Lightning's name for what is in a distributed checkpoint beside tensors
+
+
+def format_of(path: Path) -> Format | None:
+    """The format of what is at `path`, None where that is no checkpoint, or only the beginning of one."""
+    if path.is_file():
+        return "file" if zipfile.is_zipfile(path) else None
+    if (path / ".metadata").is_file() and (path / META).is_file():
+        return "distributed"
+    if (path / "latest").is_file() and next(path.glob("*/*_model_states.pt"), None):
+        return "zero"
+    return None
+
+
+def read_full(path: str | Path) -> dict[str, Any]:
+    """Lightning's checkpoint dict with whole tensors on the host, in one process, whatever strategy wrote it.
+
+    "state_dict" holds the weights as they are trained (fp32 where a strategy keeps an fp32 copy), "optimizer_states"
+    each optimizer's state by parameter name (see optimizer.py); it is missing where the checkpoint holds none.
+
+    Raises:
+        InputError: `path` is no checkpoint, incomplete or damaged, or holds something other than data.
+    """
+    from . import zero
+
+    path = Path(path)
+    readers = {"file": _read_file, "distributed": _read_distributed, "zero": zero.read}
+    found = format_of(path)
+    if found is None:
+        raise InputError(f"{str(path)!r} is not a checkpoint, or only part of one")
+    try:
+        return readers[found](path)
+    except (*UNREADABLE, CheckpointException) as error:
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise InputError(f"checkpoint {str(path)!r} ({WRITTEN_BY[found]}'s) cannot be read: {reason(cause)}") from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    with as_data():
+        checkpoint = torch.load(path, map_location="cpu", mmap=True)
+    names = checkpoint.get("parameter_names")
+    states = checkpoint.pop("optimizer_states", [])
+    if names and states:
+        checkpoint["optimizer_states"] = [by_name(state, known) for state, known in zip(states, names, strict=True)]
+    return checkpoint
+
+
+def _read_distributed(path: Path) -> dict[str, Any]:
+    tensors: dict[str, Any] = {}
+    with as_data():
+        reader = DataReader(path)
+        reader.read_metadata()  # torch would log a refusal with its stack and look for other files
+        _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        checkpoint = torch.load(path / META, map_location="cpu")
+    checkpoint["state_dict"] = weights = tensors.pop("state_dict")
+    states = [tensors[f"optimizer_{index}"] for index in range(len(tensors))]
+    if states:
+        checkpoint["optimizer_states"] = [by_name_from_flat(state, weights) for state in states]
+    return checkpoint
+
+
+# ---- nothing in a checkpoint may run ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_data(*classes: type) -> Generator[None]:
+    """Inside, torch.load makes tensors, plain types and `classes` only, also where a library asks it to run anything.
+
+    DeepSpeed and torch's distributed format pass `weights_only=False`; torch lets this variable overrule them.
+    """
+    switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+class DataReader(FileSystemReader):
+    """torch's reader of the distributed format, which would run what a `.metadata` file asks for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            _MetadataUnpickler(file).load()
+        return super().read_metadata(*args, **kwargs)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Refuses everything but descriptions of tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_type or name in DESCRIPTIONS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no description of tensors needs")
+
+
+DESCRIPTIONS = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    ),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # the same, from Python 3.13 on
+}  # fmt: skip

@@ -1,0 +1,101 @@
+"""What a rehearsal does to a training that it must survive, or that makes a fault visible."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from ..callbacks.checkpoint import LastCheckpoint
+
+NOT_COUNTED = -100
+MAX_MASKED_SHARE = 0.8
+
+
+class RaggedLabels(Callback):
+    """Let another share of each sequence's labels count, from none masked to most of them.
+
+    In rows that are all full, a loss that is averaged per rank and not over the tokens of the global batch is right by
+    accident. Which labels are masked follows from the row alone, so it is the same on any number of ranks.
+    """
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+        for name in ("train_dataloader", "val_dataloader"):
+            setattr(data, name, _with_ragged_batches(getattr(data, name)))
+
+
+def _with_ragged_batches(make_loader: Callable[[], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        loader = make_loader()
+        if hasattr(loader, "collate_fn"):
+            loader.collate_fn = _Ragged(loader.collate_fn)
+        return loader
+
+    return make
+
+
+class _Ragged:
+    """What a loader's worker process can be given, where a closure cannot."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+            batch["labels"] = torch.stack([_masked(row) for row in batch["labels"]])
+        return batch
+
+
+def _masked(labels: Tensor) -> Tensor:
+    """(T,) labels of which a share does not count."""
+    draw = np.random.default_rng(np.abs(labels.numpy()))
+    share = draw.uniform(0, MAX_MASKED_SHARE)
+    masked = torch.from_numpy(draw.random(len(labels)) < share)
+    masked[0] = False  # a row without any label would be a micro-batch without a loss
+    return labels.masked_fill(masked, NOT_COUNTED)
+
+
+class KillAt(Callback):
+    """SIGKILL this process, as every rank does, once `step` optimizer steps are done."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step >= self.step:
+            trainer.strategy.barrier()  # all have got so far, and all checkpoints are written
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KeepCheckpoint(Callback):
+    """Copy the checkpoint that was written after `step`, before the next replaces it.
+
+    Args:
+        step: In optimizer steps.
+        path: Where to.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step != self.step or trainer.fit_loop._should_accumulate():
+            return
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            (saver,) = (c for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint))
+            last = Path(saver.best_model_path)
+            shutil.copytree(last, self.path) if last.is_dir() else shutil.copy(last, self.path)
+        trainer.strategy.barrier()

@@ -1,0 +1,127 @@
+"""A transformers architecture made small: few layers, narrow, few experts, and of the same structure.
+
+Kept: every kind of layer that there is (dense and sparse, full and sliding attention), grouped heads where heads are
+grouped, the choice of experts by groups, tied embeddings, and that heads and experts divide by 2, the size to which
+tensor and expert parallelism are folded. Fields are named as transformers names them; a configuration's own
+`attribute_map` translates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+NUM_EXPERTS = 4
+SIZES = {  # field -> at most so much; where a configuration has no such field, nothing
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_inner": 64,
+    "ffn_dim": 64,
+    "ffn_hidden_size": 64,
+    "word_embed_proj_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "num_mtp_layers": 1,
+    "num_nextn_predict_layers": 1,
+}
+NOT_KEPT = {
+    "vocab_size",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "transformers_version",
+}  # the data's, or no size
+DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
+
+
+def shrink_architecture(config: Any, seq_len: int) -> dict[str, Any]:
+    """The fields, `model_type` among them, of a small architecture like `config`'s."""
+    known = {field.name for field in dataclasses.fields(config)}
+    fields = {k: v for k, v in config.to_diff_dict().items() if k in known and k not in NOT_KEPT}
+    small: dict[str, Any] = {
+        name: min(getattr(config, name), size) for name, size in SIZES.items() if _has(config, name)
+    }
+    small |= _heads(config) | _experts(config) | _layers(config)
+    if _has(config, "sliding_window"):
+        small["sliding_window"] = min(config.sliding_window, max(1, seq_len // 4))
+    if _has(config, "max_position_embeddings"):
+        small["max_position_embeddings"] = seq_len
+    for name, value in small.items():
+        native = {config.attribute_map.get(name, name), name} & known
+        fields |= dict.fromkeys(native, value)
+    if "pad_token_id" in known:
+        fields["pad_token_id"] = None  # it may lie beyond the small vocabulary; packed rows are not padded
+    return {"model_type": config.model_type, **fields}
+
+
+def dropouts(config: Any) -> list[str]:
+    """The fields of `config` that are dropout probabilities."""
+    names = (field.name for field in dataclasses.fields(config))
+    return [n for n in names if n.endswith(DROPOUTS) and isinstance(getattr(config, n), int | float)]
+
+
+def _has(config: Any, name: str) -> bool:
+    value = getattr(config, name, None)
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _heads(config: Any) -> dict[str, int]:
+    """As many as two-fold tensor parallelism needs; grouped two by two where they are grouped."""
+    if not _has(config, "num_attention_heads"):
+        return {}
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads if _has(config, "num_key_value_heads") else heads
+    small_groups = min(groups, 2)
+    heads_per_group = min(max(heads // groups, 1), 2)
+    found = {"num_attention_heads": max(small_groups * heads_per_group, min(heads, 2))}
+    return found | ({"num_key_value_heads": small_groups} if _has(config, "num_key_value_heads") else {})
+
+
+def _experts(config: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
+        if _has(config, name):
+            found[name] = min(getattr(config, name), NUM_EXPERTS)
+    if _has(config, "n_group") and config.n_group > 1:
+        found |= {"n_group": 2, "topk_group": 1 if config.topk_group < config.n_group else 2}
+    return found
+
+
+def _layers(config: Any) -> dict[str, Any]:
+    """One layer of each kind, in order; two at least."""
+    if not _has(config, "num_hidden_layers"):
+        return {}
+    depth = config.num_hidden_layers
+    lists = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    per_layer = {k: v for k, v in lists.items() if isinstance(v, list) and len(v) == depth and k != "mlp_only_layers"}
+    num_dense = getattr(config, "first_k_dense_replace", None)
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    dense = set(getattr(config, "mlp_only_layers", None) or []) | {i for i in range(depth) if (i + 1) % step}
+
+    kinds: dict[Any, int] = {}
+    for i in range(depth):
+        kind = (*(values[i] for values in per_layer.values()), i < (num_dense or 0), i in dense)
+        kinds.setdefault(kind, i)
+    kept = sorted(kinds.values())
+    kept += [i for i in range(depth - 1, 0, -1) if i not in kept][: max(0, 2 - len(kept))]
+    kept = sorted(kept)
+
+    found: dict[str, Any] = {"num_hidden_layers": len(kept)}
+    found |= {name: [values[i] for i in kept] for name, values in per_layer.items()}
+    if num_dense is not None:
+        found["first_k_dense_replace"] = sum(i < num_dense for i in kept)
+    if hasattr(config, "mlp_only_layers"):
+        found |= {"mlp_only_layers": [place for place, i in enumerate(kept) if i in dense], "decoder_sparse_step": 1}
+    return found

@@ -1,0 +1,150 @@
+"""What `recorder.py` wrote, for the checks and tests to compare."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One command on N ranks.
+
+    Args:
+        folder: Where its files are.
+        answers: What each rank ended with: "done", an error, "refused: …" (bad input), "killed: …", "hung: …".
+    """
+
+    folder: Path
+    answers: dict[int, str]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.answers)
+
+    @property
+    def ok(self) -> bool:
+        return all(answer == "done" for answer in self.answers.values())
+
+    @property
+    def error(self) -> str:
+        """The error that explains the others, with its rank; "" when there is none."""
+        return "" if self.ok else f"rank {self.failed_rank}: {self.answers[self.failed_rank]}"
+
+    @property
+    def failed_rank(self) -> int:
+        """The rank whose error explains the others'; 0 when there is none."""
+        wrong = {rank: answer for rank, answer in sorted(self.answers.items()) if answer != "done"}
+        return next((rank for rank, answer in wrong.items() if not _is_echo(answer)), next(iter(wrong), 0))
+
+    @property
+    def refusal(self) -> str:
+        """The sentence by which the command was refused as bad input; "" when it was not."""
+        answer = self.answers[self.failed_rank]
+        return answer.removeprefix("refused: ") if answer.startswith("refused: ") else ""
+
+    @property
+    def was_killed(self) -> bool:
+        return all(answer.startswith("killed: exit code -9") for answer in self.answers.values())
+
+    def check(self) -> RunRecord:
+        """This record, of a command that must have ended well.
+
+        Raises:
+            RuntimeError: it did not; with the error and the end of that rank's log.
+        """
+        if self.ok:
+            return self
+        path = self.log_path(self.failed_rank)
+        raise RuntimeError(f"{self.error}\n--- the end of {path}\n{self.log(self.failed_rank)[-4000:]}")
+
+    def log_path(self, rank: int = 0) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    def log(self, rank: int = 0) -> str:
+        """What the rank printed."""
+        return self.log_path(rank).read_text(encoding="utf-8", errors="replace")
+
+    @cached_property
+    def ranks(self) -> list[list[Event]]:
+        """Every rank's events in time order."""
+        paths = [self.folder / f"rank{rank}.jsonl" for rank in sorted(self.answers)]
+        return [_read(path) if path.exists() else [] for path in paths]
+
+    def events(self, kind: str, rank: int = 0) -> list[Event]:
+        return [event for event in self.ranks[rank] if event["event"] == kind]
+
+    @property
+    def run(self) -> Path:
+        """The run's own folder: checkpoints, logs."""
+        return Path(self.events("run")[-1]["folder"])
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Optimizer step -> what the module logged as `name`."""
+        return {e["step"]: e["metrics"][name] for e in self.events("step") if name in e["metrics"]}
+
+    @property
+    def loss(self) -> dict[int, float]:
+        return self.metric("train/loss")
+
+    @property
+    def grad_norm(self) -> dict[int, float]:
+        return self.metric("train/grad_norm")
+
+    @property
+    def learning_rate(self) -> dict[int, float]:
+        return self.metric("train/learning_rate")
+
+    def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
+        """Optimizer step -> metrics of its validation; `stage` may also be sanity or test."""
+        return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
+
+    def rows(self) -> dict[int, list[tuple[str, int]]]:
+        """Optimizer step -> (hash, rank) of each sequence of its global batch; ranks that share a batch count once."""
+        rows: dict[int, list[tuple[str, int]]] = {}
+        seen: set[int] = set()
+        for rank in range(self.size):
+            dealt = self.events("run", rank)[-1]["dp_rank"] if self.events("run", rank) else rank
+            if dealt not in seen:
+                seen.add(dealt)
+                for event in self.events("rows", rank):
+                    rows.setdefault(event["step"], []).extend((row, rank) for row in event["rows"])
+        return rows
+
+    def random(self, rank: int) -> dict[int, str]:
+        """Optimizer step -> hash of the rank's random state before its last micro-batch."""
+        return {event["step"]: event["random"] for event in self.events("rows", rank)}
+
+    def tensors(self, name: str) -> Any:
+        """What `details.py` wrote as `name`; None where it did not get there."""
+        path = self.folder / f"{name}.pt"
+        return torch.load(path, weights_only=True) if path.exists() else None
+
+    @cached_property
+    def start(self) -> dict[str, Tensor]:
+        """Whole weights before the first step."""
+        return torch.load(self.folder / "start.pt", weights_only=True)
+
+    @cached_property
+    def end(self) -> dict[str, Tensor]:
+        """Whole weights after the last step."""
+        return torch.load(self.folder / "end.pt", weights_only=True)
+
+
+def _read(path: Path) -> list[Event]:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed rank may leave half a line
+
+
+def _is_echo(text: str) -> bool:
+    """Whether an error only says that another rank is gone."""
+    return text.startswith("stopped:") or any(sign in text for sign in ("closed by peer", "Connection reset", "gloo"))

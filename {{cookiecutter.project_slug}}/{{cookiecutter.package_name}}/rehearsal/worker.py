@@ -1,0 +1,111 @@
+"""One rank of one training; `workers.py` starts it. Importing this module makes the process a CPU process."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import sys
+import threading
+import traceback
+import warnings
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import Any
+
+# Before torch and DeepSpeed look: no GPU, one thread per rank, no compilation of kernels.
+os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from lightning.pytorch.cli import LightningCLI  # noqa: E402
+
+from ..__main__ import VERBS  # noqa: E402
+from ..cli import CLI  # noqa: E402
+from ..errors import InputError, first_line  # noqa: E402
+from .recorder import Recorder  # noqa: E402
+from .workers import Job  # noqa: E402
+
+# What most trainings import on their way, from modules that load themselves lazily.
+for _slow in (
+    "deepspeed",
+    "torch.distributed.fsdp",
+    "torch.profiler",
+    "torch.utils.tensorboard",
+    "transformers.distributed",
+    "transformers.generation.utils",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.llama.modeling_llama",
+    "transformers.optimization",
+):
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed need not be installed
+        warnings.simplefilter("ignore")
+        importlib.import_module(_slow)
+
+
+def serve(connection: Connection, job: Job) -> None:
+    """Run `job`, answer "done", "refused: …" (bad input) or its error, wait for the other ranks, and end."""
+    os.environ.update(job.environment)
+    rank = int(os.environ["RANK"])
+    with (job.record / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
+        os.dup2(log.fileno(), 1)  # what libraries in C++ print goes there too
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 3), file=log)
+        answer = _attempt(job, rank)
+        connection.send(answer)
+        if answer == "done":  # after an error the others must not wait: they notice the closed sockets
+            with contextlib.suppress(EOFError, OSError):
+                connection.recv()  # rank 0 keeps the store that the others still need
+    os._exit(0)  # the libraries' farewells could wait for ranks that are gone
+
+
+def _attempt(job: Job, rank: int) -> str:
+    try:
+        torch.set_num_threads(1)
+        if job.prelude:
+            job.prelude()
+        if job.argv[0] in ("fit", "validate", "test", "predict"):
+            _RecordedCLI(job, rank)
+        else:
+            importlib.import_module(VERBS[job.argv[0]][0], __name__.split(".")[0]).main(job.argv)
+        return "done"
+    except SystemExit as stop:  # the parser has printed why
+        return "done" if stop.code in (0, None) else f"refused: {_last_line(job, rank)}"
+    except BaseException as error:
+        traceback.print_exc()
+        kind = "refused" if isinstance(error, InputError) else type(error).__name__
+        return " ".join([f"{kind}: {first_line(error)}", *getattr(error, "__notes__", [])])
+
+
+def _last_line(job: Job, rank: int) -> str:
+    lines = (job.record / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class _RecordedCLI(CLI):
+    """The command line as it is, with the recorder and the job's callbacks after all others."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+        super().__init__(args=job.argv, run=True)
+
+    def subcommands(self) -> dict[str, set[str]]:
+        """Only the verb that is wanted: building the parser of all four takes half a second."""
+        verb = self.job.argv[0]
+        return {verb: LightningCLI.subcommands()[verb]}
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        trainer = super().instantiate_trainer(**kwargs)
+        recorder = Recorder(self.job.record, self.rank, self.run)
+        trainer.callbacks += [recorder, *self.job.callbacks]  # ty: ignore[missing-attribute]
+        return trainer

@@ -1,0 +1,210 @@
+"""`rehearse`: what it makes of a configuration, that it passes on a sound project, and how it tells."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from lightning.pytorch import Callback
+from transformers import AutoConfig
+
+from ..errors import InputError
+from ..parallel.mesh import MeshStrategy
+from ..rehearsal.architecture import dropouts, shrink_architecture
+from ..rehearsal.compare import relative_difference
+from ..rehearsal.report import Report, Result
+from ..rehearsal.shrink import fewer, fold_strategy, shrink
+from ..rehearsal.workers import Workers
+from ..tools.rehearse import main
+from .conftest import CONFIGS
+
+STRATEGIES = sorted(path.stem for path in (CONFIGS / "strategy").glob("*.yaml"))
+
+
+def rehearse(*flags: str) -> int:
+    try:
+        main(["rehearse", *flags])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/ddp.yaml"]
+    code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "all checks hold" in printed
+    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    assert found["ok"]
+    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 10
+    assert found["checks"][0]["got"] == "64 ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("ddp", "zero3_nvme")])
+def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+    code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "resume = never stopping" in printed
+
+
+def test_sizes_that_do_not_fit_are_told_without_running(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/tp.yaml"]
+    heads = "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
+    flags = [
+        f"--model.architecture={heads}",
+        "--trainer.strategy.tp_size=8",
+        "--nodes=1",
+        "--devices=8",
+        "--only=sizes",
+        f"--output={tmp_path / 'out'}",
+    ]
+    assert rehearse(*files, *flags) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed
+    assert "12" in printed and "tp_size" in printed
+    assert not list((tmp_path / "out").glob("*/rank0.log"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps=3"], "--steps 3 is below 6"),
+        (["--only=nothing"], "--only 'nothing' is in the name of no check"),
+        (["--processes=3", "--trainer.strategy=MeshStrategy", "--trainer.strategy.fsdp_size=4"], "does not make 3"),
+    ],
+)
+def test_bad_input_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        main(["rehearse", f"--config={CONFIGS}/quickstart.yaml", *flags, f"--output={tmp_path / 'out'}"])
+
+
+# ---- what is made of a configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kept"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 2, "num_hidden_layers": 2}),
+        ("mixtral", {"num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+        ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 2, "tie_word_embeddings": True}),
+    ],
+)
+def test_a_small_architecture_has_the_structure_of_the_large(model_type: str, kept: dict[str, Any]) -> None:
+    small = shrink_architecture(AutoConfig.for_model(model_type), seq_len=32)
+    assert {name: small[name] for name in kept} == kept
+    rebuilt = AutoConfig.for_model(**small)
+    assert shrink_architecture(rebuilt, seq_len=32) == small  # it is as small as it gets
+    assert dropouts(rebuilt)
+
+
+def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
+    config = AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=1)
+    assert shrink_architecture(config, 32)["num_key_value_heads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "folded", "processes"),
+    [
+        ({"fsdp_size": "auto", "tp_size": 8, "ep_size": 8}, ("auto", 1, 2, 2), 4),
+        ({"fsdp_size": 64, "ep_size": 16}, (2, 1, 1, 2), 2),
+        ({"fsdp_size": 8, "dp_replicate_size": "auto"}, (2, "auto", 1, 1), 4),
+        ({"fsdp_size": 8, "dp_replicate_size": 4, "tp_size": 2}, (2, 1, 2, 1), 4),
+    ],
+)
+def test_a_mesh_is_folded_to_two_by_two(sizes: dict[str, Any], folded: tuple, processes: int) -> None:
+    strategy = MeshStrategy(**sizes)
+    names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
+    spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
+    small, num = fold_strategy(spec, strategy, None, [])
+    assert tuple(small["init_args"][name] for name in names) == folded
+    assert num == processes
+    assert strategy.tp_size == sizes.get("tp_size", 1), "the real strategy is not touched"
+
+
+def test_half_of_the_processes_have_less_data_parallelism_and_the_same_tensor_parallelism(tmp_path: Path) -> None:
+    names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
+    strategy = MeshStrategy(fsdp_size=8, tp_size=8, ep_size=8)
+    spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
+    data = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4, "source": None, "tokenizer": None}
+    given = {"run": {}, "trainer": {"strategy": spec}, "data": data, "model": {}}
+    small = shrink(given, None, strategy, tmp_path)
+    assert (small.processes, small.data_parallel) == (4, 2)
+    assert small.config["data"]["global_batch_size"] == 8  # 2 sequences x 2 ranks x 2 accumulated
+    half, num = fewer(small, strategy)
+    assert num == 2
+    assert half["init_args"] == {"fsdp_size": 1, "dp_replicate_size": 1, "tp_size": 2, "ep_size": 2}
+    assert given["data"]["seq_len"] == 2048, "what was given is not touched"
+
+
+# ---- workers -------------------------------------------------------------------------------------------------------
+
+
+class FailOnRankOne(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 1:
+            raise ValueError("rank 1 has no data")
+
+
+class HangOnRankOne(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(600)
+
+
+@pytest.fixture
+def two(flags: list[str], tmp_path: Path) -> list[str]:
+    """`fit` on two processes, of which each test breaks one."""
+    with Workers(1) as workers:
+        workers.run(["prepare", *flags], tmp_path / "prepare").check()
+    return ["fit", *flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2"]
+
+
+def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(two: list[str], tmp_path: Path) -> None:
+    with Workers(2) as workers:
+        record = workers.run(two, tmp_path / "failed", callbacks=[FailOnRankOne()])
+    assert record.error == "rank 1: ValueError: rank 1 has no data"
+    with pytest.raises(RuntimeError, match="rank1.log(.|\n)*rank 1 has no data"):
+        record.check()
+
+
+@pytest.mark.slow
+def test_a_hang_ends_with_the_stacks_in_the_logs(two: list[str], tmp_path: Path) -> None:
+    with Workers(2) as workers:
+        record = workers.run(two, tmp_path / "hung", callbacks=[HangOnRankOne()], timeout_s=20)
+    assert "hung: no end after 20 s" in record.error
+    assert "in on_train_start" in record.log(1)
+
+
+# ---- telling -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_a_table_json_and_junit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    report = Report("rehearsal of nothing", {"processes": 2})
+    report.begin()
+    report.add(Result("loss curve", "within 1e-05", "1.0e-07", "pass", time_s=1.5))
+    report.add(Result("gradient norm", "within 1e-04", "0.5", "FAIL", "from step 3 on: layer & more", 2.0))
+    report.add(Result("resume on fewer", "within 1e-05", "not possible", "limit", "the format refuses"))
+    report.end(tmp_path)
+    printed = capsys.readouterr().out
+    assert "-> from step 3 on: layer & more" in printed
+    assert "1 of 3 checks FAILED, 1 not possible here" in printed
+    suite = ElementTree.parse(tmp_path / "rehearsal.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
+    assert suite.findtext("testcase/failure") == "from step 3 on: layer & more"
+    assert json.loads((tmp_path / "rehearsal.json").read_text())["ok"] is False
+
+
+def test_a_missing_step_and_nan_count_as_different() -> None:
+    assert relative_difference({1: 2.0, 2: 2.0}, {1: 2.0, 2: 2.0})[0] == 0
+    assert relative_difference({1: 2.0}, {1: 2.0, 2: 2.0})[0] == float("inf")
+    assert relative_difference({1: 2.0}, {1: float("nan")})[0] == float("inf")
+    assert relative_difference({1: 2.0}, {})[0] == float("inf")
