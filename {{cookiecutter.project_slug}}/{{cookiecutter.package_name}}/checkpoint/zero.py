@@ -170,7 +170,7 @@ class Target:
 
         parameter: Any = self.parameters[name]
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        value = weights._tensor_from_rank_zero(whole, torch.empty(shape, device=self.device))
+        value = weights.tensor_from_rank_zero(whole, torch.empty(shape, device=self.device))
         reach = "full"
         if hasattr(parameter, "ds_tensor"):
             # ZeRO-3's own function for whole tensors fails where the number of ranks does not divide them.

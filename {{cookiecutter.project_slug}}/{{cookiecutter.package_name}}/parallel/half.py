@@ -7,10 +7,10 @@ from torch import nn
 
 
 class HalfParameters(HalfPrecision):
-    """Lightning's own casts buffers too: rotary frequencies in bfloat16 are wrong by whole positions in a long sequence.
+    """Lightning's own casts buffers too: rotary frequencies in bfloat16 are off by whole positions in long sequences.
 
-    It is called before a model is sharded and again after it, when nothing is left to do: casting what is sharded would
-    take parameters that two modules share apart.
+    It is called before a model is sharded and again after it, when nothing is left to do: casting what is sharded
+    would take parameters that two modules share apart.
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:

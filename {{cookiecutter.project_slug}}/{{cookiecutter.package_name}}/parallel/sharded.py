@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from ..checkpoint.formats import META
+from ..checkpoint.formats import META, DataReader, as_data
 from . import weights
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter groups differ from mesh to mesh
@@ -49,7 +49,8 @@ def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only:
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     state |= {f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)}
     loaded = _contiguous(state)
-    dcp.load(loaded, checkpoint_id=path)
+    with as_data():
+        dcp.load(loaded, storage_reader=DataReader(path))
     state = tree_map(_as_placed, loaded, state)
     set_model_state_dict(module, state["state_dict"])
     for index, optimizer in enumerate(optimizers):

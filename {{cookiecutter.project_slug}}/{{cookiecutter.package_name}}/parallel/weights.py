@@ -103,7 +103,7 @@ def copy_part(target: Tensor, whole: Tensor | None) -> None:
             if whole is not None:
                 target.copy_(whole)
         return
-    received = _tensor_from_rank_zero(whole, target)
+    received = tensor_from_rank_zero(whole, target)
     if isinstance(target, DTensor):
         target.to_local().copy_(_part(received, target))
     else:
@@ -119,7 +119,7 @@ def _part(whole: Tensor, like: DTensor) -> Tensor:
     return part
 
 
-def _tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
+def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
     """Rank 0's `tensor` on every rank, of the shape and type of `like`, on a device that the process group reaches."""
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else like.device

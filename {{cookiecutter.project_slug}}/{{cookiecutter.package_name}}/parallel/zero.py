@@ -23,7 +23,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from ..checkpoint.formats import format_of
+from ..checkpoint import zero as zero_format
+from ..checkpoint.formats import as_data
 from ..checkpoint.resume import is_zeros_own, load_foreign, step_aside
 from ..errors import InputError
 from . import deepspeed_config as config_file
@@ -242,7 +243,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         """DeepSpeed's folder; what another strategy left at `filepath` is moved away first."""
         path = Path(weights.broadcast(str(filepath)))
         if self.is_global_zero:
-            step_aside(path, is_own=not path.exists() or format_of(path) == "zero")
+            step_aside(path, is_own=is_zeros_own(path, self))
         self.barrier()
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -252,7 +253,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if fits and is_zeros_own(path, self):
-            return super().load_checkpoint(path, weights_only)
+            with as_data(*zero_format.classes()):
+                return super().load_checkpoint(path, weights_only)
         return load_foreign(self, path)
 
 

@@ -183,6 +183,10 @@ def fold_strategy(spec: Any, strategy: Any, processes: int | None, notes: list[s
         options["config"] = _without_sizes(options["config"])
     elif "param_persistence_threshold" in options:
         options["param_persistence_threshold"] = PERSISTENT  # or ZeRO-3 would leave every small parameter whole
+    for name in ("offload_optimizer_device", "offload_params_device"):
+        if options.get(name) == "nvme":
+            options[name] = "cpu"
+            notes.append(f"{name} is the host's memory here, not NVMe")
     if not hasattr(strategy, "sizes"):
         return ("ddp" if spec == "auto" else spec), processes or 2
 
@@ -241,7 +245,10 @@ def _without_sizes(config: Any) -> dict[str, Any]:
         config = json.loads(Path(config).read_text(encoding="utf-8"))
     changed = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16")
     kept = {key: value for key, value in config.items() if key not in changed}
-    zero = kept.get("zero_optimization", {})
+    zero = copy.deepcopy(kept.get("zero_optimization", {}))
     if "stage3_param_persistence_threshold" in zero:
-        kept["zero_optimization"] = zero | {"stage3_param_persistence_threshold": PERSISTENT}
-    return kept
+        zero["stage3_param_persistence_threshold"] = PERSISTENT
+    for section in (zero.get("offload_optimizer", {}), zero.get("offload_param", {})):
+        if section.get("device") == "nvme":
+            section["device"] = "cpu"
+    return kept | ({"zero_optimization": zero} if zero else {})

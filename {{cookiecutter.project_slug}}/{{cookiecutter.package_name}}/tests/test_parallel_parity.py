@@ -34,7 +34,14 @@ PROCESSES = dict.fromkeys(sorted(path.stem for path in CONFIGS.glob("strategy/*.
 PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep"}
-CASES = [(m, s) for m in MODELS for s in PROCESSES if m == "deepseek_v3" or s not in FOR_EXPERTS]
+SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
+QUICK = [("deepseek_v3", "fsdp2"), ("deepseek_v3", "zero3")]  # what `make test` runs of it
+CASES = [
+    pytest.param(model, strategy, marks=() if (model, strategy) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for strategy in PROCESSES
+    if model == "deepseek_v3" or strategy not in FOR_EXPERTS
+]
 GLOBAL_BATCH, ACCUMULATION = 8, 2
 CLIP = 0.8
 
@@ -79,6 +86,14 @@ class Trainings:
         if key not in self._done:
             self._done[key] = self.run("fit", model, strategy, *extra, **options)
         return self._done[key]
+
+    def test(self, model: str, strategy: str) -> dict[str, float]:
+        key = ("test", model, strategy)
+        if key not in self._done:
+            checkpoint = self(model, strategy).run / "checkpoints" / "last.ckpt"
+            self._done[key] = self.run("test", model, strategy, f"--ckpt_path={checkpoint}")
+        (metrics,) = self._done[key].eval("test").values()
+        return metrics
 
     def run(
         self,
@@ -143,6 +158,7 @@ def test_validation_covers_every_sample_once(train: Trainings, model: str, strat
         assert many[step] == pytest.approx(metrics, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", PROCESSES)
 def test_every_global_batch_has_the_same_samples(train: Trainings, strategy: str) -> None:
     one, many = train("deepseek_v3", "one").rows(), train("deepseek_v3", strategy).rows()
@@ -156,6 +172,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_the_number_of_processes_does_not_matter(train: Trainings, processes: int) -> None:
     one, many = train("llama", "one"), train("llama", "fsdp2", processes=processes)
@@ -163,6 +180,7 @@ def test_the_number_of_processes_does_not_matter(train: Trainings, processes: in
     assert_close(many.end, one.end, 1e-5)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
     big, small = train("deepseek_v3", "one", accumulation=1), train("deepseek_v3", "one", accumulation=8)
     assert small.loss == pytest.approx(big.loss, rel=1e-5)
@@ -170,6 +188,7 @@ def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
     assert_close(small.end, big.end, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_strategy_to_strategy(train: Trainings) -> None:
     """Weights, moments, schedule and samples: each leg has the losses of the training that was never stopped."""
     expected = train("deepseek_v3", "one").loss
@@ -181,25 +200,24 @@ def test_a_training_goes_on_from_strategy_to_strategy(train: Trainings) -> None:
         checkpoint = [f"--ckpt_path={leg.run / 'checkpoints' / 'last.ckpt'}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", PROCESSES)
 def test_a_checkpoint_is_tested_predicted_from_and_exported(train: Trainings, strategy: str, tmp_path: Path) -> None:
-    trained = train("deepseek_v3", strategy)
-    checkpoint = trained.run / "checkpoints" / "last.ckpt"
-    tested = train.run("test", "deepseek_v3", strategy, f"--ckpt_path={checkpoint}")
-    by_one = train.run("test", "deepseek_v3", "one", f"--ckpt_path={checkpoint}")
-    assert tested.eval("test") == {20: pytest.approx(by_one.eval("test")[20], rel=1e-5)}
+    checkpoint = train("deepseek_v3", strategy).run / "checkpoints" / "last.ckpt"
+    tested = train.test("deepseek_v3", strategy)
+    assert tested == pytest.approx(train.test("deepseek_v3", "one"), rel=1e-5)
     train.run("predict", "deepseek_v3", strategy, f"--ckpt_path={checkpoint}", "--data.prompts=[the]")
     exported = tmp_path / "exported"
     train.run("export", "deepseek_v3", strategy, f"--checkpoint={checkpoint}", f"--output={exported}")
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
-    for name, tensor in trained.end.items():
+    for name, tensor in train("deepseek_v3", strategy).end.items():
         assert torch.equal(weights[name.removeprefix("model.")], tensor), name
 
 
 SHORT = "--trainer.max_steps=6"
-SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", SHARDING)
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: str, checkpointing: str) -> None:
@@ -218,6 +236,7 @@ def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str)
     assert compiled.loss == pytest.approx(plain.loss, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one", *SHARDING])
 def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy: str) -> None:
     exact = train("deepseek_v3", "one")
@@ -226,8 +245,9 @@ def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy
     assert all(tensor.dtype == torch.float32 for tensor in rounded.end.values()), "weights are kept in float32"
 
 
-@pytest.mark.parametrize("strategy", ["one", *SHARDING])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["one", "fsdp2", "tp", "zero2", "zero3"])
 def test_bf16_true_trains(train: Trainings, strategy: str) -> None:
     exact = train("llama", "one")
-    rounded = train("llama", strategy if strategy != "fsdp2_ep" else "hsdp", "--trainer.precision=bf16-true")
+    rounded = train("llama", strategy, "--trainer.precision=bf16-true")
     assert rounded.loss == pytest.approx(exact.loss, rel=5e-2)

@@ -46,7 +46,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("ddp", "zero3_nvme")])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ddp"])
 def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/{strategy}.yaml"]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
@@ -128,6 +128,17 @@ def test_a_mesh_is_folded_to_two_by_two(sizes: dict[str, Any], folded: tuple, pr
     assert tuple(small["init_args"][name] for name in names) == folded
     assert num == processes
     assert strategy.tp_size == sizes.get("tp_size", 1), "the real strategy is not touched"
+
+
+def test_a_deepspeed_file_is_folded_too() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100_000, "offload_param": {"device": "nvme"}}
+    config = {"train_batch_size": 256, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
+    spec = {"class_path": "ZeroStrategy", "init_args": {"config": config}}
+    folded, num = fold_strategy(spec, object(), None, [])
+    assert num == 2
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "offload_param": {"device": "cpu"}}
+    assert folded["init_args"]["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
+    assert spec["init_args"]["config"]["train_batch_size"] == 256, "what was given is not touched"
 
 
 def test_half_of_the_processes_have_less_data_parallelism_and_the_same_tensor_parallelism(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def _own_flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rehearse",
         usage="rehearse --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
-        description=__doc__.split("`: ")[1].capitalize() if __doc__ else None,
+        description="Prove a production configuration on a few CPU processes, in minutes, before it costs GPU hours.",
         epilog="Every other key is fit's: see `fit --help`. Exit code: 0 all holds, 1 a check failed, 2 bad input.",
         allow_abbrev=False,
     )
