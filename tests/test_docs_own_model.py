@@ -28,7 +28,8 @@ def edited(module: str, page: str) -> str:
     (default,) = [node for node in body if isinstance(node, ast.Assign)]
     (ours,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "LanguageModule"]
     new = {node.name: source(methods, node) for node in ast.parse(methods).body if isinstance(node, ast.FunctionDef)}
-    edits = [(source(module, node), new.pop(node.name)) for node in ours.body if getattr(node, "name", None) in new]
+    methods_of_ours = [node for node in ours.body if isinstance(node, ast.FunctionDef) and node.name in new]
+    edits = [(source(module, node), new.pop(node.name)) for node in methods_of_ours]
     assert not new, f"LanguageModule has no {', '.join(new)}"
     edits.append((source(module, default), classes))
     for old, text in edits:

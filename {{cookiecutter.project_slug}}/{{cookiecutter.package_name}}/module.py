@@ -231,7 +231,8 @@ class LanguageModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self, self.optim)
         num_steps = self.trainer.estimated_stepping_batches
-        schedule = build_schedule(optimizer, self.optim, num_steps, self.data.steps_per_validation)
+        steps = self.data.steps_per_validation
+        schedule = build_schedule(optimizer, self.optim, num_steps, steps and steps * self.data.accumulation)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(

@@ -81,11 +81,11 @@ class MixedAdamW(torch.optim.AdamW):
 
 
 def build_schedule(
-    optimizer: Optimizer, config: OptimConfig, num_steps: float, steps_per_validation: int | None = None
+    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None
 ) -> dict[str, Any]:
     """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no end is set).
 
-    `steps_per_validation` is when reduce_on_plateau looks at its metric; None: at the end of each epoch.
+    `batches_per_validation` (of a rank) is when reduce_on_plateau looks at its metric; None: at the end of each epoch.
 
     Raises:
         InputError: the schedule needs an end and training has none, or the warm-up is longer than training.
@@ -95,8 +95,8 @@ def build_schedule(
     if config.schedule == "reduce_on_plateau":
         options = {"factor": config.plateau_factor, "patience": config.plateau_patience}
         scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options)
-        # Lightning updates it right after the validation of the same step.
-        when = {"interval": "step", "frequency": steps_per_validation} if steps_per_validation else {}
+        # Lightning updates it right after the validation of the same step, and counts in batches.
+        when = {"interval": "step", "frequency": batches_per_validation} if batches_per_validation else {}
         return {"scheduler": scheduler, "monitor": config.plateau_metric, "reduce_on_plateau": True, **when}
 
     ends = num_steps != float("inf")

@@ -30,7 +30,11 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
     """
     seed = torch.initial_seed()
     torch.manual_seed(seed)
-    model = build() if weights.is_rank_zero() else _skeleton(build)
+    if weights.is_rank_zero():
+        with torch.device("cpu"):  # under some strategies Lightning's default is the GPU, whose generator is another
+            model = build()
+    else:
+        model = _skeleton(build)
     model = strategy.precision_plugin.convert_module(model)
     # Dropout differs between ranks that see different batches, and agrees between those that share one.
     torch.manual_seed(seed + getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"])

@@ -202,10 +202,9 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @torch.no_grad()
     def shard(self, model: nn.Module) -> nn.Module:
-        """Give every rank rank 0's weights, whole or, in stage 3, its part of them.
+        """Give every rank rank 0's weights, whole or, in stage 3, its part of them; what modules share stays shared.
 
-        Goes module by module, so that in stage 3 no rank but 0 ever holds more than one module's parameters. What two
-        modules share stays shared.
+        Goes module by module, so that in stage 3 no rank but 0 ever holds more than one module's parameters.
         """
         import deepspeed
 
@@ -241,11 +240,9 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """DeepSpeed's folder; what another strategy left at `filepath` is moved away first."""
-        path = Path(weights.broadcast(str(filepath)))
-        if self.is_global_zero:
-            step_aside(path, is_own=is_zeros_own(path, self))
-        self.barrier()
-        super().save_checkpoint(checkpoint, path, storage_options)
+        if self.is_global_zero:  # the others wait for it in the next line
+            step_aside(Path(filepath), is_own=is_zeros_own(Path(filepath), self))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """By DeepSpeed, if it can: it fails on another number of ranks and, in stage 3, without an optimizer (0.19)."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ..errors import InputError
-from .compare import first_difference, relative_difference, replicas, samples, trace, trace_resumed
+from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples, trace, trace_resumed
 from .record import RunRecord
 from .report import Result
 from .runs import RunFailed, Runs
@@ -110,6 +110,14 @@ def gradient_norm(runs: Runs) -> str:
     return _compare(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
 
 
+def each_gradient(runs: Runs) -> str:
+    differing = gradients(runs.one, runs.strategy)
+    total = len(runs.one.tensors("gradients") or {})
+    if differing:
+        raise NotEqual(f"{len(differing)} of {total} parameters differ", f"in the first step, first in {differing[0]}")
+    return f"{total} parameters"
+
+
 def _compare(expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
     want, have = getattr(expected, series), getattr(got, series)
     if not have:
@@ -203,6 +211,7 @@ CHECKS = (
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
     Check("loss curve = one process", f"within {LOSS:.0e}", loss_curve),
     Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
+    Check("each gradient = one process", f"within {GRADIENT:.0e} of its largest value", each_gradient),
     Check("ranks agree on what they share", "equal parameters and buffers", shared_tensors),
     Check("kill and resume = never stopping", "bit-identical losses", kill_and_resume),
     Check("resume on fewer processes", f"loss within {LOSS:.0e}", resume_on_fewer),

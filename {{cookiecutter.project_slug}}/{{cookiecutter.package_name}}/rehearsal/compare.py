@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .record import RunRecord
 
-FORWARD, GRADIENT = 1e-4, 1e-3  # relative differences that rounding in another order does not make
+FORWARD = GRADIENT = 1e-4  # of a tensor's largest value; rounding in another order makes 1e-6
+NOISE = 1e-3  # of the largest gradient: below it, a parameter whose true gradient is zero would be compared with itself
 
 
 def relative_difference(expected: Mapping[int, float], got: Mapping[int, float]) -> tuple[float, dict[int, float]]:
@@ -31,18 +32,23 @@ def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], 
     return names[0] if names else ""
 
 
-def _differing(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float) -> Iterator[str]:
+def _differing(
+    expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float, floor: float = 0.0
+) -> Iterator[str]:
     for name, tensor in expected.items():
         if name not in got:
             yield f"{name} (missing)"
         elif got[name].shape != tensor.shape:
             yield f"{name} ({list(got[name].shape)} instead of {list(tensor.shape)})"
         else:
-            difference = (got[name].double() - tensor.double()).abs().max().item() if tensor.numel() else 0.0
-            scale = tensor.double().abs().max().item() if tensor.numel() else 1.0
-            if not difference <= tolerance * scale:
+            difference = _largest(got[name].double() - tensor.double())
+            if not difference <= tolerance * max(_largest(tensor), floor):
                 yield f"{name} (max |difference| {difference:.1e})"
     yield from (f"{name} (unexpected)" for name in got if name not in expected)
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def trace(expected: RunRecord, got: RunRecord) -> str:
@@ -91,14 +97,14 @@ def _replicas(record: RunRecord) -> str:
 
 
 def _first_step(expected: RunRecord, got: RunRecord) -> str:
-    outputs, gradients = _forward(expected, got), _gradients(expected, got)
+    outputs, differing = _forward(expected, got), gradients(expected, got)
     if outputs:
         return f"the first forward pass differs first in the output of {outputs}"
-    if not gradients:
+    if not differing:
         return ""
     total = len(expected.tensors("gradients"))
-    if len(gradients) < total:
-        return f"the first gradients differ in {len(gradients)} of {total} parameters, first in {gradients[0]}"
+    if len(differing) < total:
+        return f"the first gradients differ in {len(differing)} of {total} parameters, first in {differing[0]}"
     return (
         "every module's output agrees and all gradients differ: the loss does, or how it is divided by"
         " batch['tokens_per_micro_batch'], the tokens that count in the global batch (module.py, training_step)"
@@ -117,10 +123,11 @@ def _forward(expected: RunRecord, got: RunRecord) -> str:
     return ""
 
 
-def _gradients(expected: RunRecord, got: RunRecord) -> list[str]:
+def gradients(expected: RunRecord, got: RunRecord) -> list[str]:
+    """The parameters whose gradients of the first step differ."""
     want, have = expected.tensors("gradients") or {}, got.tensors("gradients") or {}
-    common = {name: tensor for name, tensor in want.items() if name in have}
-    return list(_differing(common, {name: have[name] for name in common}, GRADIENT))
+    floor = NOISE * max(map(_largest, want.values()), default=0.0)
+    return list(_differing(want, {name: have[name] for name in want if name in have}, GRADIENT, floor))
 
 
 def trace_resumed(whole: RunRecord, resumed: RunRecord) -> str:

@@ -58,7 +58,7 @@ def mask_labels() -> None:
         batch["labels"][torch.arange(batch["labels"].shape[1]) >= torch.from_numpy(kept)[:, None]] = -100
         return batch
 
-    PackedRows.__getitems__ = masked  # ty: ignore[invalid-assignment]
+    PackedRows.__getitems__ = masked
 
 
 class PauseAfter(Callback):

@@ -9,13 +9,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from transformers import AutoConfig
 
 from ..errors import InputError
 from ..parallel.mesh import MeshStrategy
 from ..rehearsal.architecture import dropouts, shrink_architecture
-from ..rehearsal.compare import relative_difference
+from ..rehearsal.compare import gradients, relative_difference
+from ..rehearsal.record import RunRecord
 from ..rehearsal.report import Report, Result
 from ..rehearsal.shrink import fewer, fold_strategy, shrink
 from ..rehearsal.workers import Workers
@@ -41,7 +43,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
     assert "all checks hold" in printed
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["ok"]
-    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 10
+    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 11
     assert found["checks"][0]["got"] == "64 ranks"
 
 
@@ -212,6 +214,16 @@ def test_the_report_is_a_table_json_and_junit(tmp_path: Path, capsys: pytest.Cap
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
     assert suite.findtext("testcase/failure") == "from step 3 on: layer & more"
     assert json.loads((tmp_path / "rehearsal.json").read_text())["ok"] is False
+
+
+def test_a_gradient_that_is_only_noise_is_not_compared_with_itself(tmp_path: Path) -> None:
+    for name, noise, large in (("one", 1e-9, 1.0), ("same", -2e-9, 1.0), ("other", 1e-9, 1.001)):
+        (tmp_path / name).mkdir()
+        tensors = {"noise": torch.full((3,), noise), "large": torch.full((3,), large)}
+        torch.save(tensors, tmp_path / name / "gradients.pt")
+    one, same, other = (RunRecord(tmp_path / name, {0: "done"}) for name in ("one", "same", "other"))
+    assert gradients(one, same) == []
+    assert gradients(one, other) == ["large (max |difference| 1.0e-03)"]
 
 
 def test_a_missing_step_and_nan_count_as_different() -> None:

@@ -45,6 +45,12 @@ def test_a_layer_left_out_of_the_tensor_parallel_plan_is_named(tmp_path: Path, c
     assert "in the forward pass of model.model.layers.0.mlp.down_proj" in printed
 
 
+def test_a_gradient_that_is_counted_twice_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    printed = rehearse(faults.gradients_reduced_twice, "tp", "each gradient", tmp_path, capsys)
+    assert "1 of 21 parameters differ" in printed
+    assert "first in model.model.layers.1.input_layernorm.weight" in printed
+
+
 def test_a_sampler_that_repeats_is_found(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = rehearse(faults.repeating_sampler, "ddp", "samples once", tmp_path, capsys)
     assert "step 1 of rank 1 repeats a sample of step 1 of rank 0" in printed

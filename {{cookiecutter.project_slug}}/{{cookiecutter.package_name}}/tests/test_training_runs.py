@@ -70,15 +70,17 @@ def test_best_and_last_checkpoints_are_kept(flags: list[str], tmp_path: Path) ->
     assert names == ["best-step20.ckpt", "last.ckpt"]
 
 
+@pytest.mark.parametrize("every", [5, 2])  # optimizer steps of 4 micro-batches each
 def test_plateau_lowers_the_learning_rate_after_a_validation_without_improvement(
-    flags: list[str], tmp_path: Path
+    flags: list[str], tmp_path: Path, every: int
 ) -> None:
     plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
-    slow = ["--model.optim.learning_rate=1e-6", "--trainer.val_check_interval=5"]  # too slow to count as improvement
+    slow = ["--model.optim.learning_rate=1e-6", f"--trainer.val_check_interval={every}"]  # too slow to improve
     assert run("fit", *flags, *plateau, *slow) == 0
     rates = logged(only_run(tmp_path), "train/learning_rate")
-    # The first validation sets the mark; those at 10, 15 and 20 halve the rate of the steps after them.
-    assert [rates[step] for step in (1, 9, 11, 14, 16, 19)] == pytest.approx([1e-6, 1e-6, 5e-7, 5e-7, 2.5e-7, 2.5e-7])
+    # The first validation sets the mark; the second and the third halve the rate of the steps after them.
+    expected = {1: 1e-6, 2 * every: 1e-6, 2 * every + 1: 5e-7, 3 * every: 5e-7, 3 * every + 1: 2.5e-7}
+    assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
 def test_early_stopping_by_its_preset(flags: list[str], tmp_path: Path) -> None:
