@@ -164,6 +164,9 @@ class MeshStrategy(ModelParallelStrategy):
         from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
         from transformers.distributed.utils import TransformersDeviceMesh
 
+        from . import replicated
+
+        replicated.register()
         sizes = self.mesh_sizes
         config = DistributedConfig(
             tp_size=sizes.tp,

@@ -1,10 +1,15 @@
-"""Prove a configuration on a few CPU processes before it costs GPU hours; `tools/rehearse.py` is its command.
+"""Prove a configuration on a few CPU processes before it costs GPU hours. In the order in which it happens:
 
-workers.py   parent's side: trainings on N CPU processes, fresh ones for each, forked from one that has imported all
-worker.py    child's side: one rank of one training
-recorder.py  the callback by which every rank writes down what it does: weights, losses, rows, random state
-record.py    reads that again
-shrink.py    a production configuration made small: few layers, small widths, a folded mesh, generated text
-checks.py    what must be equal, and where it begins to differ
-report.py    the table, JSON and JUnit XML
+shrink.py        a production configuration made small: a folded mesh, generated text
+architecture.py  its model made small: few layers, narrow, of the same structure
+runs.py          the trainings, each run once when a check asks for it
+workers.py       the parent's side of one: N CPU processes, fresh, forked from one that has imported everything
+worker.py        the child's side: one rank of one command
+recorder.py      the callback by which each rank writes down weights, losses, rows and random state as it goes
+details.py       the first step looked at closely: outputs, gradients; and the trained module's logits
+acts.py          what a training must survive, or what makes a fault visible: kills, ragged labels
+record.py        what was written, read again
+compare.py       where two trainings begin to differ
+checks.py        what must be equal
+report.py        the table, JSON and JUnit XML
 """

@@ -108,6 +108,8 @@ class Trainings:
         num = processes or PROCESSES.get(strategy, 1)
         data_parallel = num // (2 if "tp" in strategy else 1)
         flags = [] if strategy == "one" else [f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+        if strategy.startswith("zero3"):  # or so small a model would stay whole on every rank
+            flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
         flags += [f"--model.architecture={MODELS[model]}", f"--trainer.devices={num}"]
         flags += [f"--data.micro_batch_size={GLOBAL_BATCH // data_parallel // accumulation}"]
         self._count += 1

@@ -130,7 +130,7 @@ def _check_real_sizes(report: Report, cli: Any, model_config: Any) -> None:
         report.add(Result(REAL_SIZES, expected, "not checked", "limit", where))
         return
     found = violations(machine, trainer, cli.model, cli.datamodule, model_config)
-    got, verdict = (f"{len(found)} violations", "FAIL") if found else (f"{machine.world_size} ranks", "pass")
+    got, verdict = ("as told below", "FAIL") if found else (f"{machine.world_size} ranks", "pass")
     report.add(Result(REAL_SIZES, expected, got, verdict, "; ".join(found), time.perf_counter() - started))
 
 
