@@ -32,6 +32,10 @@ SMALL_LLAMA = (
 )
 
 
+# What a training in this process leaves behind, and a new one would take for its launcher's.
+OF_ANOTHER_RUN = {"DIST_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
+
+
 class StopAfter(Callback):
     """Ends training the hard way once `step` optimizer steps are done, as a crash would."""
 
@@ -90,7 +94,7 @@ def run(verb: str, *flags: str) -> int:
 
 def run_in_subprocess(verb: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python -m <package> VERB …` as a user types it; needed where Lightning starts further processes."""
-    env = {k: v for k, v in os.environ.items() if k != "DIST_RUN_ID"} | environment
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | environment
     env |= {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", PACKAGE, verb, *flags]
     return subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import file_baton
 
@@ -22,7 +24,7 @@ from ..parallel.build_locks import clear_stale_build_locks
 from ..parallel.deepspeed_config import KNOWN_KEYS, Settings, read, resolve
 from ..parallel.zero import ZeroStrategy, _materialize
 from ..tools import deepspeed_config as tool
-from .conftest import CONFIGS, PACKAGE, logged, only_run, run
+from .conftest import CONFIGS, OF_ANOTHER_RUN, PACKAGE, logged, only_run, run
 
 ZERO = f"--trainer.strategy={PACKAGE}.parallel.zero.ZeroStrategy"
 EVERY_AUTO = {
@@ -198,6 +200,18 @@ def test_only_a_lock_whose_owner_is_gone_is_removed(tmp_path: Path, monkeypatch:
     assert time.monotonic() - started > 2, "another machine may be at work in this folder"
 
 
+@pytest.fixture
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a training in this process leaves is gone after the test: the next would take it for a launcher's."""
+    for name in OF_ANOTHER_RUN:
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_patch(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
