@@ -228,7 +228,7 @@ SHORT = "--trainer.max_steps=6"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
-    [*[(strategy, "full") for strategy in SHARDING], ("fsdp2", "selective"), ("tp", "selective"), ("zero2", "selective")],
+    [*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in ("fsdp2", "tp", "zero2"))],
 )
 def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: str, checkpointing: str) -> None:
     flags = [f"--model.blocks.checkpointing={checkpointing}", "--model.blocks.checkpoint_every=2", SHORT]
