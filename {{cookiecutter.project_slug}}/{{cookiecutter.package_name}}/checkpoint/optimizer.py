@@ -3,9 +3,8 @@
     {"state": {name: {"step": (), "exp_avg": like the parameter, …}},
      "param_groups": [{"params": [name, …], "lr": …, …}, …]}
 
-torch's optimizers number their parameters instead, in the order of the groups; which groups there are depends on the
-strategy (a fused optimizer needs one for each layout of tensors). Hence `ParameterNames`, which writes the names into
-checkpoints and finds them again.
+torch's optimizers number their parameters instead, in the order of their groups, which need not be the same under every
+strategy. Hence `ParameterNames`, which writes the names into checkpoints and finds them again.
 """
 
 from __future__ import annotations
