@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -227,10 +228,17 @@ class CLI(LightningCLI):
         return trainer
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
+        """Twice: before there is a Trainer, and again when the data have told the model's configuration."""
         arguments = {**self._get(self.config_init, "trainer", default={})}
-        machine = limits.Machine.of(arguments)
         fits = self.subcommand == "fit"
-        limits.check(machine, arguments, self.model, self.datamodule, *model_config, trains=fits)
+        for sentence in limits.violations(
+            self._machine, arguments, self.model, self.datamodule, *model_config, trains=fits
+        ):
+            raise InputError(sentence)
+
+    @cached_property
+    def _machine(self) -> limits.Machine:
+        return limits.Machine.of(self._get(self.config_init, "trainer", default={}))
 
     # ---- before each verb, in the first process, when nothing has been started yet -----------------------------
 

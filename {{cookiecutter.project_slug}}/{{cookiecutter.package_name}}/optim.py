@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .errors import InputError
-from .parallel.layout import by_layout, num_dims
+from .parallel.layout import by_layout, whole_shape
 
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
 
@@ -55,8 +55,8 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
     if not trainable:
         raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
     # Stacked expert biases are matrices by shape, hence the look at the name as well.
-    decayed = [p for name, p in trainable if num_dims(p) >= 2 and not name.endswith("bias")]
-    kept = [p for name, p in trainable if num_dims(p) < 2 or name.endswith("bias")]
+    decayed = [p for name, p in trainable if len(whole_shape(p)) >= 2 and not name.endswith("bias")]
+    kept = [p for name, p in trainable if len(whole_shape(p)) < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
     fused = all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
     adamw = MixedAdamW if len(by_layout(p for _, p in trainable)) > 1 else torch.optim.AdamW

@@ -11,13 +11,13 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from ..errors import InputError
 from ..parallel import weights
+from ..parallel.layout import whole_shape
 from . import zero
 from .formats import format_of, read_full
 from .optimizer import State, groups_of, merge, require, tell_that_it_starts_anew
@@ -96,17 +96,13 @@ def refuse_another_models(path: Path, whole: dict[str, Tensor], module: nn.Modul
         InputError: they differ.
     """
     saved = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    own = {name: tuple(_shape(tensor)) for name, tensor in module.state_dict(keep_vars=True).items()}
+    own = {name: tuple(whole_shape(tensor)) for name, tensor in module.state_dict(keep_vars=True).items()}
     if differing := [name for name in saved | own if saved.get(name) != own.get(name)]:
         name = differing[0]
         raise InputError(
             f"checkpoint {str(path)!r} is another model's: its {name} is {saved.get(name, 'not there')}, here it is"
             f" {own.get(name, 'not there')} ({len(differing)} such differences); give the --config list of its run"
         )
-
-
-def _shape(tensor: Tensor) -> torch.Size:
-    return getattr(tensor, "ds_shape", tensor.shape)  # ZeRO-3 leaves a parameter empty
 
 
 def _outline(state: State) -> State:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..parallel import weights
+from ..parallel.layout import whole_shape
 from .optimizer import State, merge, require
 
 # What DeepSpeed, or its checkpoints' readers, put beside Lightning's own entries.
@@ -169,10 +170,9 @@ class Target:
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        value = weights.tensor_from_rank_zero(whole, torch.empty(shape, device=self.device))
+        value = weights.tensor_from_rank_zero(whole, torch.empty(whole_shape(parameter), device=self.device))
         reach = "full"
-        if hasattr(parameter, "ds_tensor"):
+        if weights.is_partitioned_by_zero(parameter):
             # ZeRO-3's own function for whole tensors fails where the number of ranks does not divide them.
             reach, size = "local", parameter.ds_tensor.numel()
             padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))

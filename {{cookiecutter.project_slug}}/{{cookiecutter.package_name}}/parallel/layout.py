@@ -20,9 +20,9 @@ def layout(tensor: Tensor) -> Hashable:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def num_dims(parameter: Tensor) -> int:
-    """Of the whole parameter: under ZeRO-3 the tensor itself is empty, and its shape stands in `ds_shape`."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """Of all ranks' parts together: under ZeRO-3 a parameter itself is empty, and its shape stands in `ds_shape`."""
+    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def by_layout(items: Iterable[Any], tensor: Callable[[Any], Tensor] = lambda item: item) -> list[list[Any]]:

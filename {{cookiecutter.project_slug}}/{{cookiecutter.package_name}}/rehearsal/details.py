@@ -11,6 +11,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..parallel.weights import is_partitioned_by_zero
+
 
 class Details(Callback):
     """Write down the first forward pass, the first gradients and, at the end, what the trained module answers.
@@ -86,7 +88,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _whole_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Over all ranks; None where there is none. Collective."""
-    if hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping"):  # DeepSpeed's: partitioned, not in .grad
+    if is_partitioned_by_zero(parameter) or hasattr(parameter, "_hp_mapping"):  # DeepSpeed's: partitioned, not in .grad
         from deepspeed.utils import safe_get_full_grad
 
         gradient = safe_get_full_grad(parameter)

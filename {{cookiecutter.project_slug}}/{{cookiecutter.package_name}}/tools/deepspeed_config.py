@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 from typing import Any
 
 from ..errors import InputError
+from . import sizes
 
 
 def main(argv: list[str]) -> None:
@@ -17,27 +17,13 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: the strategy is none of DeepSpeed's, or its file conflicts with the rest of the configuration.
     """
-    own, flags = _own_flags().parse_known_args(argv[1:])
-    flags += [f"--trainer.num_nodes={own.nodes}"] if own.nodes else []
-    flags += [f"--trainer.devices={own.devices}"] if own.devices else []
+    what = "Print the JSON that DeepSpeed would get, for its launcher or for another program."
+    own, flags = sizes.parser("deepspeed-config", what).parse_known_args(argv[1:])
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which is for the JSON alone
         from ..cli import parse
 
-        config = _complete_config(parse([argv[0], *flags]))
+        config = _complete_config(parse([argv[0], *flags, *sizes.as_flags(own)]))
     print(json.dumps(config, indent=2))
-
-
-def _own_flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="deepspeed-config",
-        usage="deepspeed-config --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
-        description="Print the JSON that DeepSpeed would get, for its launcher or for another program.",
-        epilog="Every other key is fit's: see `fit --help`.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--nodes", type=int, help="nodes of the run (default: trainer.num_nodes)")
-    parser.add_argument("--devices", type=int, help="devices per node (default: trainer.devices)")
-    return parser
 
 
 def _complete_config(cli: Any) -> dict[str, Any]:

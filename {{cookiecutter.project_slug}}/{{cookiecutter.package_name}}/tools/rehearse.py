@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from . import sizes
 
 if TYPE_CHECKING:
     from ..rehearsal.report import Report
@@ -66,15 +67,11 @@ def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
 
 
 def _own_flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rehearse",
-        usage="rehearse --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
-        description="Prove a production configuration on a few CPU processes, in minutes, before it costs GPU hours.",
-        epilog="Every other key is fit's: see `fit --help`. Exit code: 0 all holds, 1 a check failed, 2 bad input.",
-        allow_abbrev=False,
+    parser = sizes.parser(
+        "rehearse",
+        "Prove a production configuration on a few CPU processes, in minutes, before it costs GPU hours.",
+        " Exit code: 0 all holds, 1 a check failed, 2 bad input.",
     )
-    parser.add_argument("--nodes", type=int, help="nodes of the real run (default: trainer.num_nodes)")
-    parser.add_argument("--devices", type=int, help="devices per node of the real run (default: trainer.devices)")
     parser.add_argument("--processes", type=int, help="CPU processes here (default: what the folded strategy needs)")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each training, 6 or more (default: 8)")
     parser.add_argument("--output", help="folder for the report and all runs (default: runs/rehearsals/<time>)")
@@ -100,10 +97,8 @@ def _parse(flags: list[str], own: argparse.Namespace) -> Any:
 
     if own.steps < 6:
         raise InputError(f"--steps {own.steps} is below 6: there must be steps before and after a kill")
-    sizes = [f"--trainer.num_nodes={own.nodes}"] if own.nodes else []
-    sizes += [f"--trainer.devices={own.devices}"] if own.devices else []
     os.environ.pop("DIST_RUN_ID", None)
-    return Given(args=[*flags, *sizes], run=False)
+    return Given(args=[*flags, *sizes.as_flags(own)], run=False)
 
 
 def _model_config(cli: Any) -> Any:

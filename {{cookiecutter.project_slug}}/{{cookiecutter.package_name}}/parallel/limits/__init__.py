@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ...data import DataModule
-from ...errors import InputError
 from ...module import LanguageModule
 from . import mesh, training, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
-__all__ = ["Machine", "check", "violations"]
+__all__ = ["Machine", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.other_strategies,
@@ -61,20 +60,3 @@ def violations(
     """
     setup = Setup(machine, trainer, module, data, model_config, trains)
     return [sentence for topic in TOPICS for sentence in topic(setup)]
-
-
-def check(
-    machine: Machine,
-    trainer: Mapping[str, Any],
-    module: LanguageModule,
-    data: DataModule,
-    model_config: Any | None = NOT_READ_YET,
-    trains: bool = True,
-) -> None:
-    """Refuse what cannot work.
-
-    Raises:
-        InputError: with the first of the violations.
-    """
-    for sentence in violations(machine, trainer, module, data, model_config, trains):
-        raise InputError(sentence)
