@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 
-from .errors import InputError
+from .errors import Ended, Exit, InputError
 
 VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "fit": (".cli", "train, validating on the way; resumes with --ckpt_path last"),
@@ -23,8 +23,6 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
-
-EXIT_OK, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 2, 130
 
 
 def usage(program: str) -> str:
@@ -47,23 +45,23 @@ def main(argv: list[str]) -> int:
     program = (__package__ or "package").split(".")[0]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program))
-        return EXIT_OK if argv else EXIT_BAD_INPUT
+        return Exit.DONE if argv else Exit.BAD_INPUT
     verb = argv[0]
     if verb not in VERBS:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return Exit.BAD_INPUT
     try:
         importlib.import_module(VERBS[verb][0], __package__).main(argv)
-        return EXIT_OK
-    except InputError as error:
+        return Exit.DONE
+    except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
             traceback.print_exc()
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this node found the same
-            print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+            print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
+        return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return Exit.INTERRUPTED
 
 
 if __name__ == "__main__":

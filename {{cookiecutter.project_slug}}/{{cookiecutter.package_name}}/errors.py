@@ -1,4 +1,32 @@
-"""The user's mistakes, told in one sentence."""
+"""How a command ends: its exit codes, and the user's mistakes told in one sentence."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """What a launcher or a scheduler should do next. From 64 on the numbers are those of BSD's sysexits.h."""
+
+    DONE = 0
+    FAILED = 1  # a bug, of the project or of ours: the log has a traceback. torchrun restarts it a few times
+    BAD_INPUT = 2  # do not retry: nothing but an edit helps
+    NON_FINITE = 65  # do not retry: training went wrong, and a replay would go wrong again
+    HUNG = 71  # restart it: a rank did not arrive
+    REQUEUE = 75  # all is saved, relaunch the same command: preempted, out of time, or nothing here can help
+    MISMATCH = 78  # do not retry on these machines: they differ
+    INTERRUPTED = 130  # Ctrl-C
+
+
+class Ended(Exception):
+    """Training ends before its last step, by a decision that all ranks made together.
+
+    Args:
+        code: Every rank's exit code.
+        sentence: Why; rank 0 prints it.
+    """
+
+    def __init__(self, code: Exit, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
 
 
 class InputError(ValueError):

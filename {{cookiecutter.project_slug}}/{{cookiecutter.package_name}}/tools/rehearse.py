@@ -11,13 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import Exit, InputError
 from . import sizes
 
 if TYPE_CHECKING:
     from ..rehearsal.report import Report
 
-EXIT_FAILED = 1
 REAL_SIZES = "the real sizes fit together"
 
 
@@ -63,7 +62,7 @@ def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
         report.add(check.run(runs))
     report.end(folder)
     if not report.ok:
-        sys.exit(EXIT_FAILED)
+        sys.exit(Exit.FAILED)
 
 
 def _own_flags() -> argparse.ArgumentParser:
