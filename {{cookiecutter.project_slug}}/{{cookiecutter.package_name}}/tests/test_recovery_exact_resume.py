@@ -22,7 +22,7 @@ from ..rehearsal.acts import KillAt
 from ..rehearsal.compare import first_difference, trace_resumed
 from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers
-from .conftest import CONFIGS
+from .conftest import CONFIGS, PACKAGE, logged, only_run, run
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
@@ -101,7 +101,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Tr
         f"--data.seq_len={SEQ_LEN}", f"--data.global_batch_size={GLOBAL_BATCH}", "--data.validation_share=0.3",
         "--data.test_share=0", "--model.sample_tokens=2", "--model.optim.learning_rate=0.01", "--model.optim.warmup=4",
         "--trainer.accelerator=cpu", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
-        "--trainer.val_check_interval=5", "--trainer.logger=false", f"--last_checkpoint.every_n_steps={EVERY}",
+        "--trainer.val_check_interval=4", "--trainer.logger=false", f"--last_checkpoint.every_n_steps={EVERY}",
     ]  # fmt: skip
     with Workers(1) as workers:
         workers.run(["prepare", *flags], folder / "prepare").check()
@@ -121,7 +121,8 @@ def difference(whole: RunRecord, leg: RunRecord, first: int) -> str:
                 if differing := [key for key in keys if _exact(event[key]) != _exact(expected[key])]:
                     where = f"rank {rank}, step {event['step']}: other {' and '.join(differing)}"
                     return f"{where} ({trace_resumed(whole, leg)})"
-    return ""
+    owed = {step: metrics for step, metrics in whole.eval().items() if first <= step + 1 <= steps[-1]}
+    return "" if owed.items() <= leg.eval().items() else f"validations {leg.eval()} and not {owed}"
 
 
 def _exact(value: Any) -> Any:
@@ -147,3 +148,19 @@ def test_it_ends_with_the_same_weights(train: Trainings, strategy: str, varied: 
     whole, *_, end = train.whole(strategy, varied), *train.legs(strategy, varied).values()
     found = first_difference(whole.end, end.end)
     assert not found, f"{strategy}, {'varied' if varied else 'plain'}: {found}"
+
+
+@pytest.mark.slow
+def test_a_validation_at_the_step_of_a_checkpoint_is_not_forgotten(flags: list[str], tmp_path: Path) -> None:
+    """A schedule that waits for validations, and early stopping, have seen it; else the learning rate would differ."""
+    plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
+    flags = [*flags, *plateau, "--model.optim.learning_rate=1e-6", "--trainer.val_check_interval=4"]
+    flags += ["--last_checkpoint.every_n_steps=4"]
+    assert run("fit", *flags, "--run.name=whole") == 0
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        stop = f"{PACKAGE}.tests.conftest.StopAfter"
+        run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=9")
+    assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
+    expected, got = (logged(only_run(tmp_path, name), "train/learning_rate") for name in ("whole", "cut"))
+    assert len(set(expected.values())) > 3, "validations must have lowered the rate"
+    assert got == expected
