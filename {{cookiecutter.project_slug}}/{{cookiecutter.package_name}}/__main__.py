@@ -21,6 +21,7 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
+    "convert": (".tools.convert", "turn a checkpoint of any strategy into one file, or torch's distributed format"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 
