@@ -168,11 +168,11 @@ def test_what_the_disk_refuses_is_told_and_other_errors_are_raised() -> None:
         return raises
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert commit.disk_trouble(fails(full)) == "[Errno 28] No space left on device"
+    assert commit.disk_trouble(fails(full)) == "rank 0: [Errno 28] No space left on device"
     torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
-    assert commit.disk_trouble(fails(torchs)) == "a file could not be written to its end"
+    assert commit.disk_trouble(fails(torchs)) == "rank 0: a file could not be written to its end"
     several: Any = {1: (full, None)}
-    assert "No space" in str(commit.disk_trouble(fails(CheckpointException("write", several))))
+    assert commit.disk_trouble(fails(CheckpointException("write", several))) == f"rank 1: {full}"
     assert commit.disk_trouble(lambda: None) is None
     with pytest.raises(RuntimeError, match="closed by peer"):
         commit.disk_trouble(fails(RuntimeError("Connection closed by peer")))
@@ -182,7 +182,7 @@ def test_a_refused_write_leaves_what_was_there_and_nothing_else(tmp_path: Path) 
     path = committed(tmp_path, 1)
     commit.begin(tmp_path / manifest.name(2))
     with pytest.raises(commit.SaveError, match="rank 0: no space"):
-        commit.finish(tmp_path / manifest.name(2), {"step": 2}, "no space")
+        commit.finish(tmp_path / manifest.name(2), {"step": 2}, "rank 0: no space")
     assert list(tmp_path.iterdir()) == [path] and commit.verify(path) is None
 
 
