@@ -1,0 +1,165 @@
+"""A rank that stands still is noticed, named and ended with the others, wherever it stands."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch import Callback
+
+from ..errors import Exit
+from ..rehearsal.record import RunRecord
+from ..rehearsal.workers import Workers
+from .conftest import CONFIGS, SMALL_LLAMA, run
+
+LIMIT_S = 3.0
+SLACK_S = 2.0  # of a busy machine, beyond the second that is promised
+
+
+class HangAt(Callback):
+    """Stand still in a hook, from its `call`-th call on this rank on.
+
+    Args:
+        rank: Which does; the others go on until they need it.
+        hook: A callback's or the module's, by name.
+        folder: Where the time is written down.
+        stops: By SIGSTOP, as a debugger or an overfull machine would, and not by sleeping.
+    """
+
+    def __init__(self, rank: int, hook: str, folder: Path, call: int = 1, stops: bool = False) -> None:
+        self.rank, self.hook, self.folder, self.call, self.stops = rank, hook, folder, call, stops
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if trainer.global_rank != self.rank:
+            return
+        if self.hook == "setup":
+            self._hang()
+        owner: Any = pl_module if hasattr(type(pl_module), self.hook) and "step" in self.hook else self
+        before, count = getattr(owner, self.hook), iter(range(1, 10**9))
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == self.call:
+                self._hang()
+            return before(*args, **kwargs)
+
+        setattr(owner, self.hook, hook)
+
+    def _hang(self) -> None:
+        hang(self.folder, self.stops)
+
+
+def hang(folder: Path, stops: bool = False) -> None:
+    (folder / "hangs_since").write_text(str(time.time()))
+    if stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
+def hang_in_data(rank: int, call: int, folder: Path) -> None:
+    """A prelude: the rank's data set never answers the `call`-th request."""
+    from ..data import PackedRows
+
+    read, count = PackedRows.__getitems__, iter(range(1, 10**9))
+
+    def stuck(self: PackedRows, rows: list[int]) -> Any:
+        if os.environ["RANK"] == str(rank) and next(count) == call:
+            hang(folder)
+        return read(self, rows)
+
+    PackedRows.__getitems__ = stuck
+
+
+def train(
+    flags: list[str],
+    folder: Path,
+    *extra: str,
+    strategy: str = "ddp",
+    num: int = 2,
+    timeout_s: float = 60.0,
+    **options: Any,
+) -> RunRecord:
+    flags = [*flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--trainer.devices={num}"]
+    flags += [f"--model.architecture={SMALL_LLAMA}", "--data.global_batch_size=8", "--data.micro_batch_size=1"]
+    flags += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
+    limits = [f"--watchdog.timeout_s={LIMIT_S}", f"--watchdog.start_timeout_s={10 * LIMIT_S}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with Workers(num) as workers:
+        return workers.run(["fit", *flags, *limits, *extra], folder / "record", timeout_s=timeout_s, **options)
+
+
+def check_all_ended(record: RunRecord, folder: Path, limit_s: float = LIMIT_S, stopped: int | None = None) -> str:
+    """The sentence that the log ends with, when every rank ended with Exit.HUNG in time and wrote its stacks."""
+    took_s = time.time() - float((folder / "hangs_since").read_text())
+    for rank, answer in record.answers.items():
+        expected = -signal.SIGKILL if rank == stopped else Exit.HUNG
+        assert answer == f"killed: exit code {int(expected)}", (record.answers, record.log(rank)[-3000:])
+    stacks = record.run / "stacks"
+    for rank in record.answers.keys() - {stopped}:
+        assert "most recent call first" in record.log(rank), "in the log"
+        assert "most recent call first" in (stacks / f"rank{rank}.txt").read_text(), "in the run's folder"
+    told = "".join(record.log(rank) for rank in record.answers)
+    print(f"noticed and ended after {took_s:.2f} s")
+    assert limit_s <= took_s + 0.5 and took_s <= limit_s + 1 + SLACK_S
+    (sentence,) = set(re.findall(r"^no progress for [\d.]+ s: .*", told, re.MULTILINE))
+    assert sentence in (stacks / "summary.txt").read_text()
+    return sentence
+
+
+@pytest.fixture
+def prepared(flags: list[str]) -> list[str]:
+    assert run("prepare", *flags) == 0
+    return flags
+
+
+STEP, LOADER, START, STOP = "training_step", "loader", "setup", "stop"
+CASES = [
+    ("ddp", 2, 1, LOADER),
+    ("ddp", 2, 0, STEP),
+    ("ddp", 2, 1, STOP),
+    ("ddp", 2, 0, STOP),  # whose process holds the store that the ranks talk through
+    ("fsdp2", 2, 1, STEP),
+    ("fsdp2", 2, 0, LOADER),
+    ("fsdp2_tp", 4, 2, STEP),
+    ("zero2", 2, 1, STEP),
+    ("zero2", 2, 0, START),
+    ("zero3", 2, 0, STEP),
+    ("zero3", 2, 1, STOP),
+]
+QUICK = [("fsdp2", 2, 1, STEP)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num", "rank", "where"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_rank_that_hangs_is_named_and_all_end(
+    strategy: str, num: int, rank: int, where: str, prepared: list[str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "callbacks": [HangAt(rank, STEP if where == STOP else where, tmp_path, 6, where == STOP)]
+    }
+    limits = []
+    if where == LOADER:
+        options = {"prelude": functools.partial(hang_in_data, rank, 6, tmp_path)}
+    if where == START:
+        limits = [f"--watchdog.start_timeout_s={LIMIT_S}"]
+    record = train(prepared, tmp_path, *limits, strategy=strategy, num=num, **options)
+    sentence = check_all_ended(record, tmp_path, stopped=rank if where == STOP else None)
+    print(sentence)
+    named, waiting = re.split("; ", sentence, maxsplit=1)
+    place = {
+        STEP: "step 2, micro-batch 2, forward, .*test_cluster_hangs.py:",
+        LOADER: "step 2, micro-batch 1, in its data loader, .*test_cluster_hangs.py:",
+        START: "start-up, in a callback, .*test_cluster_hangs.py:",
+        STOP: "did not arrive and says nothing: its process is stopped or its node is gone",
+    }
+    assert re.search(f": rank {rank} .*{place[where]}", named)
+    others = ", ".join(str(other) for other in range(num) if other != rank)
+    assert all(other in waiting for other in others) and "wait" in waiting
