@@ -54,6 +54,7 @@ PHASES = (
     ("trainer/call.py", "_call_setup_hook", "in setup"),
     ("strategies/", "setup", "in the strategy's setup"),
     ("loops/", "advance", "between micro-batches"),
+    ("<frozen importlib", "", "importing"),
 )
 # A process waits for the others when, before any code of other libraries or ours, one of these is in its stack.
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/deepspeed/comm/")
@@ -71,6 +72,7 @@ class Watch:
         self._store: Any = None
         self._peers: dict[int, int] = {}
         self._last = time.monotonic()
+        self._backed_up: Any = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._asks: threading.Thread | None = None
@@ -86,6 +88,7 @@ class Watch:
         """End this process when nothing has happened for `limit_s` seconds, from now on; 0 lets it be."""
         self.beat()
         self.limit_s, self.stacks = limit_s, stacks
+        self._back_up()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
@@ -114,20 +117,24 @@ class Watch:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        seen: Any = None
         while True:
             time.sleep(POLL_S)
-            last, limit_s = self._last, self.limit_s
-            idle_s = time.monotonic() - last
-            with self._lock:
-                if self.limit_s and seen != (last, limit_s):
-                    seen = (last, limit_s)
-                    faulthandler.dump_traceback_later(max(0.1, limit_s + 1 - idle_s), exit=True, file=2)
+            self._back_up()
+            limit_s, idle_s = self.limit_s, time.monotonic() - self._last
             if limit_s and (idle_s >= limit_s or (idle_s >= limit_s / 2 and self._is_called())):
                 try:
                     self._tell(limit_s)
                 finally:
                     os._exit(Exit.HUNG)
+
+    def _back_up(self) -> None:
+        """Wind up faulthandler's timer again, where there was progress since."""
+        with self._lock:
+            now = (self._last, self.limit_s)
+            if self.limit_s and self._backed_up != now:
+                self._backed_up = now
+                rest_s = self._last + self.limit_s + 1 - time.monotonic()
+                faulthandler.dump_traceback_later(max(0.1, rest_s), exit=True, file=2)
 
     def _is_called(self) -> bool:
         """Whether another rank has noticed. Nobody asks while there is progress."""
@@ -225,7 +232,8 @@ def _verdict(words: dict[int, dict[str, Any]], world_size: int, silent: list[int
         (word,) = words.values()
         parts, rest = [f"{word['place']}, {word['line']}"], []
     elif len(behind) == len(words):
-        parts = [f"no rank is behind the others: {_ranks([r])} {words[r]['place']}, {words[r]['line']}" for r in words]
+        places = [f"{_ranks([rank])}: {word['place']}, {word['line']}" for rank, word in words.items()]
+        parts = ["no rank is behind the others", *places]
         rest = []
     else:
         parts = [f"{_ranks([r])} did not arrive: {words[r]['place']}, {words[r]['line']}" for r in behind]

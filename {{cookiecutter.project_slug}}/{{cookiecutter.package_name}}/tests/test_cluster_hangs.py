@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 
+from ..callbacks.watchdog import Watchdog
+from ..cluster import watch
 from ..errors import Exit
 from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers
-from .conftest import CONFIGS, SMALL_LLAMA, run
+from .conftest import CONFIGS, PACKAGE, PROJECT, SMALL_LLAMA, run
 
 LIMIT_S = 3.0
 SLACK_S = 2.0  # of a busy machine, beyond the second that is promised
@@ -85,7 +92,7 @@ def train(
     timeout_s: float = 60.0,
     **options: Any,
 ) -> RunRecord:
-    flags = [*flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--trainer.devices={num}"]
+    flags = [*flags, f"--trainer.devices={num}"] + [f"--config={CONFIGS}/strategy/{strategy}.yaml"] * (num > 1)
     flags += [f"--model.architecture={SMALL_LLAMA}", "--data.global_batch_size=8", "--data.micro_batch_size=1"]
     flags += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
     limits = [f"--watchdog.timeout_s={LIMIT_S}", f"--watchdog.start_timeout_s={10 * LIMIT_S}"]
@@ -163,3 +170,139 @@ def test_a_rank_that_hangs_is_named_and_all_end(
     assert re.search(f": rank {rank} .*{place[where]}", named)
     others = ", ".join(str(other) for other in range(num) if other != rank)
     assert all(other in waiting for other in others) and "wait" in waiting
+
+
+@pytest.mark.slow
+def test_without_the_watchdog_a_hang_stays(prepared: list[str], tmp_path: Path) -> None:
+    off = ["--watchdog.timeout_s=0", "--watchdog.start_timeout_s=0"]
+    record = train(prepared, tmp_path, *off, callbacks=[HangAt(1, STEP, tmp_path, 6)], timeout_s=LIMIT_S + 3)
+    assert (tmp_path / "hangs_since").exists()
+    assert all(answer.startswith("hung:") for answer in record.answers.values()), record.answers
+
+
+class SlowValidation(Callback):
+    """Each batch takes a while, all of them more than the limit."""
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+
+
+def validation_is_no_progress() -> None:
+    for hook in ("on_validation_batch_start", "on_validation_batch_end"):
+        setattr(Watchdog, hook, getattr(Callback, hook))
+
+
+@pytest.mark.parametrize("counts", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_long_validation_that_lives_is_let_live(counts: bool, prepared: list[str], tmp_path: Path) -> None:
+    limits = ["--watchdog.timeout_s=1.5", "--watchdog.start_timeout_s=1.5", "--trainer.limit_val_batches=8"]
+    options: dict[str, Any] = {} if counts else {"prelude": validation_is_no_progress}
+    flags = [*limits, "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    record = train(prepared, tmp_path, *flags, num=1, callbacks=[SlowValidation()], **options)
+    if counts:
+        record.check()
+    else:
+        assert record.answers == {0: "killed: exit code 71"}
+        assert "validation at step" in record.log()
+
+
+class GroupTimeouts(Callback):
+    """Writes down, after the last step, how long each process group lets a collective wait, in seconds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        groups = dist.distributed_c10d._world.pg_map
+        found = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(found))
+
+
+def no_limits_for_groups() -> None:
+    Watchdog._limit_groups = lambda *args: None  # ty: ignore[invalid-assignment]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra", "expected"),
+    [
+        pytest.param("fsdp2", [], LIMIT_S + 60, id="a mesh's groups"),
+        pytest.param("zero2", [], LIMIT_S + 60, id="DeepSpeed's groups", marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp2",
+            ["--trainer.strategy.init_args.timeout=00:03:20"],
+            200.0,
+            id="the strategy's own key rules",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_every_process_group_carries_the_limit(
+    strategy: str, extra: list[str], expected: float, prepared: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "timeouts.json"
+    flags = [*extra, "--trainer.max_steps=1"]
+    train(prepared, tmp_path, *flags, strategy=strategy, callbacks=[GroupTimeouts(path)]).check()
+    found = json.loads(path.read_text())
+    assert len(found) > 1 and set(found) == {expected}
+
+
+@pytest.mark.slow
+def test_without_the_watchdogs_limits_later_groups_wait_for_half_an_hour(prepared: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "timeouts.json"
+    flags = ["--trainer.max_steps=1", "--trainer.strategy.init_args.timeout=00:03:20"]
+    callbacks = [GroupTimeouts(path)]
+    train(prepared, tmp_path, *flags, strategy="fsdp2", callbacks=callbacks, prelude=no_limits_for_groups).check()
+    assert set(json.loads(path.read_text())) == {200.0, 1800.0}
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_process_that_never_gives_back_pythons_lock_is_ended_too() -> None:
+    started = time.monotonic()
+    ended = python(
+        f"import ctypes; from {PACKAGE}.cluster.watch import WATCH; WATCH.arm(1); ctypes.PyDLL(None).sleep(60)"
+    )
+    assert ended.returncode == 1 and "most recent call first" in ended.stderr
+    assert time.monotonic() - started < 1 + 1 + 1 + SLACK_S
+
+
+def test_a_start_that_hangs_in_an_import_is_ended() -> None:
+    hangs = f"""
+import sys, time
+import {PACKAGE}.__main__ as command
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "{PACKAGE}.cli":
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+command.START_TIMEOUT_S = 1.0
+command.main(["fit"])
+"""
+    ended = python(hangs)
+    assert ended.returncode == Exit.HUNG, ended.stderr
+    assert "most recent call first" in ended.stderr
+    assert re.search(r"^no progress for 1 s: start-up, importing, .*:8$", ended.stderr, re.MULTILINE), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            {0: (7, "a", False), 1: (5, "b", True), 2: (7, "a", True)},
+            "rank 1 did not arrive: b, f:1; ranks 0, 2 wait for it in a",
+        ),
+        ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 did not arrive: a, f:1; rank 1 waits for it in a"),
+        ({0: (7, "a", True), 1: (7, "b", True)}, "no rank is behind the others; rank 0: a, f:1; rank 1: b, f:1"),
+    ],
+)
+def test_who_is_behind(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
+    told = {r: {"beats": b, "place": place, "waits": waits, "line": "f:1"} for r, (b, place, waits) in words.items()}
+    assert watch._verdict(told, len(told))["sentence"] == sentence
