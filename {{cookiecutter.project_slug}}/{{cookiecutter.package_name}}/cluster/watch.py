@@ -80,9 +80,18 @@ class Watch:
         self.ends = False  # this process, in a moment
 
     def beat(self) -> None:
-        """There was progress."""
+        """There was progress, of which every rank makes the same."""
         self.beats += 1
         self._last = time.monotonic()
+
+    def alive(self) -> None:
+        """This process works on what the others have no part in: nobody is compared by it."""
+        self._last = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print a line about such work."""
+        self.alive()
+        print(text)
 
     def arm(self, limit_s: float, stacks: Path | None = None) -> None:
         """End this process when nothing has happened for `limit_s` seconds, from now on; 0 lets it be."""
@@ -101,7 +110,7 @@ class Watch:
         self.introduce(None, 0, 1, {})
 
     def introduce(self, store: Any, rank: int, world_size: int, peers: dict[int, int]) -> None:
-        """The other ranks can be asked from now on: all have got as far as this one.
+        """The other ranks can be asked from now on: all have got as far as this one, and are compared from here.
 
         Args:
             store: Which all of them share.
@@ -112,7 +121,7 @@ class Watch:
         for descriptor in self._peers.values():
             os.close(descriptor)
         self._store, self.rank, self.world_size, self._peers = store, rank, world_size, peers
-        self.beats = 0  # what a first process does before the others are started is not to be compared
+        self.beats = 0
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
