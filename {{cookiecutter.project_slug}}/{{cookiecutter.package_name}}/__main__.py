@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 
+from .cluster.watch import START_TIMEOUT_S, WATCH
 from .errors import Ended, Exit, InputError
 
 VERBS = {  # verb -> (module with `main(argv)`, what it does)
@@ -21,6 +22,7 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
+    "doctor": (".tools.doctor", "look for what is wrong with this machine before a training does"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 
@@ -50,6 +52,8 @@ def main(argv: list[str]) -> int:
     if verb not in VERBS:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
         return Exit.BAD_INPUT
+    if VERBS[verb][0] == ".cli":
+        WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
         importlib.import_module(VERBS[verb][0], __package__).main(argv)
         return Exit.DONE
@@ -62,6 +66,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
+    finally:
+        WATCH.disarm()
 
 
 if __name__ == "__main__":

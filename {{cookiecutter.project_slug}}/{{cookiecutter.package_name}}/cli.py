@@ -34,8 +34,11 @@ from .callbacks.samples import Samples
 from .callbacks.summary import Summary
 from .callbacks.throughput import Throughput
 from .callbacks.training_log import TrainingLog
+from .callbacks.watchdog import Watchdog
 from .checkpoint.optimizer import ParameterNames
 from .checkpoint.resume import EveryFormat
+from .cluster.fingerprint import SameEnvironment
+from .cluster.watch import WATCH
 from .data import DataModule
 from .errors import InputError, reason
 from .module import LanguageModule
@@ -47,6 +50,8 @@ from .run import RunConfig, check_checkpoint, fill_placeholders, goes_on, new_ru
 
 # In the order in which they are called: measure, write, show, act.
 ALWAYS_ON = {
+    "watchdog": Watchdog,
+    "same_environment": SameEnvironment,
     "random_state": RandomState,
     "parameter_names": ParameterNames,
     "throughput": Throughput,
@@ -233,6 +238,9 @@ class CLI(LightningCLI):
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         trainer.callbacks += [Record(self.run, plain), self.summary]  # ty: ignore[missing-attribute]
+        watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
+        watchdog.begin(trainer, self.run)
+        same.begin(trainer, self.run, plain, watchdog.start_timeout_s)
         return trainer
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
@@ -258,7 +266,7 @@ class CLI(LightningCLI):
         if started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
             self.datamodule.require()
         else:
-            self.datamodule.prepare()
+            self.datamodule.prepare(report=WATCH.say)
         self._refuse_the_impossible(self.model.build_config(self.datamodule))
 
     before_validate = before_test = before_predict = before_fit

@@ -1,0 +1,1 @@
+"""What holds the processes of one training together on a cluster's machines."""
