@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from . import loggers  # noqa: F401  (makes `class_path: WandB` known)
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.numerics import Numerics
 from .callbacks.random_state import RandomState
 from .callbacks.record import Record
 from .callbacks.samples import Samples
@@ -49,6 +50,7 @@ from .run import RunConfig, check_checkpoint, fill_placeholders, new_run, newest
 ALWAYS_ON = {
     "random_state": RandomState,
     "parameter_names": ParameterNames,
+    "numerics": Numerics,
     "throughput": Throughput,
     "training_log": TrainingLog,
     "console": Console,
