@@ -21,6 +21,7 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
+    "audit": (".tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 

@@ -36,15 +36,15 @@ MAD_TO_SIGMA = 1.4826  # of a normal distribution, whose median absolute deviati
 class Numerics(Callback):
     """Leave out bad optimizer steps, tell of them in `incidents.jsonl`, and stop, skip or roll back.
 
-    `roll_back` ends training with the code that asks for a restart; the restart resumes from the newest checkpoint, which
-    is from before the incident, and never reads the samples again that it came with (`jumps.json`). PaLM did so by hand
-    (arXiv:2204.02311, section 5.1). Window and sigmas are OLMo-core's (SkipStepOptimizer: 128 steps, 6 sigma, silent for
-    the first half of a window); median and median absolute deviation take the place of mean and standard deviation,
-    which a spike in the window would inflate.
+    `roll_back` ends training with the code that asks for a restart; the restart resumes from the newest checkpoint,
+    which is from before the incident, and never reads the samples again that it came with (`jumps.json`). PaLM did so
+    by hand (arXiv:2204.02311, section 5.1). Window and sigmas are OLMo-core's (SkipStepOptimizer: 128 steps, 6 sigma,
+    silent for the first half of a window); median and median absolute deviation take the place of mean and standard
+    deviation, which a spike in the window would inflate.
 
     Args:
-        on_non_finite: What follows a loss or gradient that is not finite: stop (exit code 65, do not retry), skip (go on
-            with the next batch), roll_back.
+        on_non_finite: What follows a loss or gradient that is not finite: stop (exit code 65, do not retry), skip (go
+            on with the next batch), roll_back.
         on_spike: What follows a loss spike: off (nothing is looked for), or as above.
         spike_window: Steps whose losses tell what is usual.
         spike_sigmas: A loss this many robust standard deviations above the window's median is a spike.

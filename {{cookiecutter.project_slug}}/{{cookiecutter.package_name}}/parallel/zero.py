@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
