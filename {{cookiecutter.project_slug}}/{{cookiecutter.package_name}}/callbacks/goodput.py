@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 KINDS = ("productive", "start", "restart", "checkpoint", "data_wait", "validation", "lost")
 FILE = "goodput.jsonl"
+LINE_S = 1.0
 
 _have_trained: set[int] = set()  # processes; a second training in one begins when it is made
 
@@ -57,7 +58,7 @@ class Goodput(Checkpoint):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._turn_to("data_wait")
         age = self._since - self._began
-        if self._since - self._written > max(1.0, age / 1000):
+        if self._since - self._written > max(LINE_S, age / 1000):
             self._write(trainer)
 
     def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ class Ledger:
         size = GLOBAL // ranks
         for rank in range(ranks):
             header = {
-                "attempt": self.began, "step": after, "consumed": after * GLOBAL, "ranks": ranks, "data": "d", "seed": 0,
-                "num_rows": ROWS, "global_batch_size": GLOBAL, "jumps": list(jumps),
+                "attempt": self.began, "step": after, "consumed": after * GLOBAL, "ranks": ranks, "data": "d",
+                "seed": 0, "num_rows": ROWS, "global_batch_size": GLOBAL, "jumps": list(jumps),
             }  # fmt: skip
             assert not jumped
             lines = [header]
@@ -147,9 +148,6 @@ class KillAfter(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step and trainer.global_rank == self.rank:
-            import os
-            import signal
-
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -161,19 +159,20 @@ def test_killed_and_resumed_on_other_numbers_of_ranks(
     flags = [
         f"--run.root={tmp_path / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
         "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=256", "--data.global_batch_size=8",
+        "--data.validation_share=0", "--data.test_share=0",
         "--data.micro_batch_size=2", f"--model.architecture={SMALL_LLAMA}", "--trainer.accelerator=cpu",
         "--trainer.max_steps=16", "--trainer.limit_val_batches=0", "--trainer.logger=false", "--model.optim.warmup=2",
         "--last_checkpoint.every_n_steps=3", "--sample_ledger.enabled=true", f"--config={CONFIGS}/strategy/fsdp2.yaml",
     ]  # fmt: skip
     with Workers(1) as workers:
         workers.run(["prepare", *flags], tmp_path / "prepare").check()
+    folder = tmp_path / "runs" / "default" / "run"
     for number, (ranks, kill) in enumerate([(2, 5), (1, 8), (2, 0)]):
         resume = [f"--ckpt_path={newest(folder)}"] if number else []
         callbacks = [KillAfter(kill, ranks - 1)] if kill else []
         argv = ["fit", *flags, *resume, f"--trainer.devices={ranks}"]
         with Workers(ranks) as workers:
             record = workers.run(argv, tmp_path / f"{number}", callbacks=callbacks, prelude=fault, run_id="run")
-        folder = tmp_path / "runs" / "default" / "run"
         assert record.ok == (kill == 0), record.error
     told, wrong = audit(read_attempts(folder / "ledger"))
     assert "16 steps in 3 attempts, ranks 2 -> 1 -> 2" in told[0]
