@@ -16,7 +16,9 @@ from torch import Tensor
 from ..callbacks import numerics
 from ..callbacks.incidents import Seen, read_incidents, read_jumps
 from ..callbacks.numerics import Numerics
+from ..checkpoint import commit
 from ..checkpoint.formats import read_full
+from ..checkpoint.manifest import step_of
 from ..errors import Ended, Exit
 from ..module import LanguageModule
 from ..rehearsal.record import RunRecord
@@ -199,7 +201,7 @@ def test_a_roll_back_goes_on_from_before_and_never_reads_those_samples_again(tra
     (incident,) = read_incidents(folder)
     assert newest_step(folder) == SPIKE_STEP - 1
 
-    again = train(strategy, "roll-back", spoil, *flags, *SPIKES, f"--ckpt_path={newest(folder)}").check()
+    again = train(strategy, "roll-back", spoil, *flags, *SPIKES).check()
     assert (min(again.loss), max(again.loss)) == (SPIKE_STEP, 8)
     assert len(read_incidents(folder)) == 1
     attempts = read_attempts(folder / "ledger")
@@ -349,12 +351,10 @@ def test_the_limit_is_robust_and_waits_for_half_a_window() -> None:
 
 def newest(run: Path) -> Path:
     """The newest checkpoint."""
-    return max((run / "checkpoints").iterdir(), key=lambda path: (_step(path), path.stat().st_mtime))
+    path = commit.newest(run / "checkpoints")
+    assert path is not None
+    return path
 
 
 def newest_step(run: Path) -> int:
-    return read_full(newest(run))["global_step"]
-
-
-def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step")) if path.stem.startswith("step") else -1
+    return step_of(newest(run))
