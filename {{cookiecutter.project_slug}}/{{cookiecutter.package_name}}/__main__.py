@@ -20,9 +20,10 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "test": (".cli", "measure a checkpoint on the test split"),
     "predict": (".cli", "continue data.prompts with a checkpoint and write the texts down"),
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
+    "doctor": (".tools.doctor", "look for what is wrong with this machine before a training does"),
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
-    "doctor": (".tools.doctor", "look for what is wrong with this machine before a training does"),
+    "audit": (".tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 

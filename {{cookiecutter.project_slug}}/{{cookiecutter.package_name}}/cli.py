@@ -28,6 +28,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from . import loggers  # noqa: F401  (makes `class_path: WandB` known)
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.goodput import Goodput
+from .callbacks.ledger import SampleLedger
+from .callbacks.numerics import Numerics
 from .callbacks.random_state import RandomState
 from .callbacks.record import Record
 from .callbacks.samples import Samples
@@ -54,12 +57,15 @@ ALWAYS_ON = {
     "same_environment": SameEnvironment,
     "random_state": RandomState,
     "parameter_names": ParameterNames,
+    "numerics": Numerics,
+    "sample_ledger": SampleLedger,
     "throughput": Throughput,
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
+    "goodput": Goodput,
 }
 
 TRAINER_DEFAULTS = {

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ..checkpoint import commit
 from ..errors import InputError
+from . import goodput
 from .checkpoint import LastCheckpoint
 
 
@@ -65,6 +66,8 @@ class Summary(Callback):
             print("a sample of what it writes:")
             newest = samples.read_text(encoding="utf-8").rsplit("--- step ", 1)[-1].split("\n", 1)[-1]
             print("\n".join("  | " + line for line in newest.rstrip().splitlines()))
+        if seconds := goodput.read(self.folder):
+            print(f"goodput           {goodput.describe(seconds)}")
         print(f"everything is in  {self.folder}")
         print(f"watch it          tensorboard --logdir {self.folder}")
         print(f"measure it        {_command('test')} --ckpt_path last")
