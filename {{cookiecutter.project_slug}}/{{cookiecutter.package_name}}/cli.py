@@ -45,7 +45,7 @@ from .parallel import limits
 from .parallel.half import HalfParameters
 from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from .parallel.zero import ZeroStrategy  # noqa: F401
-from .run import RunConfig, check_checkpoint, fill_placeholders, new_run, newest_checkpoint
+from .run import RunConfig, check_checkpoint, fill_placeholders, goes_on, new_run, newest_run
 
 # In the order in which they are called: measure, write, show, act.
 ALWAYS_ON = {
@@ -161,6 +161,7 @@ class CLI(LightningCLI):
     """LightningCLI with our classes, defaults and checks."""
 
     run: Path
+    dirpath: str  # of checkpoints, with "{run}" in it
 
     def __init__(self, args: list[str], run: bool) -> None:
         super().__init__(
@@ -195,14 +196,15 @@ class CLI(LightningCLI):
         settings = self.config[self.subcommand] if self.subcommand else self.config
         _as_launched(settings)
         run_config = RunConfig(**vars(settings.run))
-        asked = settings.get("ckpt_path")
-        if asked == "last":
-            checkpoint = newest_checkpoint(run_config)
-            self.run = checkpoint.parent.parent
-            settings.ckpt_path = str(checkpoint)
-        else:
-            self.run = new_run(run_config)
-        if asked:
+        self.dirpath = dirpath = settings.last_checkpoint.dirpath
+        self.run = newest_run(run_config, dirpath) if settings.get("ckpt_path") == "last" else new_run(run_config)
+        own = Path(fill_placeholders(dirpath, self.run))
+        if settings.get("ckpt_path") == "last":
+            settings.ckpt_path = str(own)
+        elif self.subcommand == "fit" and goes_on(own):
+            self._tell_that_it_goes_on(settings.ckpt_path)
+            settings.ckpt_path = str(own)
+        if settings.get("ckpt_path"):
             check_checkpoint(Path(settings.ckpt_path))
             if settings.weights_only is None:
                 settings.weights_only = True  # a checkpoint is data: nothing in it may run
@@ -211,6 +213,12 @@ class CLI(LightningCLI):
             self.config[self.subcommand] = filled
         else:
             self.config = filled
+
+    @rank_zero_only
+    def _tell_that_it_goes_on(self, instead_of: str | None) -> None:
+        """The first process's; a relaunch resumes by itself, and someone may not have meant a relaunch."""
+        first = f", not from {instead_of}, where it began" if instead_of else ""
+        print(f"{self.run} has checkpoints: the run goes on from its newest{first} (another run.name begins anew)")
 
     def instantiate_classes(self) -> None:
         """Where a strategy refuses its arguments, its reason alone: jsonargparse tells it as one of several."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checkpoint import commit, manifest
+from .checkpoint.formats import format_of
 from .errors import InputError
 
 RUN_ID = "DIST_RUN_ID"  # set by launch/*, or by the first process for those it starts: all ranks use one folder
@@ -42,7 +44,10 @@ class RunConfig:
 
 
 def new_run(config: RunConfig) -> Path:
-    """A folder no other run has, the same on every rank; it is made when something is first written."""
+    """A folder no other run has, the same on every rank; it is made when something is first written.
+
+    A restart by the launcher or the scheduler, which have given the run its id, finds the folder of the run before.
+    """
     run_id = os.environ.get(RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -50,38 +55,64 @@ def new_run(config: RunConfig) -> Path:
     return config.parent / run_id
 
 
-def newest_checkpoint(config: RunConfig) -> Path:
-    """The `last.ckpt`, a file or a folder, written last among the runs of this name.
+def newest_run(config: RunConfig, dirpath: str) -> Path:
+    """The run of this name in which a checkpoint was written last.
+
+    Args:
+        config: Where runs are.
+        dirpath: Where a run keeps its checkpoints, with "{run}" in it.
 
     Raises:
-        InputError: there is none.
+        InputError: no run has a checkpoint that is not torn.
     """
-    found = list(config.parent.glob("*/checkpoints/last.ckpt"))
-    if not found:
+    written: dict[Path, float] = {}
+    for run in sorted(config.parent.glob("*")):
+        if newest := commit.newest(Path(fill_placeholders(dirpath, run))):
+            written[run] = manifest.read(newest)["time"]
+    if not written:
         raise InputError(
             f"--ckpt_path last found no checkpoint under {config.parent}/*/checkpoints; "
             "train first, or set run.name and run.root to where the run is"
         )
-    return max(found, key=_last_write)
-
-
-def _last_write(path: Path) -> float:
-    """When `path` was written, in seconds; a folder's own time does not change with the files in it."""
-    return max(file.stat().st_mtime for file in (path, *path.rglob("*")))
+    return max(written, key=lambda run: written[run])
 
 
 def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
-    """Refuse a checkpoint that is not there or cannot be one, before anything is built.
+    """Refuse a checkpoint that is not there or cannot be one, before anything is built; its bytes are read later.
 
     Raises:
-        InputError: nothing is at `path`, or it is neither a file that torch.save wrote whole, nor a strategy's folder.
+        InputError: nothing is at `path`, or it is none of a checkpoint, a folder of this project's, or a file that
+            torch.save wrote whole.
     """
-    from .checkpoint.formats import format_of
-
     if not path.exists():
         raise InputError(f"{key} {str(path)!r} does not exist; give a checkpoint, or `last` for the newest")
-    if format_of(path) is None:
+    if manifest.found(path):
+        if all(manifest.torn(one) for one in manifest.found(path)):
+            raise InputError(f"{key} {str(path)!r} holds damaged checkpoints only: {_told(path)}; give another")
+    elif manifest.is_ours(path) and (why := manifest.torn(path)):
+        raise InputError(f"{key} {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one")
+    elif format_of(path) is None:
         raise InputError(f"{key} {str(path)!r} is not a checkpoint, or only part of one; give another, or `last`")
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether a run that keeps its checkpoints in `folder` was interrupted, and has one to go on from.
+
+    Raises:
+        InputError: all that are there are damaged. To begin anew would hide it.
+    """
+    if not manifest.found(folder):
+        return False
+    if commit.newest(folder) is None:
+        raise InputError(
+            f"the checkpoints of this run, in {folder}, are all damaged: {_told(folder)};"
+            " move the folder away to begin anew, or set another run.name"
+        )
+    return True
+
+
+def _told(folder: Path) -> str:
+    return ", ".join(f"{path.name} ({manifest.torn(path)})" for path in manifest.found(folder))
 
 
 def fill_placeholders(value: Any, run: Path) -> Any:

@@ -1,50 +1,130 @@
-"""When checkpoints are written: the last one for resuming, the best one for keeping."""
+"""When checkpoints are written, and which are kept: the last ones for resuming, the best ones for keeping."""
 
 from __future__ import annotations
 
-from typing import Any
+import shutil
+from pathlib import Path
+from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+
+from ..checkpoint import commit, manifest
+from ..errors import Ended, Exit, InputError
+from ..parallel import weights
 
 
-class LastCheckpoint(ModelCheckpoint):
-    """`last.ckpt`, every so many optimizer steps and at the end; what `--ckpt_path last` resumes.
+class LastCheckpoint(Checkpoint):
+    """`step<N>.ckpt`, every so many optimizer steps and at the end; what a run goes on from.
+
+    The newest are kept, and one in each `keep_every_hours`; an older one is deleted once a newer one is committed, so
+    the disk must hold one more than is kept.
 
     Args:
         every_n_steps: Optimizer steps between two checkpoints.
-        dirpath: The folder.
+        keep: How many of the newest to keep, 1 at least. With 2 a damaged one costs no more than its steps.
+        keep_every_hours: Length of the periods in each of which the first checkpoint is kept for good. 0: none is.
+        on_failed_save: What a full or failing disk does: continue, with a warning, and try again when the next one is
+            due; or stop, with exit code 1. At the last step it stops in any case.
+        dirpath: The folder, on a file system that all nodes share.
     """
 
-    def __init__(self, every_n_steps: int = 100, dirpath: str = "{run}/checkpoints") -> None:
-        super().__init__(
-            dirpath=dirpath,
-            filename="last",
-            every_n_train_steps=every_n_steps,
-            save_top_k=1,
-            monitor=None,
-            enable_version_counter=False,
-        )
-
-    @property
-    def state_key(self) -> str:
-        return type(self).__name__  # without the arguments: a run may resume with others
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    def __init__(
+        self,
+        every_n_steps: int = 100,
+        keep: int = 2,
+        keep_every_hours: float = 0.0,
+        on_failed_save: Literal["continue", "stop"] = "continue",
+        dirpath: str = "{run}/checkpoints",
     ) -> None:
-        # Right after a resume Lightning would also save in the middle of an accumulation window; resuming from
-        # such a file diverges, because the gradients gathered so far are in no checkpoint.
-        if not trainer.fit_loop._should_accumulate():
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        given = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1), "keep_every_hours": (keep_every_hours, 0)}
+        for key, (value, least) in given.items():
+            if value < least:
+                raise InputError(f"last_checkpoint.{key} is {value}; give {least} or more")
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.keep_every_hours = keep_every_hours
+        self.on_failed_save = on_failed_save
+        self.folder = Path(dirpath)
+        self.saved_step = 0  # there is nothing to save before the first step
+
+    def save_now(self, trainer: L.Trainer) -> bool:
+        """Save at a step boundary, unless this step is saved already; collective. Whether it is, on return.
+
+        Raises:
+            Ended: it is not, and on_failed_save is "stop".
+        """
+        if trainer.global_step != self.saved_step:
+            self._save(trainer, stops=self.on_failed_save == "stop")
+        return trainer.global_step == self.saved_step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        step = trainer.global_step
+        if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
+            self.saved_step = step  # training goes on from it
+        if trainer.is_global_zero:
+            commit.clear(self.folder)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        # Gradients gathered so far in an accumulation window are in no checkpoint: a save there could not be resumed.
+        is_boundary = not trainer.fit_loop._should_accumulate()
+        if is_boundary and trainer.global_step % self.every_n_steps == 0 and not _is_dry(trainer):
+            self.save_now(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step != self._last_global_step_saved:
-            trainer.save_checkpoint(f"{self.dirpath}/last.ckpt")
+        if trainer.global_step != self.saved_step and not _is_dry(trainer):
+            self._save(trainer, stops=True)  # nothing comes after it that would try again
+
+    def _save(self, trainer: L.Trainer, stops: bool) -> None:
+        path = self.folder / manifest.name(trainer.global_step)
+        try:
+            commit.save(trainer, path)
+        except commit.SaveError as error:
+            sentence = _failure(path, error)
+            if stops:
+                raise Ended(Exit.FAILED, f"{sentence}; training stops") from error
+            rank_zero_warn(f"{sentence}; training goes on")
+            return
+        self.saved_step = trainer.global_step
+        if trainer.is_global_zero:
+            for old in outdated(path, self.keep, self.keep_every_hours):
+                commit.remove(old)
 
 
-class BestCheckpoint(ModelCheckpoint):
-    """The checkpoint with the lowest validation loss, as `best-step<N>.ckpt`.
+def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:
+    """Which checkpoints beside `saved`, the one just committed, are not to be kept.
+
+    Those of later steps are left from before training went back to an earlier one; a restart must not take them.
+    """
+    steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
+    now = manifest.step_of(saved)
+    whole = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]  # newest first
+    kept = {saved, *whole[:keep]}
+    if keep_every_hours:
+        period = keep_every_hours * 3600
+        kept |= set({manifest.read(path)["time"] // period: path for path in whole}.values())
+    return [path for path in steps if path not in kept]
+
+
+def _is_dry(trainer: Any) -> bool:
+    """Whether it only tries a few batches and writes nothing (--trainer.fast_dev_run)."""
+    return bool(trainer.fast_dev_run)
+
+
+def _failure(path: Path, error: commit.SaveError) -> str:
+    """What failed, and what there is instead; on rank 0, which alone says it, after a look at the disk."""
+    if not weights.is_rank_zero():
+        return str(error)
+    free = shutil.disk_usage(path.parent).free / 2**30
+    newest = commit.newest(path.parent)
+    stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
+    return f"{path.name} was not saved, {error} ({free:.1f} GiB are free); {stands}"
+
+
+class BestCheckpoint(Checkpoint):
+    """`best-step<N>.ckpt`, the checkpoints with the best validations.
 
     Args:
         monitor: The validation metric that decides.
@@ -54,17 +134,50 @@ class BestCheckpoint(ModelCheckpoint):
     """
 
     def __init__(
-        self, monitor: str = "eval/loss", mode: str = "min", keep: int = 1, dirpath: str = "{run}/checkpoints"
+        self,
+        monitor: str = "eval/loss",
+        mode: Literal["min", "max"] = "min",
+        keep: int = 1,
+        dirpath: str = "{run}/checkpoints",
     ) -> None:
-        super().__init__(
-            dirpath=dirpath,
-            filename="best-step{step}",
-            auto_insert_metric_name=False,
-            monitor=monitor,
-            mode=mode,
-            save_top_k=keep,
-        )
+        self.monitor = monitor
+        self.mode = mode
+        self.keep = keep
+        self.folder = Path(dirpath)
 
-    @property
-    def state_key(self) -> str:
-        return type(self).__name__
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not _is_dry(trainer)
+        if not fits or not self.keep:
+            return
+        if self.monitor not in trainer.callback_metrics:
+            known = ", ".join(sorted(trainer.callback_metrics))
+            raise InputError(f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}")
+        score = float(trainer.callback_metrics[self.monitor])
+        path = self.folder / manifest.name(trainer.global_step, best=True)
+        if not weights.broadcast(self._is_among_the_best(score) and manifest.torn(path) is not None):
+            return
+        try:
+            commit.save(trainer, path, score=score)
+        except commit.SaveError as error:
+            rank_zero_warn(f"{_failure(path, error)}; training goes on")
+            return
+        if trainer.is_global_zero:
+            for worse in self._ranked()[self.keep :]:
+                commit.remove(worse)
+
+    def _is_among_the_best(self, score: float) -> bool:
+        """Of what is in the folder, so that it holds through restarts too; a score that is no number never is."""
+        kept = self._ranked()[: self.keep]
+        return score == score and (len(kept) < self.keep or self._rank(score) < self._rank(self._score(kept[-1])))
+
+    def _ranked(self) -> list[Path]:
+        """The best first."""
+        named = [path for path in manifest.found(self.folder) if path.name.startswith("best")]
+        return sorted((p for p in named if not manifest.torn(p)), key=lambda path: self._rank(self._score(path)))
+
+    def _rank(self, score: float) -> float:
+        return score if self.mode == "min" else -score
+
+    @staticmethod
+    def _score(path: Path) -> float:
+        return manifest.read(path)["score"]

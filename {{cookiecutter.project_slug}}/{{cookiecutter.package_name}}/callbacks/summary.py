@@ -12,6 +12,10 @@ import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
+from ..checkpoint import commit
+from ..errors import InputError
+from .checkpoint import LastCheckpoint
+
 
 class Summary(Callback):
     """Keep the first validation's result through restarts, and print the run's end beside it.
@@ -39,7 +43,9 @@ class Summary(Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Say how to go on, where there is something to go on from; the error itself is told elsewhere."""
-        if trainer.state.fn == "fit" and (self.folder / "checkpoints" / "last.ckpt").exists():
+        savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
+        refused = isinstance(exception, InputError)
+        if trainer.state.fn == "fit" and not refused and any(commit.newest(saver.folder) for saver in savers):
             print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}")
             print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
 

@@ -27,6 +27,7 @@ Format = Literal["file", "distributed", "zero"]
 WRITTEN_BY = {"file": "a single process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
 # What reading a damaged file, or one that asks to run something, raises.
 UNREADABLE = (OSError, EOFError, LookupError, ValueError, RuntimeError, pickle.UnpicklingError)
+FILE = "checkpoint.pt"  # the one file of a checkpoint that is a folder for its manifest's sake
 META = "meta.pt"  # Lightning's name for what is in a distributed checkpoint beside tensors
 
 
@@ -34,6 +35,8 @@ def format_of(path: Path) -> Format | None:
     """The format of what is at `path`, None where that is no checkpoint, or only the beginning of one."""
     if path.is_file():
         return "file" if zipfile.is_zipfile(path) else None
+    if (path / FILE).is_file():
+        return format_of(path / FILE)
     if (path / ".metadata").is_file() and (path / META).is_file():
         return "distributed"
     if (path / "latest").is_file() and next(path.glob("*/*_model_states.pt"), None):
@@ -47,8 +50,10 @@ def read_full(path: str | Path) -> dict[str, Any]:
     "state_dict" holds the weights as they are trained (fp32 where a strategy keeps an fp32 copy), "optimizer_states"
     each optimizer's state by parameter name (see optimizer.py); it is missing where the checkpoint holds none.
 
+    Its bytes are verified by commit.agreed, before; here what cannot be read shows.
+
     Raises:
-        InputError: `path` is no checkpoint, incomplete or damaged, or holds something other than data.
+        InputError: `path` is no checkpoint, incomplete or unreadable, or holds something other than data.
     """
     from . import zero
 
@@ -64,9 +69,14 @@ def read_full(path: str | Path) -> dict[str, Any]:
         raise InputError(f"checkpoint {str(path)!r} ({WRITTEN_BY[found]}'s) cannot be read: {reason(cause)}") from error
 
 
+def file_in(path: Path) -> Path:
+    """The file of a checkpoint of the format "file"."""
+    return path / FILE if path.is_dir() else path
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     with as_data():
-        checkpoint = torch.load(path, map_location="cpu", mmap=True)
+        checkpoint = torch.load(file_in(path), map_location="cpu", mmap=True)
     names = checkpoint.get("parameter_names")
     states = checkpoint.pop("optimizer_states", [])
     if names and states:

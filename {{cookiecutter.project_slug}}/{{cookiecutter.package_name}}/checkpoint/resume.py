@@ -7,10 +7,10 @@ ways lead in, as Lightning has two: `EveryFormat` where a strategy reads files b
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -19,30 +19,27 @@ from ..errors import InputError
 from ..parallel import weights
 from ..parallel.layout import whole_shape
 from . import zero
-from .formats import format_of, read_full
+from .commit import agreed
+from .formats import FILE, file_in, format_of, read_full
 from .optimizer import State, groups_of, merge, require, tell_that_it_starts_anew
 
 
 class EveryFormat(TorchCheckpointIO):
-    """Writes Lightning's one file, reads any strategy's checkpoint."""
+    """Writes Lightning's one file, into a folder where there is one; reads any strategy's checkpoint."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        step_aside(Path(path), is_own=format_of(Path(path)) == "file")
-        super().save_checkpoint(checkpoint, path, storage_options)
+        if Path(path).is_dir():
+            torch.save(checkpoint, Path(path) / FILE)  # Lightning's would hold it in memory once more, then in /tmp
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if format_of(Path(path)) == "file":
-            return super().load_checkpoint(path, *args, **kwargs)
+        path = agreed(Path(path))
+        if format_of(path) == "file":
+            return super().load_checkpoint(file_in(path), *args, **kwargs)
         checkpoint = read_full(path)
         checkpoint.setdefault("optimizer_states", [])
         return checkpoint
-
-
-def step_aside(path: Path, is_own: bool) -> None:
-    """Make way for a checkpoint at `path`: what another strategy left there is renamed, never mixed with or lost."""
-    if path.exists() and not is_own:
-        free = (path.with_name(f"{path.stem}.before{number}{path.suffix}") for number in itertools.count())
-        path.rename(next(name for name in free if not name.exists()))
 
 
 def is_zeros_own(path: Path, strategy: Any) -> bool:

@@ -1,4 +1,4 @@
-"""DeepSpeed's folder, read whole in one process.
+"""DeepSpeed's folder: written, and read whole in one process.
 
 deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, for ZeRO-1 and 2 in one layout, for ZeRO-3 in
 another. It stops at the optimizer state, which lies in the same layouts: here its functions join each moment as if it
@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,36 @@ DEEPSPEEDS_OWN = {
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
+
+
+TAG = "checkpoint"  # DeepSpeed's folder in the checkpoint's; Lightning's name for it
+
+
+def save(engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool) -> None:
+    """Write `engine`'s partitions and Lightning's rest to the folder `path`. Collective.
+
+    A file that the disk refuses to one rank is told after the barriers that all ranks wait at. Not so a file of NVMe
+    offload, which DeepSpeed copies between two of them.
+
+    Raises:
+        OSError: on the rank that was refused; RuntimeError where torch's writer met it.
+    """
+    refused: list[OSError | RuntimeError] = []
+    write = engine.checkpoint_engine.save
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        try:
+            write(*args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            refused.append(error)
+
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    with patch.object(engine.checkpoint_engine, "save", note):
+        engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
+    if refused:
+        raise refused[0]
+    if weights.is_rank_zero():
+        (path / "latest").write_text(TAG, encoding="utf-8")  # DeepSpeed would do it before a barrier
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ..checkpoint.commit import agreed
 from ..checkpoint.formats import format_of
-from ..checkpoint.resume import load_foreign, step_aside
+from ..checkpoint.resume import load_foreign
 from ..errors import InputError, reason
 from . import sharded, weights
 from .blocks import find_blocks
@@ -229,15 +230,11 @@ class MeshStrategy(ModelParallelStrategy):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        path = Path(weights.broadcast(str(filepath)))
-        if self.is_global_zero:
-            step_aside(path, is_own=format_of(path) == "distributed")
-        self.barrier()
-        sharded.save(checkpoint, path)
+        sharded.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.model is not None and self.lightning_module is not None
-        path = Path(weights.broadcast(str(checkpoint_path)))
+        path = agreed(Path(checkpoint_path))
         if format_of(path) != "distributed":
             return load_foreign(self, path)
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING

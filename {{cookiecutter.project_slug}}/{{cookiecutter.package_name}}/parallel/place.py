@@ -1,11 +1,11 @@
 """From a model to its place on the machine: the one seam between module.py and the strategies, the order said once.
 
-    1  build           on rank 0 with weights, elsewhere a skeleton, from the run's seed: the strategy does not matter;
-                       in the precision's type before anything is cut
-    2  checkpointing   inside of compile, so that the compiler sees what is computed again
-    3  compile         block by block: inside of the sharding, whose hooks it could not compile
-    4  shard           tensor and expert parallelism inside the blocks, FSDP2 or ZeRO around them
-    5  fill            every rank receives its part of rank 0's weights
+1  build           on rank 0 with weights, elsewhere a skeleton, from the run's seed: the strategy does not matter;
+                   in the precision's type before anything is cut
+2  checkpointing   inside of compile, so that the compiler sees what is computed again
+3  compile         block by block: inside of the sharding, whose hooks it could not compile
+4  shard           tensor and expert parallelism inside the blocks, FSDP2 or ZeRO around them
+5  fill            every rank receives its part of rank 0's weights
 """
 
 from __future__ import annotations

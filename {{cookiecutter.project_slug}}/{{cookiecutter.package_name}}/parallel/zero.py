@@ -24,8 +24,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from ..checkpoint import zero as zero_format
+from ..checkpoint.commit import agreed
 from ..checkpoint.formats import as_data
-from ..checkpoint.resume import is_zeros_own, load_foreign, step_aside
+from ..checkpoint.resume import is_zeros_own, load_foreign
 from ..errors import InputError
 from . import deepspeed_config as config_file
 from . import weights
@@ -34,7 +35,6 @@ from .build_locks import clear_stale_build_locks
 for expected in (
     ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
     ".*torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated.*",  # DeepSpeed 0.19 with torch 2.13
-    ".*each worker will save a shard of the checkpoint within a directory.*",
 ):
     warnings.filterwarnings("ignore", message=expected)
 
@@ -239,14 +239,12 @@ class ZeroStrategy(DeepSpeedStrategy):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """DeepSpeed's folder; what another strategy left at `filepath` is moved away first."""
-        if self.is_global_zero:  # the others wait for it in the next line
-            step_aside(Path(filepath), is_own=is_zeros_own(Path(filepath), self))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        path = Path(weights.broadcast(str(filepath)))
+        zero_format.save(self.deepspeed_engine, checkpoint, path, self.exclude_frozen_parameters)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """By DeepSpeed, if it can: it fails on another number of ranks and, in stage 3, without an optimizer (0.19)."""
-        path = Path(weights.broadcast(str(checkpoint_path)))
+        path = agreed(Path(checkpoint_path))
         assert self.lightning_module is not None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if fits and is_zeros_own(path, self):

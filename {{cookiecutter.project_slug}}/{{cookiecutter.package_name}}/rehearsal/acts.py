@@ -16,6 +16,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..callbacks.checkpoint import LastCheckpoint
+from ..checkpoint import manifest
 
 NOT_COUNTED = -100
 MAX_MASKED_SHARE = 0.8
@@ -79,7 +80,7 @@ class KillAt(Callback):
 
 
 class KeepCheckpoint(Callback):
-    """Copy the checkpoint that was written after `step`, before the next replaces it.
+    """Copy the checkpoint that was written after `step`, before it is deleted for newer ones.
 
     Args:
         step: In optimizer steps.
@@ -96,6 +97,5 @@ class KeepCheckpoint(Callback):
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             (saver,) = (c for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint))
-            last = Path(saver.best_model_path)
-            shutil.copytree(last, self.path) if last.is_dir() else shutil.copy(last, self.path)
+            shutil.copytree(saver.folder / manifest.name(self.step), self.path)
         trainer.strategy.barrier()

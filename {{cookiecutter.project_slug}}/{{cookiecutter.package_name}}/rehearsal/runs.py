@@ -125,7 +125,7 @@ class Runs:
         Raises:
             RunFailed: there is no such export.
         """
-        checkpoint, output = self.strategy.run / "checkpoints" / "last.ckpt", self.folder / "exported"
+        checkpoint, output = self.strategy.run / "checkpoints", self.folder / "exported"
         config = self.strategy.folder / "config.yaml"
         self._tool("export", "export", f"--config={config}", f"--checkpoint={checkpoint}", f"--output={output}")
         return output

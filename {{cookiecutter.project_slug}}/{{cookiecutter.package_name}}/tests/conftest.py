@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback
 
 from ..__main__ import main
+from ..checkpoint import commit
 from ..data import DataModule
 from ..text.sources import TextFiles
 from ..text.tokenizers import Bytes
@@ -103,6 +104,13 @@ def run_in_subprocess(verb: str, *flags: str, **environment: str) -> subprocess.
 def only_run(root: Path, name: str = "default") -> Path:
     """The folder of the one run under `root`."""
     (found,) = (root / "runs" / name).iterdir()
+    return found
+
+
+def newest(run_folder: Path) -> Path:
+    """A run's newest checkpoint."""
+    found = commit.newest(run_folder / "checkpoints")
+    assert found, f"no checkpoint in {run_folder}"
     return found
 
 

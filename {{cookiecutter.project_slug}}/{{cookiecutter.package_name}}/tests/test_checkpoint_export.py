@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from ..checkpoint.formats import format_of, read_full
 from ..errors import InputError
 from ..tools import export
-from .conftest import SMALL_LLAMA, logged, only_run, run, run_in_subprocess
+from .conftest import SMALL_LLAMA, logged, newest, only_run, run, run_in_subprocess
 from .test_checkpoint_formats import write_distributed
 from .test_training_parity import DEEPSEEK
 
@@ -50,7 +50,7 @@ def test_the_exported_folder_gives_the_trained_modules_logits(
 
     # The same from the checkpoint's own tensors, by no code of ours.
     trained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out")).eval()
-    state = torch.load(only_run(tmp_path) / "checkpoints/last.ckpt")["state_dict"]
+    state = torch.load(newest(only_run(tmp_path)) / "checkpoint.pt")["state_dict"]
     trained.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
@@ -95,29 +95,26 @@ def test_what_cannot_be_exported_is_refused(quick: list[str], tmp_path: Path, ca
 
 def test_a_distributed_checkpoint_resumes_as_the_file_does(quick: list[str], tmp_path: Path) -> None:
     assert run("fit", *quick, "--run.name=file", "--trainer.max_steps=2") == 0
-    full = read_full(only_run(tmp_path, "file") / "checkpoints/last.ckpt")
+    full = read_full(newest(only_run(tmp_path, "file")))
     weights, (state,) = full.pop("state_dict"), full.pop("optimizer_states")
-    folder = tmp_path / "runs/folder/1/checkpoints"
-    write_distributed(folder / "last.ckpt", weights, state, full)
+    write_distributed(tmp_path / "folder", weights, state, full)
 
-    for name in ("file", "folder"):
-        assert run("fit", *quick, f"--run.name={name}", "--ckpt_path=last") == 0
-    ends = [read_full(only_run(tmp_path, name) / "checkpoints/last.ckpt") for name in ("file", "folder")]
+    for name, checkpoint in (("file", "last"), ("folder", tmp_path / "folder")):
+        assert run("fit", *quick, f"--run.name={name}", f"--ckpt_path={checkpoint}") == 0
+    ends = [read_full(newest(only_run(tmp_path, name))) for name in ("file", "folder")]
     assert [end["global_step"] for end in ends] == [4, 4]
     assert ends[0]["DataModule"] == ends[1]["DataModule"]
     for name, tensor in ends[0]["state_dict"].items():
         assert torch.equal(tensor, ends[1]["state_dict"][name]), name
         moments = [end["optimizer_states"][0]["state"][name]["exp_avg"] for end in ends]
         assert torch.equal(*moments), name
-    left = {path.name: format_of(path) for path in folder.iterdir()}
-    assert left == {"last.ckpt": "file", "last.before0.ckpt": "distributed"}
 
 
 def test_a_checkpoint_without_optimizer_state_says_so_in_one_sentence(
     quick: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("fit", *quick, "--trainer.max_steps=2") == 0
-    full = read_full(only_run(tmp_path) / "checkpoints/last.ckpt")
+    full = read_full(newest(only_run(tmp_path)))
     weights = full.pop("state_dict")
     del full["optimizer_states"]
     dcp.save({"state_dict": weights}, checkpoint_id=tmp_path / "folder", no_dist=True)
@@ -141,7 +138,7 @@ def test_deepspeeds_own_folder_measures_and_exports_as_it_was_trained(
     result = run_in_subprocess("fit", *flags, *zero)
     assert result.returncode == 0, result.stderr
     trained = logged(only_run(tmp_path), "eval/loss")[4]
-    path = only_run(tmp_path) / "checkpoints/last.ckpt"
+    path = newest(only_run(tmp_path))
     assert format_of(path) == "zero"
     assert run("validate", *flags, "--run.name=one", f"--ckpt_path={path}") == 0
     (measured,) = logged(only_run(tmp_path, "one"), "eval/loss").values()

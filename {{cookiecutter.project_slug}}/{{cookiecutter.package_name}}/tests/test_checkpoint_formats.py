@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.formats import format_of, read_full
 from ..checkpoint.optimizer import by_name, numbered
-from ..checkpoint.resume import step_aside
 from ..errors import InputError
-from ..run import RunConfig, check_checkpoint, newest_checkpoint
+from ..run import check_checkpoint
 
 REST = {"global_step": 2, "loops": {"fit_loop": {}}, "DataModule": {"consumed_samples": 16}}
 NAMES = [["second.weight", "first.weight"], ["first.bias", "second.bias"]]  # of the two parameter groups
@@ -202,27 +201,3 @@ def test_a_missing_rank_is_noticed(checkpoint: Path) -> None:
             read_full(checkpoint)
     else:
         assert format_of(checkpoint) == "file", "only one file has one part"
-
-
-def test_last_is_the_newest_of_files_and_folders(checkpoint: Path, tmp_path: Path) -> None:
-    config = RunConfig("name", str(tmp_path))
-    for number in (1, 2):
-        folder = tmp_path / f"name/{number}/checkpoints"
-        folder.mkdir(parents=True)
-        (folder / "last.ckpt").write_bytes(b"older")
-        os.utime(folder / "last.ckpt", (number, number))
-    (tmp_path / "name/1/checkpoints/last.ckpt").unlink()
-    newest = checkpoint.rename(tmp_path / "name/1/checkpoints/last.ckpt")
-    os.utime(newest, (0, 0))  # a folder's own time does not follow its files'
-    if newest.is_dir():
-        assert newest_checkpoint(config) == newest
-    assert newest_checkpoint(config).name == "last.ckpt"
-
-
-def test_another_strategys_checkpoint_is_neither_mixed_with_nor_lost(checkpoint: Path) -> None:
-    before = format_of(checkpoint)
-    step_aside(checkpoint, is_own=True)
-    assert format_of(checkpoint) == before
-    step_aside(checkpoint, is_own=False)
-    assert not checkpoint.exists()
-    assert format_of(checkpoint.with_name("last.before0.ckpt")) == before

@@ -214,8 +214,11 @@ POSSIBLE: dict[str, Mapping[str, Any]] = {
     "all experts apart": {**mesh(ep_size="auto"), "config": DEEPSEEK},
     "half precision under DDP": {"machine": Machine("cuda", 8, precision="16-mixed")},
     "training by epochs": {"max_steps": -1, "max_epochs": 3},
-    "training by time": {"max_steps": -1, "max_time": "00:01:00:00", "module": LanguageModule(
-        optim=OptimConfig(schedule="constant", warmup=10))},  # fmt: skip
+    "training by time": {
+        "max_steps": -1,
+        "max_time": "00:01:00:00",
+        "module": LanguageModule(optim=OptimConfig(schedule="constant", warmup=10)),
+    },  # fmt: skip
     "validation after the end": {"val_check_interval": 2000},
     "a plateau": plateau(val_check_interval=1000),
     "another machine's disk": zero(stage=3, offload_optimizer=True, offload_optimizer_device="nvme"),

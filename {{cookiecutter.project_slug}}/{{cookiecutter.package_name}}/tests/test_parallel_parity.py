@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from ..checkpoint.formats import read_full
 from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers
-from .conftest import CONFIGS
+from .conftest import CONFIGS, newest
 
 MODELS = {
     "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
@@ -91,7 +91,7 @@ class Trainings:
     def test(self, model: str, strategy: str) -> dict[str, float]:
         key = ("test", model, strategy)
         if key not in self._done:
-            checkpoint = self(model, strategy).run / "checkpoints" / "last.ckpt"
+            checkpoint = newest(self(model, strategy).run)
             self._done[key] = self.run("test", model, strategy, f"--ckpt_path={checkpoint}")
         (metrics,) = self._done[key].eval("test").values()
         return metrics
@@ -202,13 +202,13 @@ def test_a_training_goes_on_from_strategy_to_strategy(train: Trainings) -> None:
     for number, strategy in enumerate(legs):
         leg = train.run("fit", "deepseek_v3", strategy, *checkpoint, callbacks=[PauseAfter(2 * number + 2)])
         assert leg.loss == pytest.approx({s: expected[s] for s in (2 * number + 1, 2 * number + 2)}, rel=1e-5), strategy
-        checkpoint = [f"--ckpt_path={leg.run / 'checkpoints' / 'last.ckpt'}"]
+        checkpoint = [f"--ckpt_path={newest(leg.run)}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", PROCESSES)
 def test_a_checkpoint_is_tested_and_predicted_from(train: Trainings, strategy: str) -> None:
-    checkpoint = train("deepseek_v3", strategy).run / "checkpoints" / "last.ckpt"
+    checkpoint = newest(train("deepseek_v3", strategy).run)
     tested = train.test("deepseek_v3", strategy)
     assert tested == pytest.approx(train.test("deepseek_v3", "one"), rel=1e-5)
     train.run("predict", "deepseek_v3", strategy, f"--ckpt_path={checkpoint}", "--data.prompts=[the]")
@@ -217,7 +217,7 @@ def test_a_checkpoint_is_tested_and_predicted_from(train: Trainings, strategy: s
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", SHARDING)
 def test_a_checkpoint_is_exported(train: Trainings, strategy: str, tmp_path: Path) -> None:
-    checkpoint = train("deepseek_v3", strategy).run / "checkpoints" / "last.ckpt"
+    checkpoint = newest(train("deepseek_v3", strategy).run)
     exported = tmp_path / "exported"
     train.run("export", "deepseek_v3", strategy, f"--checkpoint={checkpoint}", f"--output={exported}")
     weights = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).state_dict()
@@ -253,7 +253,7 @@ def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy
     exact = train("deepseek_v3", "one")
     rounded = train("deepseek_v3", strategy, "--trainer.precision=bf16-mixed")
     assert rounded.loss == pytest.approx(exact.loss, rel=2e-2)  # bf16 keeps 8 bits: 2**-8 = 0.4 % each operation
-    kept = read_full(rounded.run / "checkpoints" / "last.ckpt")["state_dict"]
+    kept = read_full(newest(rounded.run))["state_dict"]
     assert all(tensor.dtype == torch.float32 for tensor in kept.values()), "weights are kept in float32"
 
 

@@ -156,9 +156,7 @@ def test_deepspeed_reads_the_keys_that_are_known_here_and_no_other() -> None:
     assert Recorder.asked == KNOWN_KEYS
 
 
-def test_the_json_is_printed_alone_and_is_accepted_as_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_json_is_printed_alone_and_is_accepted_as_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = [f"--config={CONFIGS}/pretrain.yaml", ZERO, "--nodes=2", "--devices=8", "--trainer.precision=bf16-mixed"]
     own = ["stage=3", "offload_optimizer=true", "offload_parameters=true"]
     tool.main(["deepspeed-config", *flags, *(f"--trainer.strategy.{flag}" for flag in own)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .conftest import PACKAGE, logged, only_run, run, run_in_subprocess
+from .conftest import PACKAGE, logged, newest, only_run, run, run_in_subprocess
 
 DEEPSEEK = (
     "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
@@ -61,7 +61,7 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(
     expected, got = logged(whole, "train/loss"), logged(cut, "train/loss")
     assert got[20] == expected[20]
     assert {step: expected[step] for step in got} == got
-    states = [torch.load(r / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for r in (whole, cut)]
+    states = [torch.load(newest(r) / "checkpoint.pt", weights_only=True)["state_dict"] for r in (whole, cut)]
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
 

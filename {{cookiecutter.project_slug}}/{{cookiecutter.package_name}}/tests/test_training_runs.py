@@ -67,7 +67,7 @@ def test_validate_test_and_predict_use_the_checkpoint(
 def test_best_and_last_checkpoints_are_kept(flags: list[str], tmp_path: Path) -> None:
     assert run("fit", *flags) == 0
     names = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
-    assert names == ["best-step20.ckpt", "last.ckpt"]
+    assert names == ["best-step00000020.ckpt", "step00000020.ckpt"]
 
 
 @pytest.mark.parametrize("every", [5, 2])  # optimizer steps of 4 micro-batches each

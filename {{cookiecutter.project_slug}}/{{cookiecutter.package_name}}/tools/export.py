@@ -17,11 +17,12 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor, nn
 
+from ..checkpoint.commit import agreed
 from ..checkpoint.formats import read_full
 from ..checkpoint.resume import refuse_another_models
 from ..cli import WithoutTrainer
 from ..errors import InputError, reason
-from ..run import RunConfig, check_checkpoint, newest_checkpoint
+from ..run import RunConfig, check_checkpoint, fill_placeholders, newest_run
 
 
 def main(argv: list[str]) -> None:
@@ -37,8 +38,9 @@ def main(argv: list[str]) -> None:
         raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
     path = Path(settings.checkpoint)
     if settings.checkpoint == "last":
-        path = newest_checkpoint(RunConfig(**vars(settings.run)))
+        path = Path(fill_placeholders(cli.dirpath, newest_run(RunConfig(**vars(settings.run)), cli.dirpath)))
     check_checkpoint(path, "--checkpoint")
+    path = agreed(path)
 
     cli.datamodule.require()
     model = trained_model(cli.model, cli.datamodule, path)
