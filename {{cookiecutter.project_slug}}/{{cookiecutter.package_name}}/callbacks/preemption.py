@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ..cluster.signals import asked, job_started
 from ..cluster.vote import Vote
 from ..errors import Ended, Exit, InputError
+from .checkpoint import LastCheckpoint
 
 TIME_IS_UP = 1  # among signals' numbers; SIGHUP, whose number it is, asks for nothing
 EVERY_S = 0.25  # the ranks ask each other about so often, and not at every step of a quick model
@@ -69,6 +70,7 @@ class Preemption(Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         asked.is_answered = False  # the last checkpoint is written
+        self._vote.close()
 
     def _begin(self) -> None:
         """Anew, with boundaries of another length."""
@@ -91,14 +93,18 @@ class Preemption(Callback):
         return asked.number or (TIME_IS_UP if time.time() >= self._ends else 0)
 
     def _end(self, trainer: L.Trainer, why: int) -> None:
+        self._vote.close()
+        last = next(callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
         if trainer.validating:
             _repeat_validation(trainer)
-        trainer.save_checkpoint(f"{trainer.checkpoint_callbacks[0].dirpath}/last.ckpt")
+            last.saved_step = -1  # one of this step, made before the validation, would resume after it
+        saved = last.save_now(trainer)
         cause = f"preemption.max_time {self.max_time} is up" if why == TIME_IS_UP else signal.Signals(why).name
         raise Ended(
             Exit.REQUEUE,
-            f"{cause}: saved and stopped after step {trainer.global_step}. The same command goes on from there; "
-            f"where no scheduler gives it the run's name, with DIST_RUN_ID={os.environ.get('DIST_RUN_ID')}.",
+            f"{cause}: stopped {'and saved ' if saved else ''}after step {trainer.global_step}. The same command goes"
+            f" on from {'there' if saved else 'the newest checkpoint'}; where no scheduler gives it the run's name,"
+            f" with DIST_RUN_ID={os.environ.get('DIST_RUN_ID')}.",
         )
 
 

@@ -137,7 +137,7 @@ def main(argv: list[str]) -> int:
         for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     launcher.LocalElasticAgent = Agent
-    processes._terminate_process_handler = _stop_once
+    vars(processes)["_terminate_process_handler"] = _stop_once
     try:
         run(parse_args(argv))
         return Exit.DONE

@@ -41,3 +41,9 @@ class Vote:
         if self._group is not None:
             self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, self._group, async_op=True)
         return agreed
+
+    def close(self) -> None:
+        """Wait for the last cast: a process that ends with a collective under way may be aborted."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._group = None

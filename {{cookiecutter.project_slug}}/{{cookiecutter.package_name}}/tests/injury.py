@@ -147,6 +147,8 @@ def watched(argv: list[str]) -> int:
     from ..__main__ import main
 
     class Watch(L.Callback):
+        """Before all other callbacks: a step is done, and not yet saved."""
+
         def __init__(self) -> None:
             path = Path(os.environ[STEPS], f"steps.{os.environ['RANK']}")
             self.file = path.open("a", buffering=1)
@@ -156,11 +158,11 @@ def watched(argv: list[str]) -> int:
             self.step = step
             self.file.write(f"{time.time():.3f} {os.getpid()} {event} {step}\n")
 
-        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
             if self.step < 0:
                 self.note("batch", trainer.global_step)
 
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
             if trainer.global_step != self.step:
                 self.note("step", trainer.global_step)
 
