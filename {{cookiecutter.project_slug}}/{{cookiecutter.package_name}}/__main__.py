@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 
+from .cluster import signals
 from .cluster.watch import START_TIMEOUT_S, WATCH
 from .errors import Ended, Exit, InputError
 
@@ -72,4 +73,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if VERBS.get(" ".join(sys.argv[1:2]), ("",))[0] == ".cli":
+        signals.listen()
+    code = main(sys.argv[1:])
+    signals.ignore()
+    sys.exit(code)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 import yaml
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile, Namespace
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -31,6 +31,7 @@ from .callbacks.console import Console
 from .callbacks.goodput import Goodput
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
+from .callbacks.preemption import Preemption
 from .callbacks.random_state import RandomState
 from .callbacks.record import Record
 from .callbacks.samples import Samples
@@ -40,6 +41,7 @@ from .callbacks.training_log import TrainingLog
 from .callbacks.watchdog import Watchdog
 from .checkpoint.optimizer import ParameterNames
 from .checkpoint.resume import EveryFormat
+from .cluster import children  # noqa: F401  (how Lightning's own launcher ends)
 from .cluster.fingerprint import SameEnvironment
 from .cluster.watch import WATCH
 from .data import DataModule
@@ -63,6 +65,7 @@ ALWAYS_ON = {
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
+    "preemption": Preemption,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
     "goodput": Goodput,
@@ -143,6 +146,15 @@ class ConfigFile(ActionConfigFile):
         super().__call__(parser, cfg, values, option_string)
 
 
+def _as_launched(settings: Namespace) -> None:
+    """What a launcher knows better than the YAML, and one clock for two keys."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; with --nnodes=MIN:MAX another one after a restart
+        settings.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        settings.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.trainer.devices
+    if settings.trainer.max_time is not None:  # Lightning would stop between two accumulated micro-batches, and exit 0
+        settings.preemption.max_time, settings.trainer.max_time = settings.trainer.max_time, None
+
+
 def _folder(path: Any) -> str:
     return Path(str(path)).absolute().parent.name
 
@@ -193,6 +205,7 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         settings = self.config[self.subcommand] if self.subcommand else self.config
+        _as_launched(settings)
         run_config = RunConfig(**vars(settings.run))
         self.dirpath = dirpath = settings.last_checkpoint.dirpath
         self.run = newest_run(run_config, dirpath) if settings.get("ckpt_path") == "last" else new_run(run_config)

@@ -23,6 +23,7 @@ from lightning.pytorch.cli import LightningCLI  # noqa: E402
 
 from ..__main__ import VERBS  # noqa: E402
 from ..cli import CLI  # noqa: E402
+from ..cluster import signals  # noqa: E402
 from ..cluster.watch import WATCH  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -53,6 +54,7 @@ def serve(connection: Connection, job: Job) -> None:
         os.dup2(log.fileno(), 1)  # what libraries in C++ print goes there too
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
+        signals.listen()
         threading.Thread(target=_end_with_parent, daemon=True).start()
         _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
         answer = _attempt(job, rank)
