@@ -13,7 +13,7 @@ import traceback
 
 from .cluster import signals
 from .cluster.watch import START_TIMEOUT_S, WATCH
-from .errors import Ended, Exit, InputError
+from .errors import Ended, Exit, InputError, another_rank_is_gone, reason
 
 VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "fit": (".cli", "train, validating on the way; resumes with --ckpt_path last"),
@@ -65,6 +65,11 @@ def main(argv: list[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this node found the same
             print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
+    except RuntimeError as error:
+        if not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
+            raise
+        print(f"rank {os.environ.get('RANK', '0')}: another rank is gone ({reason(error)})", file=sys.stderr)
+        return Exit.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
