@@ -167,13 +167,15 @@ def _is_dry(trainer: Any) -> bool:
 
 
 def _failure(path: Path, error: commit.SaveError) -> str:
-    """What failed, and what there is instead; on rank 0, which alone says it, after a look at the disk."""
-    if not weights.is_rank_zero():
-        return str(error)
-    free = shutil.disk_usage(path.parent).free / 2**30
-    newest = commit.newest(path.parent)
-    stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
-    return f"{path.name} was not saved, {error} ({free:.1f} GiB are free); {stands}"
+    """What failed, and what there is instead, by rank 0's look at the disk; the same sentence on all ranks."""
+    sentence = ""
+    if weights.is_rank_zero():
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        free = shutil.disk_usage(folder).free / 2**30
+        newest = commit.newest(path.parent)
+        stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
+        sentence = f"{path.name} was not saved, {error} ({free:.1f} GiB are free); {stands}"
+    return weights.broadcast(sentence)
 
 
 class BestCheckpoint(Checkpoint):

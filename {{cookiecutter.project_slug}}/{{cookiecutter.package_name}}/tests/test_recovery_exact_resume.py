@@ -162,7 +162,7 @@ def test_it_ends_with_the_same_weights(train: Trainings, strategy: str, varied: 
 
 def position_forgotten() -> None:
     """As with a loader that keeps no state: from the epoch's start."""
-    ConsumedSamples.value = lambda self, trainer: 0  # ty: ignore[invalid-assignment]
+    ConsumedSamples.value = lambda self, trainer: 0
 
 
 def epoch_draws() -> None:
