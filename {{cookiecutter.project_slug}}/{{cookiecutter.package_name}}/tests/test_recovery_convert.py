@@ -20,7 +20,6 @@ CELLS = [
     ("zero2", "file", "ddp"),
     ("zero3", "distributed", "fsdp2"),
     ("fsdp2", "file", "zero3"),
-    ("ddp", "distributed", "zero1"),
 ]
 STEPS, HALF = 8, 4
 
