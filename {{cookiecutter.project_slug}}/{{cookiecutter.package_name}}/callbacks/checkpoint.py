@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -66,6 +67,7 @@ class LastCheckpoint(Checkpoint):
             self.saved_step = step  # training goes on from it
         if trainer.is_global_zero:
             commit.clear(self.folder)
+        _make_up_for_validation(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         # Gradients gathered so far in an accumulation window are in no checkpoint: a save there could not be resumed.
@@ -106,6 +108,18 @@ def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path
         period = keep_every_hours * 3600
         kept |= set({manifest.read(path)["time"] // period: path for path in whole}.values())
     return [path for path in steps if path not in kept]
+
+
+def _make_up_for_validation(trainer: Any) -> None:
+    """Let a resumed run begin with the validation that is due at its checkpoint's step.
+
+    The checkpoint comes before it, and Lightning passes over it: the best checkpoint, early stopping and a schedule
+    that waits for validations would never hear of it. What Lightning goes back to finish is done from the beginning.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if loop.restarting and loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        loop.val_loop.restarting = False
+        loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
 
 
 def _is_dry(trainer: Any) -> bool:
