@@ -32,6 +32,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     mesh.experts,
     zero.clipping,
     zero.offload,
+    zero.checkpoints,
     zero.configuration,
     training.blocks,
     training.batches,
