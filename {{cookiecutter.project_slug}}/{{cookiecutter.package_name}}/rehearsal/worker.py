@@ -53,7 +53,7 @@ def serve(connection: Connection, job: Job) -> None:
     """Run `job`, answer "done", "refused: …" (bad input) or its error, wait for the other ranks, and end."""
     os.environ.update(job.environment)
     # As in a process of its own: a loader's workers are then this rank's children, start at once, and end with it.
-    multiprocessing.set_start_method(None, force=True)  # ty: ignore[invalid-argument-type]
+    multiprocessing.set_start_method(None, force=True)
     rank = int(os.environ["RANK"])
     with (job.record / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)  # what libraries in C++ print goes there too

@@ -16,6 +16,14 @@ def clipping(setup: Setup) -> Iterator[str]:
         yield "trainer.gradient_clip_algorithm 'value': DeepSpeed clips by norm alone; set 'norm'"
 
 
+def asynchronous(setup: Setup) -> Iterator[str]:
+    if isinstance(setup.strategy, ZeroStrategy) and setup.saves_asynchronously:
+        yield (
+            "last_checkpoint.asynchronous true cannot be had with ZeroStrategy, which writes by collectives that"
+            " training's would meet: set it to false, or take fsdp2.yaml"
+        )
+
+
 def offload(setup: Setup) -> Iterator[str]:
     if not isinstance(strategy := setup.strategy, ZeroStrategy):
         return
