@@ -192,7 +192,8 @@ def validation_is_no_progress() -> None:
         setattr(Watchdog, hook, getattr(Callback, hook))
 
 
-@pytest.mark.parametrize("counts", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [True, False])
 def test_a_long_validation_that_lives_is_let_live(counts: bool, prepared: list[str], tmp_path: Path) -> None:
     limits = ["--watchdog.timeout_s=1.5", "--watchdog.start_timeout_s=1.5", "--trainer.limit_val_batches=8"]
     options: dict[str, Any] = {} if counts else {"prelude": validation_is_no_progress}
