@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -23,6 +24,7 @@ from lightning.pytorch.cli import LightningCLI  # noqa: E402
 
 from ..__main__ import VERBS  # noqa: E402
 from ..cli import CLI  # noqa: E402
+from ..cluster import signals  # noqa: E402
 from ..cluster.watch import WATCH  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -48,11 +50,14 @@ for _slow in (
 def serve(connection: Connection, job: Job) -> None:
     """Run `job`, answer "done", "refused: …" (bad input) or its error, wait for the other ranks, and end."""
     os.environ.update(job.environment)
+    # As in a process of its own: a loader's workers are then this rank's children, start at once, and end with it.
+    multiprocessing.set_start_method(None, force=True)  # ty: ignore[invalid-argument-type]
     rank = int(os.environ["RANK"])
     with (job.record / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)  # what libraries in C++ print goes there too
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
+        signals.listen()
         threading.Thread(target=_end_with_parent, daemon=True).start()
         _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
         answer = _attempt(job, rank)
