@@ -51,17 +51,17 @@ class Goodput(Checkpoint):
         self._first_step = trainer.global_step
         self._write(trainer)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._between = "data_wait"
         self._turn_to("productive")
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._turn_to("data_wait")
         age = self._since - self._began
         if self._since - self._written > max(LINE_S, age / 1000):
             self._write(trainer)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._turn_to("checkpoint")
         self._write(trainer)  # what comes before it is not lost
 

@@ -125,7 +125,7 @@ class Numerics(Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         if self._leaves_it_to_zero:  # DeepSpeed looks at the norm in its own step
             bad = self._decide(torch.zeros((), device=pl_module.device))
-            trainer.precision_plugin.leave_out(pl_module, bad)  # ty: ignore[unresolved-attribute]
+            trainer.precision_plugin.leave_out(pl_module, bad)  # ty: ignore[missing-attribute]
 
     def _clip_and_decide(self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any) -> None:
         clip(optimizer, **options)
@@ -165,12 +165,12 @@ class Numerics(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop._should_accumulate() or self._decided is None:
             return
-        data: Any = trainer.datamodule  # ty: ignore[unresolved-attribute]
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         decided, self._decided = self._decided, None
         decided.step, decided.rows = trainer.global_step, getattr(data, "window_rows", [])
         decided.consumed = getattr(data, "consumed_samples", 0)
         if self._leaves_it_to_zero:
-            overflowed, norm = trainer.precision_plugin.outcome(pl_module)  # ty: ignore[unresolved-attribute]
+            overflowed, norm = trainer.precision_plugin.outcome(pl_module)  # ty: ignore[missing-attribute]
             decided.values[-3], decided.values[-1] = norm, max(decided.values[-1], overflowed)
             self._act_on(trainer, decided)
         else:

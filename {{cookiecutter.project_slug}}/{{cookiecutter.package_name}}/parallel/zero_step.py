@@ -49,7 +49,8 @@ class ZeroPrecision(DeepSpeedPrecision):
         That goes the way of an overflow in fp16: gradients are cleared, weights and moments stay. Reads `bad` on the
         host; DeepSpeed reads the gradients' norm in every step anyway.
         """
-        optimizer: Any = model.trainer.model.optimizer  # ty: ignore[unresolved-attribute]
+        engine: Any = model.trainer.model
+        optimizer = engine.optimizer
         is_bad = bool(bad)
         if hasattr(optimizer, "_update_scale"):  # stages 1, 2 and 3 decide there, after the norm and before the update
             if not hasattr(optimizer, "vetoed"):
