@@ -9,9 +9,12 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=SIGUSR1@300
-# The same command under Slurm, one task per GPU; SIGUSR1 comes 300 s before the time is up:
+# The same command under Slurm, one task per GPU. SIGUSR1 comes 300 s before the time is up: the tasks save and exit with
+# 75, and the job goes back into the queue, as it does when a task is killed or hangs. Not when its input is bad.
 #   mkdir -p runs && sbatch --nodes=4 launch/slurm.sh fit --config configs/pretrain.yaml
-# Submit from the project's folder. PYTHON names the interpreter (default: .venv/bin/python).
+# Submit from the project's folder.
+#   PYTHON        interpreter (default: .venv/bin/python)
+#   MAX_REQUEUES  after so many, a job that crashed is not requeued again; a preempted one is (default: 10)
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch: sbatch launch/slurm.sh fit --config <file>}"
 
@@ -23,9 +26,24 @@ fi
 packages=(*/__main__.py)
 package=${packages[0]%/__main__.py}
 
-# A requeued job keeps its number, so it goes on in the folder it began.
+# A requeued job keeps its number, so it goes on in the folder it began; its clock starts anew.
 export DIST_RUN_ID=${DIST_RUN_ID:-slurm-$SLURM_JOB_ID}
+export DIST_JOB_STARTED=$(date +%s)
 
-# Flags stand after the --config files, which would override them.
-srun --kill-on-bad-exit=1 "${PYTHON:-.venv/bin/python}" -m "$package" "$@" \
-    --trainer.devices="$SLURM_NTASKS_PER_NODE" --trainer.num_nodes="$SLURM_JOB_NUM_NODES"
+# When one task has ended the others have 60 s to end by themselves, with the same code; --kill-on-bad-exit would kill
+# them while they save. srun exits with the highest code. Flags stand after the --config files, which would override them.
+code=0
+srun --kill-on-bad-exit=0 --wait=60 "${PYTHON:-.venv/bin/python}" -m "$package" "$@" \
+    --trainer.devices="$SLURM_NTASKS_PER_NODE" --trainer.num_nodes="$SLURM_JOB_NUM_NODES" || code=$?
+
+case $code in
+75) requeue=yes ;;                 # saved: preempted, or out of time
+71 | 13[1-9] | 14[0-9])            # a rank hung, or was killed by a signal (128 + its number)
+    [ "${SLURM_RESTART_COUNT:-0}" -lt "${MAX_REQUEUES:-10}" ] && requeue=yes || requeue=no ;;
+*) requeue=no ;;                   # done, bad input, non-finite, other machines, a bug, Ctrl-C
+esac
+echo "launch/slurm.sh: the tasks ended with code $code; requeue: $requeue"
+if [ "$requeue" = yes ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -27,6 +27,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from .cluster.signals import spare
 from .text.build import build_cache
 from .text.cache import CacheError, Corpus, Recipe, open_cache
 from .text.limits import check_numbers, check_rows
@@ -222,6 +223,7 @@ class DataModule(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
+            worker_init_fn=spare,
         )
 
     # ---- resuming ------------------------------------------------------------------------------------------

@@ -1,5 +1,9 @@
 """How a command ends: its exit codes, and the user's mistakes told in one sentence."""
 
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -14,6 +18,27 @@ class Exit(IntEnum):
     REQUEUE = 75  # all is saved, relaunch the same command: preempted, out of time, or nothing here can help
     MISMATCH = 78  # do not retry on these machines: they differ
     INTERRUPTED = 130  # Ctrl-C
+
+    @classmethod
+    def of_all(cls, codes: Iterable[int]) -> Exit:
+        """One code for a run whose processes ended with `codes`; a negative one is a signal's, as in `subprocess`.
+
+        A decision goes before an accident, and what killed a process before what its peers saw of it: they fail with 1,
+        or are aborted or terminated.
+        """
+        found = set(codes)
+        for code in DECIDED:
+            if code in found:
+                return code
+        if any(code == cls.HUNG or code < 0 and code not in (-signal.SIGABRT, -signal.SIGTERM) for code in found):
+            return cls.REQUEUE
+        if any(code > 0 for code in found):
+            return cls.FAILED
+        return cls.REQUEUE if found - {0} else cls.DONE
+
+
+# Whoever ends so knew what it did: starting it again at once helps nothing. Those that forbid a relaunch come first.
+DECIDED = (Exit.BAD_INPUT, Exit.MISMATCH, Exit.NON_FINITE, Exit.INTERRUPTED, Exit.REQUEUE)
 
 
 class Ended(Exception):
@@ -41,3 +66,9 @@ def first_line(error: BaseException) -> str:
 def reason(error: BaseException) -> str:
     """The first sentence of a message whose first line may go on for a page."""
     return first_line(error).split(". ")[0].rstrip(".")
+
+
+def another_rank_is_gone(error: BaseException | str) -> bool:
+    """Whether it only says so, in gloo's or NCCL's words: the reason stands in that rank's output."""
+    signs = ("closed by peer", "closed by remote peer", "Connection reset", "remote process exited")
+    return any(sign in str(error) for sign in signs)

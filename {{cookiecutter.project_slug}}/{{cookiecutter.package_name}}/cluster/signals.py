@@ -1,0 +1,88 @@
+"""SIGTERM and SIGUSR1 ask a run to stop; they are noted from the process's first moment on.
+
+A process that has nothing to save, because it still starts or is done already, ends at once with Exit.REQUEUE. One that
+trains goes on to the next step boundary, where callbacks/preemption.py lets all ranks decide together.
+
+No handler works. CPython's own writes the signal's number into a pipe, and does so while the main thread waits inside a
+library, in the rendezvous for instance; a thread reads it. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+from ..errors import Exit
+
+STOP = (signal.SIGTERM, signal.SIGUSR1)
+STARTED = "DIST_JOB_STARTED"  # Unix time, in seconds, at which the first process of this job started; set by launchers
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class _Asked:
+    """What came, and whether somebody answers."""
+
+    number = 0  # the first signal that came while there was something to save
+    is_answered = False  # by somebody who looks at `number` at every step boundary
+
+
+asked = _Asked()
+
+
+def job_started() -> float:
+    """Unix time; restarts by a launcher do not move it."""
+    return float(os.environ.setdefault(STARTED, str(time.time())))
+
+
+def listen() -> None:
+    """From now on, for the rest of the process; call it in the main thread, before the slow imports."""
+    job_started()
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_answer, args=(read,), name="signals", daemon=True).start()
+    for number in STOP:
+        signal.signal(number, _nothing)
+    os.register_at_fork(after_in_child=_forget)
+    if sys.platform == "linux" and "LOCAL_RANK" in os.environ:  # started by a launcher
+        # Should it be killed, a relaunch must not find us at work in the same folder: we save and leave.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def ignore() -> None:
+    """The exit code is decided: a signal changes nothing any more."""
+    for number in STOP:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def spare(_: int) -> None:
+    """A DataLoader's worker_init_fn: who signals all processes of a job must not take the last batches away."""
+    ignore()
+
+
+def _answer(read: int) -> None:
+    while True:
+        for number in os.read(read, 64):
+            if number not in STOP:
+                continue
+            if not asked.is_answered:
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    name = signal.Signals(number).name
+                    os.write(2, f"\n{name}: stopped with nothing to save; the same command goes on\n".encode())
+                os._exit(Exit.REQUEUE)
+            asked.number = asked.number or number
+
+
+def _nothing(number: int, frame: object) -> None:
+    """A Python handler must be there for CPython to write into the pipe."""
+
+
+def _forget() -> None:
+    """A forked child, which reads data for instance, is none that decides; and it shares our pipe."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,0 +1,183 @@
+"""The one helper that hurts a training: kills, stops, signals, corrupts, cuts; and sees how it goes on.
+
+    with Training(folder, argv, NPROC="2") as training:      # launch/torchrun.sh, as a user starts it
+        training.reach(10)
+        kill(training.ranks()[1])
+        assert training.end() == Exit.DONE
+
+Its ranks run this module instead of the package: the same command, and every step is written down (`Step`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PACKAGE = __name__.split(".")[0] if __name__ != "__main__" else (__package__ or "").split(".")[0]
+PROJECT = Path(__file__).parents[2]
+STEPS = "INJURY_STEPS"  # the folder where ranks write their steps down
+OF_A_LAUNCHER = ("DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "SLURM_", "INJURY")
+
+
+class Step(NamedTuple):
+    """An optimizer step that a rank finished; step 0 of a life is its first batch."""
+
+    at: float  # time.time()
+    life: str  # the process's number
+    event: str  # batch (the first of a life begins), step, end
+    step: int
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal: SIGKILL, SIGSTOP (a hang), SIGTERM …"""
+    os.kill(pid, number)
+
+
+def corrupt(checkpoint: Path, chance: random.Random) -> str:
+    """Flip one bit of one of its files, or cut one short; returns what was done."""
+    path = chance.choice([file for file in sorted(checkpoint.rglob("*")) if file.is_file() and file.stat().st_size])
+    data = bytearray(path.read_bytes())
+    at = chance.randrange(len(data))
+    if chance.random() < 0.5:
+        data[at] ^= 1 << chance.randrange(8)
+        what = f"bit of byte {at}"
+    else:
+        del data[at:]
+        what = f"bytes from {at} on"
+    path.write_bytes(data)
+    return f"{path.relative_to(checkpoint.parent)}: {what}"
+
+
+def children(pid: int) -> dict[int, int]:
+    """RANK -> pid of the ranks that the launcher `pid` has started and that live."""
+    ranks = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                ranks |= {int(word[5:]): int(entry.name) for word in environment if word.startswith(b"RANK=")}
+    return ranks
+
+
+class Training:
+    """One command under launch/torchrun.sh, with its output in `folder`/log.
+
+    Args:
+        folder: Of its own.
+        argv: A verb and its flags.
+        prefix: Words before the command: `ip netns exec …`.
+        environment: Of launch/torchrun.sh: NPROC, DIST_RUN_ID …
+    """
+
+    def __init__(self, folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **environment: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.log = folder, folder / "log"
+        watched = folder / "watched.sh"  # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
+        watched.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -u -m {PACKAGE}.tests.injury "$@"\n')
+        watched.chmod(0o755)
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
+        self.environment = inherited | {
+            "PYTHON": sys.executable,
+            "PYTHON_EXEC": str(watched),
+            "DIST_RUN_ID": folder.name,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            STEPS: str(folder),
+            **environment,
+        }
+        self.command = [*prefix, "bash", str(PROJECT / "launch" / "torchrun.sh"), *argv]
+
+    def __enter__(self) -> Training:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [*self.ranks().values(), self.launcher.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+        self.launcher.wait()
+
+    def start(self) -> Training:
+        """Also again, as a scheduler does."""
+        with self.log.open("a") as log:
+            self.launcher = subprocess.Popen(self.command, env=self.environment, cwd=PROJECT, stdout=log, stderr=log)
+        return self
+
+    def ranks(self) -> dict[int, int]:
+        return children(self.launcher.pid)
+
+    def steps(self, rank: int = 0) -> list[Step]:
+        path = self.folder / f"steps.{rank}"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        fields = [line.split() for line in lines if line.endswith("\n")]
+        return [Step(float(at), life, event, int(step)) for at, life, event, step in fields]
+
+    def wait(self, until: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            if self.launcher.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"ended with {self.launcher.poll()}, or too slow:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.01)
+
+    def reach(self, step: int, timeout_s: float = 60.0) -> Step:
+        """Wait until rank 0 has done `step`."""
+        self.wait(lambda: bool((steps := self.steps()) and steps[-1].step >= step), timeout_s)
+        return self.steps()[-1]
+
+    def end(self, timeout_s: float = 120.0) -> int:
+        """Wait for the launcher's end; its exit code."""
+        return self.launcher.wait(timeout_s)
+
+
+def watched(argv: list[str]) -> int:
+    """One rank's command, its steps written down."""
+    from ..cluster import signals
+
+    signals.listen()
+    import lightning as L
+
+    from .. import cli
+    from ..__main__ import main
+
+    class Watch(L.Callback):
+        """Before all other callbacks: a step is done, and not yet saved."""
+
+        def __init__(self) -> None:
+            path = Path(os.environ[STEPS], f"steps.{os.environ['RANK']}")
+            self.file = path.open("a", buffering=1)
+            self.step = -1
+
+        def note(self, event: str, step: int) -> None:
+            self.step = step
+            self.file.write(f"{time.time():.3f} {os.getpid()} {event} {step}\n")
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+            if self.step < 0:
+                self.note("batch", trainer.global_step)
+
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+            if trainer.global_step != self.step:
+                self.note("step", trainer.global_step)
+
+    build = cli.CLI.instantiate_trainer
+
+    def instantiate_trainer(self: Any, **options: Any) -> L.Trainer:
+        trainer: Any = build(self, **options)
+        trainer.callbacks.insert(0, Watch())
+        return trainer
+
+    cli.CLI.instantiate_trainer = instantiate_trainer
+    code = main(argv)
+    signals.ignore()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(watched(sys.argv[1:]))

@@ -1,0 +1,131 @@
+"""The launcher's exit code says what to do next: its workers here are one line of shell each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from ..cluster import torchrun
+from ..errors import Exit
+
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0, 0], Exit.DONE),
+        ([75, 75], Exit.REQUEUE),
+        ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had left
+        ([1, 65], Exit.NON_FINITE),
+        ([75, 2], Exit.BAD_INPUT),
+        ([-9, 1], Exit.REQUEUE),  # the peer's error is about the killed one
+        ([1, 71], Exit.REQUEUE),
+        ([1, -6], Exit.FAILED),
+        ([-15], Exit.REQUEUE),
+        ([3], Exit.FAILED),
+    ],
+)
+def test_one_code_stands_for_all_processes(codes: list[int], code: Exit) -> None:
+    assert Exit.of_all(codes) == code
+
+
+class Launched:
+    """torchrun in this process, with shell commands for workers that count their starts in `folder`."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture) -> None:
+        self.folder, self.capfd = folder, capfd
+
+    def run(self, *by_rank: str, restarts: int = 2, shutdown_timeout_s: int = 5) -> int:
+        cases = "".join(f"{rank}) {command};; " for rank, command in enumerate(by_rank))
+        script = f"echo >> {self.folder}/starts.$RANK; case $RANK in {cases}esac"
+        flags = [f"--nproc-per-node={len(by_rank)}", f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
+        flags += ["--rdzv-endpoint=localhost:0", "--monitor-interval=0.05", "--signals-to-handle=SIGTERM,SIGUSR1"]
+        flags += [f"--shutdown-timeout={shutdown_timeout_s}", "--no-python", "sh", "-c", script]
+        return torchrun.main(flags)
+
+    @property
+    def starts(self) -> int:
+        return len((self.folder / "starts.0").read_text().splitlines())
+
+    @property
+    def said(self) -> str:
+        return self.capfd.readouterr().err
+
+
+@pytest.fixture
+def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr(torchrun, "PEERS_S", 0.5)
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield Launched(tmp_path, capfd)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.REQUEUE, Exit.MISMATCH])
+def test_who_decided_to_end_is_not_started_again(launched: Launched, code: Exit) -> None:
+    assert launched.run(f"exit {code:d}", f"exit {code:d}") == code
+    assert launched.starts == 1 and launched.said == "", "rank 0 has said why"
+
+
+@pytest.mark.slow
+def test_torchruns_own_agent_would_start_them_again(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun.Agent, "_monitor_workers", torchrun.LocalElasticAgent._monitor_workers)
+    launched.run("exit 2")
+    assert launched.starts == 3
+
+
+def test_killed_workers_are_started_again_and_then_relaunched(launched: Launched) -> None:
+    assert launched.run("kill -9 $$$$", "exec sleep 60", restarts=1) == Exit.REQUEUE
+    assert launched.starts == 2
+    told = launched.said
+    assert "rank 0 was killed by SIGKILL; restarting, 0 more left" in told and "no restart is left" in told
+    assert "Traceback" not in told and "=====" not in told
+
+
+def test_a_failure_is_started_again_and_then_final(launched: Launched) -> None:
+    assert launched.run("exit 1", "exit 1", restarts=1) == Exit.FAILED
+    assert launched.starts == 2
+
+
+@pytest.mark.slow
+def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> None:
+    begun = time.monotonic()
+    assert launched.run("exec sleep 60", "exit 2", shutdown_timeout_s=1) == Exit.BAD_INPUT
+    assert launched.starts == 1 and "rank 1 ended with code 2" in launched.said
+    assert time.monotonic() - begun < 5
+
+
+def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launched: Launched) -> None:
+    saves = "trap 'sleep 0.5; exit 75' TERM USR1; while :; do sleep 0.05; done"
+    for at in (1.0, 1.2):
+        threading.Timer(at, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    assert launched.run(saves, saves) == Exit.REQUEUE
+    assert launched.starts == 1
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_save_in_time_are_killed_and_relaunched(launched: Launched) -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    deaf = "trap '' TERM; while :; do sleep 0.05; done"
+    assert launched.run(deaf, shutdown_timeout_s=1) == Exit.REQUEUE
+
+
+def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Any) -> int:
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lost)
+    assert launched.run("exec sleep 60") == Exit.REQUEUE
+    told = launched.said
+    assert "the rendezvous is gone" in told and "relaunch" in told and "Traceback" not in told

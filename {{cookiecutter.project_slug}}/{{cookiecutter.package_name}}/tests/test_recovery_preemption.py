@@ -1,0 +1,180 @@
+"""SIGTERM or SIGUSR1 to any of a run's processes, and the end of its time: all ranks stop and save at one step."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import Callback
+
+from ..callbacks.preemption import Preemption
+from ..checkpoint import commit
+from ..parser import as_launched
+from ..cluster.vote import Vote
+from ..errors import InputError
+from ..rehearsal.record import RunRecord
+from ..rehearsal.workers import Workers
+from .conftest import SMALL_LLAMA, run
+from .injury import children
+
+DROPOUT = f"--model.architecture={SMALL_LLAMA[:-1]}, attention_dropout: 0.1}}"
+SMALL = ["--trainer.strategy=ddp", "--data.micro_batch_size=2", "--model.optim.learning_rate=0.01"]
+
+
+class Signal(Callback):
+    """Sends `number` to its own process, on some ranks, `delay_s` after the hook of that name at a step.
+
+    Args:
+        ranks: On which.
+        hook: on_train_batch_start, on_validation_batch_end …
+        step: Optimizer steps done.
+        number: The signal.
+        delay_s: 0: at once.
+        to_children: To its data-reading processes too, as who signals a whole job does.
+    """
+
+    def __init__(
+        self, ranks: set[int], step: int, number: int, hook: str, delay_s: float = 0.0, to_children: bool = False
+    ) -> None:
+        self.ranks, self.step, self.number, self.delay_s, self.to_children = ranks, step, number, delay_s, to_children
+        vars(self)[hook] = self._send
+        self._sent = False
+
+    def _send(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        due = trainer.global_step >= self.step and not trainer.sanity_checking and not self._sent
+        if due and trainer.global_rank in self.ranks:
+            self._sent = True
+            pids = [os.getpid(), *(_children(os.getpid()) if self.to_children else ())]
+            threading.Timer(self.delay_s, lambda: [os.kill(pid, self.number) for pid in pids]).start()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Runs:
+    """Runs of one command on `num` processes: whole, or stopped and started again."""
+
+    def __init__(self, folder: Path, flags: list[str], num: int = 2) -> None:
+        self.folder, self.flags, self.num = folder, [*flags, *SMALL], num
+
+    def fit(self, name: str, *flags: str, run_id: str | None = None, **options: Any) -> RunRecord:
+        with Workers(self.num) as workers:
+            argv = ["fit", *self.flags, *flags]
+            return workers.run(argv, self.folder / name, run_id=run_id or name, timeout_s=60, **options)
+
+
+@pytest.fixture
+def runs(flags: list[str], tmp_path: Path) -> Runs:
+    run("prepare", *flags)
+    return Runs(tmp_path / "records", flags)
+
+
+def stopped(record: RunRecord, by: str) -> bool:
+    return all(answer.startswith(f"Ended: {by}: stopped and saved after step") for answer in record.answers.values())
+
+
+def same_weights(one: RunRecord, other: RunRecord) -> bool:
+    return one.end.keys() == other.end.keys() and all(torch.equal(one.end[name], other.end[name]) for name in one.end)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_none_is_lost(runs: Runs) -> None:
+    first = runs.fit("first", callbacks=[Signal({1}, 7, signal.SIGTERM, "on_train_batch_start")])
+    assert stopped(first, "SIGTERM"), first.answers
+    assert len(set(first.answers.values())) == 1, "the same step on both ranks"
+    last = max(first.loss)
+    assert 7 < last < 20 and commit.newest(first.run / "checkpoints") == first.run / f"checkpoints/step{last:08}.ckpt"
+    second = runs.fit("second", run_id="first").check()
+    whole = runs.fit("whole").check()
+    assert min(second.rows()) == last + 1 and same_weights(second, whole)
+
+
+@pytest.mark.slow
+def test_a_validation_is_left_and_done_again_after_the_resume(runs: Runs) -> None:
+    """Its step may be saved already; the learning rate depends on its result."""
+    plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
+    flags = [*plateau, "--last_checkpoint.every_n_steps=5", "--trainer.val_check_interval=5", "--data.seq_len=8"]
+    whole = runs.fit("whole", *flags).check()
+    asked = Signal({0}, 10, signal.SIGUSR1, "on_validation_batch_start")
+    first = runs.fit("first", *flags, callbacks=[asked])
+    assert stopped(first, "SIGUSR1") and max(first.loss) == 10 and 10 not in first.eval(), first.answers
+    second = runs.fit("second", *flags, run_id="first").check()
+    assert second.eval() == {step: metrics for step, metrics in whole.eval().items() if step >= 10}
+    assert second.learning_rate == {step: rate for step, rate in whole.learning_rate.items() if step > 10}
+    assert same_weights(second, whole)
+
+
+@pytest.mark.slow
+def test_time_that_is_up_stops_all_ranks(runs: Runs) -> None:
+    record = runs.fit("timed", "--preemption.max_time=00:00:00:03", "--trainer.max_steps=100000")
+    assert stopped(record, "preemption.max_time 00:00:00:03 is up"), record.answers
+
+
+def test_the_launcher_says_how_many_processes_there_are_and_both_time_limits_are_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Namespace(devices=8, num_nodes=4, max_time="00:01:00:00")
+    settings = Namespace(trainer=trainer, preemption=Namespace(max_time=None))
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    as_launched(settings)
+    assert (trainer.devices, trainer.num_nodes) == (2, 3)
+    assert (trainer.max_time, settings.preemption.max_time) == (None, "00:01:00:00")
+    with pytest.raises(InputError, match=r"preemption\.max_time"):
+        Preemption("an hour")
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_process_of_a_job_spares_those_that_read_data(runs: Runs) -> None:
+    everyone = Signal({0, 1}, 5, signal.SIGTERM, "on_train_batch_start", to_children=True)
+    record = runs.fit("first", "--data.num_workers=2", callbacks=[everyone])
+    assert stopped(record, "SIGTERM"), record.answers
+
+
+@pytest.mark.slow
+def test_thirty_signals_to_any_ranks_at_any_time_lose_no_step(runs: Runs) -> None:
+    """One run that is stopped again and again, in training and in validation; every rank within 10 s."""
+    flags = ["--trainer.max_steps=400", "--last_checkpoint.every_n_steps=50", DROPOUT]
+    whole = runs.fit("whole", *flags).check()
+    chance, last, trials = random.Random(0), 0, 0
+    while trials < 30:
+        ranks = chance.choice([{0}, {1}, {0, 1}])
+        number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
+        hook = chance.choice(["on_train_batch_start", "on_validation_start", "on_train_start"])
+        asked = Signal(ranks, last + 1 if hook != "on_train_start" else 0, number, hook, chance.uniform(0, 0.2))
+        record = runs.fit(f"trial{trials}", *flags, run_id="whole2", callbacks=[asked])
+        if record.ok:
+            break
+        trials += 1
+        assert stopped(record, number.name), (ranks, hook, record.answers)
+        steps = record.loss
+        assert min(steps, default=last + 1) == last + 1, "none twice, none left out"
+        last = max(steps, default=last)
+    assert trials == 30, "the run was too short"
+    assert same_weights(runs.fit("end", *flags, run_id="whole2").check(), whole)
+
+
+def each_for_itself() -> None:
+    """The fault that the vote is against."""
+    Vote.cast = lambda self, numbers: list(numbers)  # ty: ignore[invalid-assignment]
+
+
+@pytest.mark.slow
+def test_without_the_vote_a_signal_to_one_rank_stops_none_in_good_order(runs: Runs) -> None:
+    asked = Signal({1}, 7, signal.SIGTERM, "on_train_batch_start")
+    with Workers(2) as workers:
+        argv = ["fit", *runs.flags]
+        record = workers.run(argv, runs.folder / "red", timeout_s=12, callbacks=[asked], prelude=each_for_itself)
+    assert not record.ok and not stopped(record, "SIGTERM"), record.answers
+
+
+def test_children_finds_no_ranks_of_a_process_that_started_none() -> None:
+    assert children(os.getpid()) == {}
