@@ -50,9 +50,8 @@ class SampleLedger(Callback):
             return
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         path = Path(self.folder) / f"rank{data.rank}.jsonl"
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")  # a killed process may leave half a line
         self._file = path.open("a", encoding="utf-8")
-        self._file.write("\n" if torn else "")
+        self._file.write("\n" if self._file.tell() else "")  # a killed process may have left half a line
         self._write(
             attempt=began,
             step=trainer.global_step,
