@@ -102,7 +102,8 @@ class Numerics(Callback):
         self._in_a_row, self._first_step = 0, trainer.global_step
         self._rolled_back: list[dict[str, int]] = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
         if self._rolled_back:
-            trainer.datamodule.jump([(each["start"], each["end"]) for each in self._rolled_back])  # ty: ignore
+            data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+            data.jump([(each["start"], each["end"]) for each in self._rolled_back])
         self._leaves_it_to_zero = hasattr(trainer.precision_plugin, "leave_out")
         # Lightning calls no hook between clipping, which computes the norm, and the optimizer's kernel.
         pl_module.configure_gradient_clipping = partial(
