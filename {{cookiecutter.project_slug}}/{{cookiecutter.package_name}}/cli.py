@@ -55,9 +55,9 @@ ALWAYS_ON = {
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
-    "preemption": Preemption,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
+    "preemption": Preemption,
 }
 
 TRAINER_DEFAULTS = {

@@ -9,8 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning as L
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.signals import asked, job_started
@@ -22,8 +21,10 @@ TIME_IS_UP = 1  # among signals' numbers; SIGHUP, whose number it is, asks for n
 EVERY_S = 0.25  # the ranks ask each other about so often, and not at every step of a quick model
 
 
-class Preemption(Callback):
+class Preemption(Checkpoint):
     """Stop on SIGTERM or SIGUSR1 to any process of the run, and before the job's time is up.
+
+    A `Checkpoint` to Lightning, which calls those last: all others have seen the step that is saved.
 
     During a validation too: it is left, and done again from its start after the resume. Lightning's own handlers, which
     broadcast or save inside the handler and so deadlock unless every rank gets the signal in the same step, never run.
@@ -94,7 +95,7 @@ class Preemption(Callback):
 
     def _end(self, trainer: L.Trainer, why: int) -> None:
         self._vote.close()
-        last = next(callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
+        last = next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint))
         if trainer.validating:
             _repeat_validation(trainer)
             last.saved_step = -1  # one of this step, made before the validation, would resume after it
