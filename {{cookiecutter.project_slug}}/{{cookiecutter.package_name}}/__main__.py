@@ -12,7 +12,8 @@ import sys
 import traceback
 
 from .cluster import signals
-from .errors import Ended, Exit, InputError
+from .cluster.watch import START_TIMEOUT_S, WATCH
+from .errors import Ended, Exit, InputError, another_rank_is_gone, reason
 
 VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "fit": (".cli", "train, validating on the way; resumes with --ckpt_path last"),
@@ -20,8 +21,10 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "test": (".cli", "measure a checkpoint on the test split"),
     "predict": (".cli", "continue data.prompts with a checkpoint and write the texts down"),
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
+    "doctor": (".tools.doctor", "look for what is wrong with this machine before a training does"),
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
+    "audit": (".tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 
@@ -51,6 +54,8 @@ def main(argv: list[str]) -> int:
     if verb not in VERBS:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
         return Exit.BAD_INPUT
+    if VERBS[verb][0] == ".cli":
+        WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
         importlib.import_module(VERBS[verb][0], __package__).main(argv)
         return Exit.DONE
@@ -60,9 +65,16 @@ def main(argv: list[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this node found the same
             print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
+    except RuntimeError as error:
+        if not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
+            raise
+        print(f"rank {os.environ.get('RANK', '0')}: another rank is gone ({reason(error)})", file=sys.stderr)
+        return Exit.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
+    finally:
+        WATCH.disarm()
 
 
 if __name__ == "__main__":

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import sys
 import warnings
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
-import yaml
-from jsonargparse import ActionConfigFile, Namespace
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -28,6 +24,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from . import loggers  # noqa: F401  (makes `class_path: WandB` known)
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.goodput import Goodput
+from .callbacks.ledger import SampleLedger
+from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
 from .callbacks.random_state import RandomState
 from .callbacks.record import Record
@@ -35,9 +34,12 @@ from .callbacks.samples import Samples
 from .callbacks.summary import Summary
 from .callbacks.throughput import Throughput
 from .callbacks.training_log import TrainingLog
+from .callbacks.watchdog import Watchdog
 from .checkpoint.optimizer import ParameterNames
 from .checkpoint.resume import EveryFormat
 from .cluster import children  # noqa: F401  (how Lightning's own launcher ends)
+from .cluster.fingerprint import SameEnvironment
+from .cluster.watch import WATCH
 from .data import DataModule
 from .errors import InputError, reason
 from .module import LanguageModule
@@ -45,18 +47,24 @@ from .parallel import limits
 from .parallel.half import HalfParameters
 from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from .parallel.zero import ZeroStrategy  # noqa: F401
+from .parser import ConfigFile, Parser, as_launched
 from .run import RunConfig, check_checkpoint, fill_placeholders, goes_on, new_run, newest_run
 
 # In the order in which they are called: measure, write, show, act.
 ALWAYS_ON = {
+    "watchdog": Watchdog,
+    "same_environment": SameEnvironment,
     "random_state": RandomState,
     "parameter_names": ParameterNames,
+    "numerics": Numerics,
+    "sample_ledger": SampleLedger,
     "throughput": Throughput,
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
+    "goodput": Goodput,
     "preemption": Preemption,
 }
 
@@ -103,60 +111,6 @@ def parse(argv: list[str]) -> CLI:
     return WithoutTrainer(args=argv[1:], run=False)
 
 
-class Parser(LightningArgumentParser):
-    """Says what is wrong in one sentence, instead of behind a page of usage."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
-            raise ex
-        text = " ".join(message.split())
-        text = re.sub(
-            r"Expected a dot import path string: (\S+)",
-            r"there is no class \1; give one that this package or Lightning has, or module.Class of your own",
-            text,
-        )
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {text}; see --help for every key", file=sys.stderr)
-        sys.exit(2)
-
-
-class ConfigFile(ActionConfigFile):
-    """A --config file, whose strategy replaces an earlier one whole.
-
-    jsonargparse would let what both classes know (a timeout; between two of one class, all) go on into the next.
-    """
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        for earlier in cfg.get(self.dest) or ():
-            if _folder(earlier) == _folder(values) == "strategy":
-                raise InputError(f"--config {earlier} and --config {values} are both a strategy: give one of them")
-        if _names_a_strategy(values):
-            cfg["trainer.strategy"] = None
-        super().__call__(parser, cfg, values, option_string)
-
-
-def _as_launched(settings: Namespace) -> None:
-    """What a launcher knows better than the YAML, and one clock for two keys."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; with --nnodes=MIN:MAX another one after a restart
-        settings.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        settings.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.trainer.devices
-    if settings.trainer.max_time is not None:  # Lightning would stop between two accumulated micro-batches, and exit 0
-        settings.preemption.max_time, settings.trainer.max_time = settings.trainer.max_time, None
-
-
-def _folder(path: Any) -> str:
-    return Path(str(path)).absolute().parent.name
-
-
-def _names_a_strategy(path: str) -> bool:
-    """Whether the file says which strategy, and not only what to change in the one that is."""
-    try:
-        strategy = yaml.safe_load(Path(path).read_text(encoding="utf-8"))["trainer"]["strategy"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):  # jsonargparse says what is wrong with the file
-        return False
-    return not isinstance(strategy, dict) or "class_path" in strategy
-
-
 class CLI(LightningCLI):
     """LightningCLI with our classes, defaults and checks."""
 
@@ -194,7 +148,7 @@ class CLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         settings = self.config[self.subcommand] if self.subcommand else self.config
-        _as_launched(settings)
+        as_launched(settings)
         run_config = RunConfig(**vars(settings.run))
         self.dirpath = dirpath = settings.last_checkpoint.dirpath
         self.run = newest_run(run_config, dirpath) if settings.get("ckpt_path") == "last" else new_run(run_config)
@@ -246,6 +200,9 @@ class CLI(LightningCLI):
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         trainer.callbacks += [Record(self.run, plain), self.summary]  # ty: ignore[missing-attribute]
+        watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
+        watchdog.begin(trainer, self.run)
+        same.begin(trainer, self.run, plain, watchdog.start_timeout_s)
         return trainer
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
@@ -271,7 +228,7 @@ class CLI(LightningCLI):
         if started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
             self.datamodule.require()
         else:
-            self.datamodule.prepare()
+            self.datamodule.prepare(report=WATCH.say)
         self._refuse_the_impossible(self.model.build_config(self.datamodule))
 
     before_validate = before_test = before_predict = before_fit

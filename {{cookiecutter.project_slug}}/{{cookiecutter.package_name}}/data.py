@@ -31,7 +31,7 @@ from .cluster.signals import spare
 from .text.build import build_cache
 from .text.cache import CacheError, Corpus, Recipe, open_cache
 from .text.limits import check_numbers, check_rows
-from .text.order import WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, LazyLoader
+from .text.order import ROWS, WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, Jump, LazyLoader
 from .text.rows import PackedRows
 from .text.sources import Source, StandardLibrary
 from .text.tokenizers import ByteBPE, TokenizerSpec
@@ -101,6 +101,7 @@ class DataModule(L.LightningDataModule):
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
         self._tokens = torch.ones(())
+        self.window_rows: list[list[int]] = []  # which rows this rank has in the optimizer step, per micro-batch
 
     # ---- before training -----------------------------------------------------------------------------------
 
@@ -167,8 +168,15 @@ class DataModule(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rows = self._rows("train")
         sizes = (len(rows), self.global_batch_size, self.micro_batch_size, self.rank, self.world_size)
-        order = GlobalOrder(*sizes, self.seed, lambda: self.consumed_samples, self.repeat_first_batch)
-        return self._loader(rows, order, self.accumulation)
+        state = (lambda: self.consumed_samples, self.repeat_first_batch, lambda: self.jumps)
+        return self._loader(rows, GlobalOrder(*sizes, self.seed, *state), self.accumulation)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Keep the rows' numbers here on the host: the sample ledger and the numerics guard name samples by them."""
+        rows = batch.pop(ROWS, [])
+        if self.trainer is not None and self.trainer.training:
+            self.window_rows = [rows] if WINDOW in batch else [*self.window_rows, rows]
+        return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Add how many tokens count per micro-batch, on average over the global batch and all ranks.
@@ -224,6 +232,16 @@ class DataModule(L.LightningDataModule):
     def consumed_samples(self) -> int:
         """Sequences trained on since the run began, over all ranks and restarts."""
         return self._consumed.value(self.trainer) if self._consumed and self.trainer else 0
+
+    @property
+    def jumps(self) -> list[Jump]:
+        """Intervals of the stream of samples that nobody reads: after a roll back, those that broke training."""
+        return self._consumed.jumps if self._consumed else []
+
+    def jump(self, intervals: list[Jump]) -> None:
+        """Leave them out, before the first batch; those that have been trained on are not."""
+        if self._consumed and self.trainer:
+            self._consumed.jump(intervals, self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return self._consumed.as_state(self.trainer) if self._consumed and self.trainer else {}

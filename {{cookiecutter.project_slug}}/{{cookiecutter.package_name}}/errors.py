@@ -66,3 +66,9 @@ def first_line(error: BaseException) -> str:
 def reason(error: BaseException) -> str:
     """The first sentence of a message whose first line may go on for a page."""
     return first_line(error).split(". ")[0].rstrip(".")
+
+
+def another_rank_is_gone(error: BaseException | str) -> bool:
+    """Whether it only says so, in gloo's or NCCL's words: the reason stands in that rank's output."""
+    signs = ("closed by peer", "closed by remote peer", "Connection reset", "remote process exited")
+    return any(sign in str(error) for sign in signs)

@@ -23,9 +23,11 @@ class MetricBuffer:
         self._weights: dict[str, float] = {}
         self._host: dict[str, float] = {}
         self.latest: dict[str, float] = {}  # what the last log step wrote, for callbacks to show
+        self.newest: dict[str, Tensor] = {}  # what was added last, on this rank's device, for callbacks to act upon
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a scalar tensor without reading it."""
+        self.newest[name] = value.detach()
         value = value.detach() if weight == 1.0 else value.detach() * weight
         if name in self._sums:
             self._sums[name] += value

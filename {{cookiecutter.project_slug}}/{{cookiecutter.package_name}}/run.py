@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import secrets
-import subprocess
-import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
@@ -20,6 +16,7 @@ from typing import Any
 
 from .checkpoint import commit, manifest
 from .checkpoint.formats import format_of
+from .cluster.environment import environment
 from .errors import InputError
 
 RUN_ID = "DIST_RUN_ID"  # set by launch/*, or by the first process for those it starts: all ranks use one folder
@@ -125,35 +122,6 @@ def fill_placeholders(value: Any, run: Path) -> Any:
         pairs = value.items() if isinstance(value, dict) else vars(value).items()
         return type(value)(**{key: fill_placeholders(item, run) for key, item in pairs})
     return value
-
-
-def environment() -> dict[str, Any]:
-    """What this process runs on: command, packages, git commit, hardware."""
-    import torch
-
-    cuda = range(torch.cuda.device_count())
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "cpu_count": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(index) for index in cuda],
-        "cuda": torch.version.cuda,
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_changes": _git("status", "--short"),
-        "packages": {d.name: d.version for d in sorted(importlib.metadata.distributions(), key=lambda d: d.name)},
-    }
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of a git command, or None where there is no git or no repository."""
-    try:
-        result = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def write_record(run: Path, config_yaml: str) -> None:

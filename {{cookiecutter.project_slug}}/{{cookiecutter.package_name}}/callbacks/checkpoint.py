@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -66,6 +67,7 @@ class LastCheckpoint(Checkpoint):
             self.saved_step = step  # training goes on from it
         if trainer.is_global_zero:
             commit.clear(self.folder)
+        _make_up_for_validation(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         # Gradients gathered so far in an accumulation window are in no checkpoint: a save there could not be resumed.
@@ -108,19 +110,33 @@ def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path
     return [path for path in steps if path not in kept]
 
 
+def _make_up_for_validation(trainer: Any) -> None:
+    """Let a resumed run begin with the validation that is due at its checkpoint's step.
+
+    The checkpoint comes before it, and Lightning passes over it: the best checkpoint, early stopping and a schedule
+    that waits for validations would never hear of it. What Lightning goes back to finish is done from the beginning.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if loop.restarting and loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        loop.val_loop.restarting = False
+        loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+
 def _is_dry(trainer: Any) -> bool:
     """Whether it only tries a few batches and writes nothing (--trainer.fast_dev_run)."""
     return bool(trainer.fast_dev_run)
 
 
 def _failure(path: Path, error: commit.SaveError) -> str:
-    """What failed, and what there is instead; on rank 0, which alone says it, after a look at the disk."""
-    if not weights.is_rank_zero():
-        return str(error)
-    free = shutil.disk_usage(path.parent).free / 2**30
-    newest = commit.newest(path.parent)
-    stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
-    return f"{path.name} was not saved, {error} ({free:.1f} GiB are free); {stands}"
+    """What failed, and what there is instead, by rank 0's look at the disk; the same sentence on all ranks."""
+    sentence = ""
+    if weights.is_rank_zero():
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        free = shutil.disk_usage(folder).free / 2**30
+        newest = commit.newest(path.parent)
+        stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
+        sentence = f"{path.name} was not saved, {error} ({free:.1f} GiB are free); {stands}"
+    return weights.broadcast(sentence)
 
 
 class BestCheckpoint(Checkpoint):

@@ -26,7 +26,7 @@ class Preemption(Checkpoint):
 
     A `Checkpoint` to Lightning, which calls those last: all others have seen the step that is saved.
 
-    During a validation too: it is left, and done again from its start after the resume. Lightning's own handlers, which
+    During a validation too: it is left, and a resume makes up for it. Lightning's own handlers, which
     broadcast or save inside the handler and so deadlock unless every rank gets the signal in the same step, never run.
 
     Args:
@@ -96,9 +96,6 @@ class Preemption(Checkpoint):
     def _end(self, trainer: L.Trainer, why: int) -> None:
         self._vote.close()
         last = next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint))
-        if trainer.validating:
-            _repeat_validation(trainer)
-            last.saved_step = -1  # one of this step, made before the validation, would resume after it
         saved = last.save_now(trainer)
         cause = f"preemption.max_time {self.max_time} is up" if why == TIME_IS_UP else signal.Signals(why).name
         raise Ended(
@@ -107,19 +104,6 @@ class Preemption(Checkpoint):
             f" on from {'there' if saved else 'the newest checkpoint'}; where no scheduler gives it the run's name,"
             f" with DIST_RUN_ID={os.environ.get('DIST_RUN_ID')}.",
         )
-
-
-def _repeat_validation(trainer: L.Trainer) -> None:
-    """What is saved now resumes with this validation, from its first batch.
-
-    Lightning goes on with a validation in which a batch had been started and not finished; with none finished, that is
-    all of it. Metrics gathered so far are in no checkpoint.
-    """
-    progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    finished_before = progress.total.ready - progress.current.ready
-    for counter, finished in ((progress.total, finished_before), (progress.current, 0)):
-        counter.ready = counter.started = finished + 1
-        counter.processed = counter.completed = finished
 
 
 def _nothing(*_: Any) -> None:

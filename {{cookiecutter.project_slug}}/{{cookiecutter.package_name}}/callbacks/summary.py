@@ -13,7 +13,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..checkpoint import commit
-from ..errors import InputError
+from ..errors import Ended, InputError
+from . import goodput
 from .checkpoint import LastCheckpoint
 
 
@@ -43,11 +44,14 @@ class Summary(Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Say how to go on, where there is something to go on from; the error itself is told elsewhere."""
+        if trainer.state.fn != "fit" or isinstance(exception, InputError | Ended):
+            return
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
-        refused = isinstance(exception, InputError)
-        if trainer.state.fn == "fit" and not refused and any(commit.newest(saver.folder) for saver in savers):
-            print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}")
-            print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
+        if any(commit.newest(saver.folder) for saver in savers):
+            print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}", flush=True)
+            environment: Any = trainer.strategy.cluster_environment if trainer.world_size > 1 else None
+            if environment is None or not environment.creates_processes_externally:  # a launcher has its own command
+                print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
 
     @rank_zero_only
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -65,6 +69,8 @@ class Summary(Callback):
             print("a sample of what it writes:")
             newest = samples.read_text(encoding="utf-8").rsplit("--- step ", 1)[-1].split("\n", 1)[-1]
             print("\n".join("  | " + line for line in newest.rstrip().splitlines()))
+        if seconds := goodput.read(self.folder):
+            print(f"goodput           {goodput.describe(seconds)}")
         print(f"everything is in  {self.folder}")
         print(f"watch it          tensorboard --logdir {self.folder}")
         print(f"measure it        {_command('test')} --ckpt_path last")

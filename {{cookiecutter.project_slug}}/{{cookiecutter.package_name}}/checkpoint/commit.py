@@ -105,15 +105,19 @@ def finish(path: Path, about: dict[str, Any], trouble: str | None = None, group:
 
 
 def disk_trouble(write: Callable[[], object]) -> str | None:
-    """Call `write`; why the disk refused, None where it did not. Whatever else goes wrong is raised."""
+    """Call `write`; which rank's disk refused and why, None where none did. Whatever else goes wrong is raised."""
     try:
         write()
     except (OSError, RuntimeError, CheckpointException) as error:
-        # torch's distributed format collects all ranks' errors into one, which is no Exception.
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if not all(isinstance(cause, OSError) or _is_of_torchs_writer(cause) for cause in causes):
+        causes: dict[int, BaseException] = {_rank(None): error}
+        if isinstance(error, CheckpointException):  # torch's distributed format tells it on every rank
+            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        if not all(isinstance(cause, OSError) or _is_of_torchs_writer(cause) for cause in causes.values()):
             raise
-        return reason(causes[0]) if isinstance(causes[0], OSError) else "a file could not be written to its end"
+        rank, cause = next(iter(causes.items()))
+        return (
+            f"rank {rank}: {reason(cause) if isinstance(cause, OSError) else 'a file could not be written to its end'}"
+        )
     return None
 
 
@@ -277,6 +281,6 @@ def _agree(trouble: str | None, value: Any, group: Any) -> list[Any]:
         SaveError: on all ranks, one of them has met trouble.
     """
     answers = _gather((trouble, value), group)
-    if told := [f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why]:
+    if told := [why for why, _ in answers if why]:
         raise SaveError(told[0])
     return [value for _, value in answers]

@@ -55,7 +55,8 @@ def save(engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bo
             refused.append(error)
 
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    with patch.object(engine.checkpoint_engine, "save", note):
+    no_scripts = patch.object(engine, "_copy_recovery_script", lambda folder: None)  # `export` does what they do
+    with patch.object(engine.checkpoint_engine, "save", note), no_scripts:
         engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
     if refused:
         raise refused[0]

@@ -1,1 +1,1 @@
-"""What holds the processes of one run together: starting them, stopping them, agreeing."""
+"""What holds the processes of one run together: starting them, comparing them, watching them, stopping them."""

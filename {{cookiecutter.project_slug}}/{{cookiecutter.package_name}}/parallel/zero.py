@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -31,6 +29,7 @@ from ..errors import InputError
 from . import deepspeed_config as config_file
 from . import weights
 from .build_locks import clear_stale_build_locks
+from .zero_step import ZeroPrecision
 
 for expected in (
     ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
@@ -251,29 +250,6 @@ class ZeroStrategy(DeepSpeedStrategy):
             with as_data(*zero_format.classes()):
                 return super().load_checkpoint(path, weights_only)
         return load_foreign(self, path)
-
-
-class ZeroPrecision(DeepSpeedPrecision):
-    """Leaves to DeepSpeed what it does itself: casting parameters, clipping, and the mean over an accumulation."""
-
-    def __init__(self, precision: Any, autocast: bool) -> None:
-        super().__init__(precision)
-        if autocast:
-            self._desired_dtype = torch.float32  # weights and inputs stay; operations choose
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return module  # DeepSpeed casts parameters, and keeps buffers such as rotary frequencies in fp32
-
-    def backward(self, tensor: Tensor, model: L.LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)  # Lightning has divided
-
-    def _after_closure(self, model: L.LightningModule, optimizer: Any) -> None:
-        engine: Any = model.trainer.model
-        if engine.is_gradient_accumulation_boundary():
-            super()._after_closure(model, optimizer)  # on_before_optimizer_step, once per optimizer step
-
-    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed clips what it has reduced. In stage 1, `.grad` holds this rank's share until then."""
 
 
 def _materialize(tensor: Tensor, device: torch.device) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import another_rank_is_gone
+
 Event = dict[str, Any]
 
 
@@ -147,4 +149,4 @@ def _read(path: Path) -> list[Event]:
 
 def _is_echo(text: str) -> bool:
     """Whether an error only says that another rank is gone."""
-    return text.startswith("stopped:") or any(sign in text for sign in ("closed by peer", "Connection reset", "gloo"))
+    return text.startswith("stopped:") or "gloo" in text or another_rank_is_gone(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -24,6 +25,7 @@ from lightning.pytorch.cli import LightningCLI  # noqa: E402
 from ..__main__ import VERBS  # noqa: E402
 from ..cli import CLI  # noqa: E402
 from ..cluster import signals  # noqa: E402
+from ..cluster.watch import WATCH  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
 from .recorder import Recorder  # noqa: E402
 from .workers import Job  # noqa: E402
@@ -48,6 +50,8 @@ for _slow in (
 def serve(connection: Connection, job: Job) -> None:
     """Run `job`, answer "done", "refused: …" (bad input) or its error, wait for the other ranks, and end."""
     os.environ.update(job.environment)
+    # As in a process of its own: a loader's workers are then this rank's children, start at once, and end with it.
+    multiprocessing.set_start_method(None, force=True)  # ty: ignore[invalid-argument-type]
     rank = int(os.environ["RANK"])
     with (job.record / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)  # what libraries in C++ print goes there too
@@ -55,13 +59,19 @@ def serve(connection: Connection, job: Job) -> None:
         sys.stdout = sys.stderr = log
         signals.listen()
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        faulthandler.dump_traceback_later(max(1.0, job.timeout_s - 3), file=log)
+        _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
         answer = _attempt(job, rank)
         connection.send(answer)
         if answer == "done":  # after an error the others must not wait: they notice the closed sockets
             with contextlib.suppress(EOFError, OSError):
                 connection.recv()  # rank 0 keeps the store that the others still need
     os._exit(0)  # the libraries' farewells could wait for ranks that are gone
+
+
+def _dump_stacks_after(seconds: float, log: Any) -> None:
+    timer = threading.Timer(seconds, faulthandler.dump_traceback, (log,))  # faulthandler's own timer is the watchdog's
+    timer.daemon = True
+    timer.start()
 
 
 def _attempt(job: Job, rank: int) -> str:
@@ -80,6 +90,8 @@ def _attempt(job: Job, rank: int) -> str:
         traceback.print_exc()
         kind = "refused" if isinstance(error, InputError) else type(error).__name__
         return " ".join([f"{kind}: {first_line(error)}", *getattr(error, "__notes__", [])])
+    finally:
+        WATCH.disarm()
 
 
 def _last_line(job: Job, rank: int) -> str:

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 
 from ..callbacks.preemption import Preemption
 from ..checkpoint import commit
-from ..cli import _as_launched
+from ..parser import as_launched
 from ..cluster.vote import Vote
 from ..errors import InputError
 from ..rehearsal.record import RunRecord
@@ -124,7 +124,7 @@ def test_the_launcher_says_how_many_processes_there_are_and_both_time_limits_are
     settings = Namespace(trainer=trainer, preemption=Namespace(max_time=None))
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    _as_launched(settings)
+    as_launched(settings)
     assert (trainer.devices, trainer.num_nodes) == (2, 3)
     assert (trainer.max_time, settings.preemption.max_time) == (None, "00:01:00:00")
     with pytest.raises(InputError, match=r"preemption\.max_time"):

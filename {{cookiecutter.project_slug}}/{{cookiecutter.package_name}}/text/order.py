@@ -9,11 +9,14 @@ The rows of the train split, shuffled anew for each pass, make one endless strea
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
 So a run resumes on another number of ranks with exactly the samples that it has not seen.
+
+A jump is an interval [start, end) of the stream that nobody reads: what follows moves up. It counts as not consumed, so
+sample number `consumed` stands at `stream_position(consumed, jumps)`. callbacks/numerics.py jumps what broke training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -26,6 +29,9 @@ from torch.utils.data import DataLoader, Sampler
 PADDING = -1  # an index that stands for no row: its labels are ignored
 NOT_COUNTED = -100  # a label that cross_entropy ignores
 WINDOW = "window_tokens"  # key of a window's first batch
+ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
+
+Jump = tuple[int, int]
 
 
 class GlobalOrder(Sampler[list[int]]):
@@ -45,6 +51,7 @@ class GlobalOrder(Sampler[list[int]]):
         seed: int = 0,
         consumed: Callable[[], int] = lambda: 0,
         repeat_first_batch: bool = False,
+        jumps: Callable[[], list[Jump]] = list,
     ) -> None:
         self.num_rows = num_rows
         self.global_batch_size = global_batch_size
@@ -54,6 +61,7 @@ class GlobalOrder(Sampler[list[int]]):
         self.seed = seed
         self.consumed = consumed
         self.repeat_first_batch = repeat_first_batch
+        self.jumps = jumps
 
     def __len__(self) -> int:
         accumulation = self.global_batch_size // (self.micro_batch_size * self.world_size)
@@ -69,16 +77,35 @@ class GlobalOrder(Sampler[list[int]]):
             yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
 
     def _entries(self, position: int, count: int) -> list[int]:
-        """`count` entries of the stream from `position` on."""
-        epoch, offset = divmod(position, self.num_rows)
-        entries = _permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
-        if len(entries) < count:
-            entries += self._entries((epoch + 1) * self.num_rows, count - len(entries))
-        return entries
+        """`count` entries of the stream, without what is jumped, from the `position`-th on."""
+        jumps = self.jumps()
+        places = [divmod(stream_position(position + i, jumps), self.num_rows) for i in range(count)]
+        return [int(permutation(self.num_rows, self.seed, epoch)[offset]) for epoch, offset in places]
+
+
+def stream_position(consumed: int, jumps: Iterable[Jump]) -> int:
+    """Where in the stream the sample stands that is read after `consumed` others; `jumps` are sorted and disjoint."""
+    position = consumed
+    for start, end in jumps:
+        if position >= start:
+            position += end - start
+    return position
+
+
+def with_jumps(jumps: Iterable[Jump], more: Iterable[Jump]) -> list[Jump]:
+    """All of them, sorted, those that touch made one."""
+    merged: list[Jump] = []
+    for start, end in sorted((int(start), int(end)) for start, end in [*jumps, *more]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
 
 
 @lru_cache(maxsize=2)
-def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """(num_rows,) the rows in the order of that pass."""
     rows = np.arange(num_rows, dtype=np.uint32 if num_rows < 2**32 else np.uint64)
     np.random.default_rng((seed, epoch)).shuffle(rows)
     return rows
@@ -137,7 +164,8 @@ class ConsumedSamples(Callback):
         self._samples_per_batch = samples_per_batch  # over all ranks
         self._base = processed_batches * samples_per_batch
         self._base_batches = processed_batches
-        self._loaded: dict[str, int] = {}
+        self._loaded: dict[str, Any] = {}
+        self.jumps: list[Jump] = []
 
     @classmethod
     def attach(cls, trainer: Any, global_batch_size: int, samples_per_batch: int) -> ConsumedSamples:
@@ -149,15 +177,21 @@ class ConsumedSamples(Callback):
     def value(self, trainer: Trainer) -> int:
         return self._base + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
 
-    def as_state(self, trainer: Trainer) -> dict[str, int]:
+    def as_state(self, trainer: Trainer) -> dict[str, Any]:
         return {
             "consumed_samples": self.value(trainer),
             "global_batch_size": self._global_batch_size,
             "samples_per_batch": self._samples_per_batch,
+            "jumps": [list(jump) for jump in self.jumps],
         }
 
-    def load(self, state: dict[str, int]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         self._loaded = state
+
+    def jump(self, jumps: Iterable[Jump], trainer: Trainer) -> None:
+        """Leave these intervals out from now on; what was read before stays read. Before the first batch is wanted."""
+        now = stream_position(self.value(trainer), self.jumps)
+        self.jumps = with_jumps(self.jumps, (jump for jump in jumps if jump[0] >= now))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Now the trainer's own counters are restored, and no batch has been asked for yet."""
@@ -167,6 +201,7 @@ class ConsumedSamples(Callback):
         if before != (self._global_batch_size, self._samples_per_batch):
             _rescale(_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch)
         self._base, self._base_batches = self._loaded["consumed_samples"], _progress(trainer).total.processed
+        self.jumps = with_jumps(self._loaded.get("jumps", ()), ())
         self._loaded = {}
 
 

@@ -5,12 +5,13 @@ Shapes: B sequences, T tokens of a sequence; ids are int64.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from .order import NOT_COUNTED, PADDING
+from .order import NOT_COUNTED, PADDING, ROWS
 
 
 class PackedRows(Dataset):
@@ -27,15 +28,15 @@ class PackedRows(Dataset):
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.seq_len
 
-    def __getitems__(self, rows: list[int]) -> dict[str, Tensor]:
-        """The batch of these rows; DataLoader calls this once per batch."""
+    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
+        """The batch of these rows, and their numbers; DataLoader calls this once per batch."""
         index = np.asarray(rows)  # (B,)
         starts = np.where(index == PADDING, 0, index)[:, None] * self.seq_len  # a padding row reads any row
         window = self.tokens[starts + np.arange(self.seq_len + 1)].astype(np.int64)  # (B, T+1)
         inputs, labels = window[:, :-1], window[:, 1:].copy()  # (B, T) each
         labels[index == PADDING] = NOT_COUNTED
         batch = {"input_ids": inputs, "labels": labels, "position_ids": self.positions(inputs)}
-        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()}
+        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()} | {ROWS: rows}
 
     def positions(self, inputs: np.ndarray) -> np.ndarray:
         """(B, T), counted from each document's start; attention tells documents apart by it."""

@@ -1,0 +1,121 @@
+"""Tells `cluster/watch.py` how training goes on, and gives every process group a time limit."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from ..cluster.watch import WATCH
+
+LATER_S = 60.0  # than the watchdog, which can say more, a collective gives up
+
+
+class Watchdog(Callback):
+    """End a training that stands still, with the stacks of all threads and the name of the rank that did not arrive.
+
+    Progress is a batch of training or validation, forward or backward of it, the begin of a checkpoint. What takes
+    longer in one piece, as writing a very large checkpoint may, needs a higher limit.
+
+    Args:
+        timeout_s: Seconds without progress after which training is ended, with exit code 71. 0 turns it off.
+        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0 turns it off.
+    """
+
+    def __init__(self, timeout_s: float = 600.0, start_timeout_s: float = 1800.0) -> None:
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        self._step = self._batch = -1
+        self._eval_batch = -1
+
+    def begin(self, trainer: L.Trainer, run: Path) -> None:
+        """Watch from now on. `run` is the run's folder."""
+        WATCH.arm(self.start_timeout_s, run / "stacks")
+        WATCH.position = lambda phase: self._position(trainer, phase)
+
+    def _position(self, trainer: L.Trainer, phase: str) -> str:
+        """In words; called when all is over, from another thread."""
+        if trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting:
+            return f"validation at step {trainer.global_step}, batch {self._eval_batch + 1}, {phase}"
+        step, batch, fetches = self._step, self._batch, phase == "in its data loader"
+        if step < 0 and not fetches:
+            return f"start-up, {phase}"
+        if fetches:
+            step, batch = trainer.global_step + 1, batch + 1
+        return f"step {step}, micro-batch {batch % trainer.accumulate_grad_batches + 1}, {phase}"
+
+    # ---- progress ----------------------------------------------------------------------------------------------------
+
+    def _beat(self, *args: Any, **kwargs: Any) -> None:
+        WATCH.beat()
+
+    on_before_backward = on_after_backward = on_before_optimizer_step = _beat
+    on_save_checkpoint = on_load_checkpoint = on_validation_end = on_test_end = on_predict_end = _beat
+    teardown = _beat
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        WATCH.beat()
+        if WATCH.ends:  # the error is another rank's end: the reason is being told, and the exit code with it
+            time.sleep(10)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._step, self._batch = trainer.global_step + 1, batch_idx
+        WATCH.beat()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        WATCH.beat()
+        if WATCH.limit_s != self.timeout_s and not trainer.fit_loop._should_accumulate():
+            self._started(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._eval_batch = batch_idx
+        WATCH.beat()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        WATCH.beat()
+        if WATCH.limit_s != self.timeout_s and trainer.state.fn != TrainerFn.FITTING:
+            self._started(trainer)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    # ---- limits ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        WATCH.beat()
+        self._limit_groups(trainer, max(self.timeout_s, self.start_timeout_s))
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.setup(trainer, pl_module, "fit")  # the strategy, or DeepSpeed, has made more of them
+
+    on_train_start = on_fit_start
+
+    def _started(self, trainer: L.Trainer) -> None:
+        """What is built and compiled once is: from here on a step should take as long as the next."""
+        WATCH.limit_s = self.timeout_s
+        self._limit_groups(trainer, self.timeout_s)
+
+    def _limit_groups(self, trainer: L.Trainer, limit_s: float) -> None:
+        """Of all process groups: torch gives one limit to the first, and half an hour to every later one.
+
+        A `timeout` of the strategy that is not Lightning's default rules; else the watchdog's own and a minute more.
+        """
+        if not dist.is_initialized():
+            return
+        asked = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
+        limit = timedelta(seconds=limit_s + LATER_S) if asked == default_pg_timeout and limit_s else asked
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a backend that is neither gloo nor NCCL knows no limit
+            for group in list(dist.distributed_c10d._world.pg_map):
+                dist.distributed_c10d._set_pg_timeout(limit, group)

@@ -1,0 +1,128 @@
+"""All ranks run the same: compared before the first collective, and told in one table where they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from ..errors import Ended, Exit
+from .environment import comparable, digest
+from .meeting import Meeting, before_first_collective
+from .watch import START_TIMEOUT_S
+
+NOTHING = "-"
+WIDTH = 60  # characters of a value in the table
+
+
+class SameEnvironment(Callback):
+    """End with exit code 78, on every rank, where packages, Python, CUDA, NCCL, driver, GPUs, git commit and changes,
+    configuration, data or environment variables differ between ranks.
+
+    Args:
+        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as `variables`.
+    """
+
+    def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (nothing changes it)
+        self.ignore = ignore
+
+    def begin(self, trainer: Any, run: Path, config: dict[str, Any], timeout_s: float) -> None:
+        """Compare when all ranks have been started, and wait `timeout_s` for them; 0: as long as by default.
+
+        Args:
+            trainer: Whose first collective it is to precede.
+            run: The run's folder, which ranks started by hand may each have chosen for themselves.
+            config: Every key resolved, of plain types.
+            timeout_s: In seconds.
+        """
+
+        def act(meeting: Meeting) -> None:
+            self.compare(meeting, own_facts(run, config, trainer.datamodule))
+
+        before_first_collective(trainer, timeout_s or START_TIMEOUT_S, act)
+
+    def compare(self, meeting: Meeting, own: dict[str, Any]) -> None:
+        """Collective, through the store: digests first, and the values of what differs.
+
+        Args:
+            meeting: Of all ranks.
+            own: What this rank has: group -> value, or -> name -> value.
+
+        Raises:
+            Ended: on every rank, when they differ.
+        """
+        own = {group: self._without_ignored(group, value) for group, value in own.items() if group not in self.ignore}
+        meeting.put("digests", {group: digest(value) for group, value in own.items()})
+        if meeting.rank == 0:
+            all_digests = meeting.get("digests")
+            groups = sorted({group for digests in all_digests for group in digests})
+            differ = [g for g in groups if len({digests.get(g) for digests in all_digests}) > 1]
+            meeting.announce("differ", differ)
+        else:
+            differ = meeting.hear("differ")
+        if not differ:
+            return
+        meeting.put("values", {group: own.get(group) for group in differ})
+        if meeting.rank:
+            raise Ended(Exit.MISMATCH, f"rank {meeting.rank} runs something else than other ranks; rank 0 tells what")
+        raise Ended(Exit.MISMATCH, table(meeting.get("values")))
+
+    def _without_ignored(self, group: str, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: one for name, one in value.items() if f"{group}.{name}" not in self.ignore}
+
+
+def own_facts(run: Path, config: dict[str, Any], datamodule: Any) -> dict[str, Any]:
+    """What this rank runs; `datamodule` has opened its cache of tokens."""
+    leaves = {key: str(value).replace(str(run), "{run}") for key, value in flat(config).items()}
+    manifest = getattr(getattr(datamodule, "_corpus", None), "manifest", None)
+    return {**comparable(), "run_folder": str(run), "config": leaves, "data": flat(manifest or {})}
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of nested dictionaries."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value} if prefix else {}
+    return {k: v for name, one in value.items() for k, v in flat(one, f"{prefix}.{name}".lstrip(".")).items()}
+
+
+def table(values: list[dict[str, Any]]) -> str:
+    """Key, and which ranks have what, of the keys that differ; `values` are those of each rank."""
+    rows = []
+    for group in values[0]:
+        of_ranks = [value[group] for value in values]
+        if all(isinstance(value, dict) for value in of_ranks):
+            names = sorted({name for value in of_ranks for name in value})
+            columns = {f"{group}.{name}": [value.get(name, NOTHING) for value in of_ranks] for name in names}
+        else:
+            columns = {group: of_ranks}
+        for key, column in columns.items():
+            texts = [_short(one) for one in column]
+            if len({str(one) for one in column}) == 1:
+                continue
+            ranks: dict[str, list[int]] = {}
+            for rank, one in enumerate(column):
+                ranks.setdefault(str(one), []).append(rank)
+            rows += [(key, _spans(there), texts[there[0]]) for there in ranks.values()]
+    width, ranks_width = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    lines = [f"  {key:<{width}}  {ranks:<{ranks_width}}  {text}" for key, ranks, text in rows]
+    head = "these ranks do not run the same; make it so, or allow a difference: --same_environment.ignore '[KEY, …]'"
+    return "\n".join([head, f"  {'key':<{width}}  {'ranks':<{ranks_width}}  have", *lines])
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+
+
+def _spans(ranks: list[int]) -> str:
+    """0, 1, 2, 5 -> "0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -1,0 +1,165 @@
+"""Where all ranks meet before their first collective: in the store that the process group will be built with.
+
+A collective fails obscurely, or never ends, when a rank is missing or is not like the others. A store answers: it is
+known who has come, and what they bring can be compared. torch makes it in `init_process_group`; here it is made a
+moment earlier, at the same address, for torch to share. Works under every launcher that Lightning knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Ended, Exit
+from .watch import WATCH
+
+
+@dataclass
+class Meeting:
+    """All ranks of a training, once they are there.
+
+    Args:
+        store: Which they share; rank 0's process holds it, or torchrun's agent.
+        rank: Of this process.
+        world_size: Number of ranks.
+        timeout_s: How long one waits for another.
+    """
+
+    store: Any
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def put(self, key: str, value: Any) -> None:
+        """Show the others this rank's `value`, plain."""
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+
+    def get(self, key: str) -> list[Any]:
+        """Every rank's value, for rank 0.
+
+        Raises:
+            Ended: some have not come.
+        """
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+        except dist.DistStoreError:
+            missing = [rank for rank, one in enumerate(keys) if not self.store.check([one])]
+            sentence = _missing(missing, self.world_size, self.timeout_s)
+            self.store.set("meeting/ends", sentence)
+            raise Ended(Exit.HUNG, sentence) from None
+        return [json.loads(value) for value in self.store.multi_get(keys)]
+
+    def announce(self, key: str, value: Any) -> None:
+        """Rank 0 tells all the others."""
+        self.store.set("meeting/" + key, json.dumps(value))
+        self.store.set("meeting/ends", "")
+
+    def hear(self, key: str) -> Any:
+        """What rank 0 announces.
+
+        Raises:
+            Ended: it has found that some ranks have not come, or is gone.
+        """
+        try:
+            self.store.wait(["meeting/ends"], timedelta(seconds=self.timeout_s + 5))
+            sentence = self.store.get("meeting/ends").decode()
+        except RuntimeError:  # torch's DistStoreError and DistNetworkError
+            sentence = _missing([0], self.world_size, self.timeout_s)
+        if sentence:
+            raise Ended(Exit.HUNG, sentence)
+        return json.loads(self.store.get("meeting/" + key))
+
+
+def before_first_collective(trainer: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
+    """Let `act` be called when all ranks of `trainer` have been started and none has communicated yet."""
+    strategy = trainer.strategy
+    setup_environment = strategy.setup_environment
+
+    def meet_first() -> None:
+        if getattr(strategy, "cluster_environment", None) is not None and not dist.is_initialized():
+            strategy.set_world_ranks()
+            if strategy.world_size > 1:
+                if strategy.root_device.type == "cuda":
+                    torch.cuda.set_device(strategy.root_device)  # or looking at the GPUs would take memory of the first
+                _meet(strategy, timeout_s, act)
+        setup_environment()
+
+    strategy.setup_environment = meet_first
+
+
+def _meet(strategy: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
+    rank, world_size = strategy.global_rank, strategy.world_size
+    limit_s, WATCH.limit_s = WATCH.limit_s, 0.0  # the meeting has its own, which names who is missing
+    meeting = Meeting(_store(strategy, rank, world_size, timeout_s), rank, world_size, timeout_s)
+    meeting.store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
+    act(meeting)
+    first = rank - strategy.local_rank
+    neighbours = [r for r in range(first, min(first + strategy.num_processes, world_size)) if r != rank]
+    WATCH.introduce(meeting.store, rank, world_size, _open(meeting.store, neighbours))
+    WATCH.beat()
+    WATCH.limit_s = limit_s
+
+
+def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """As torch.distributed.rendezvous would, but waiting for nobody: so it can be said who is missing.
+
+    Raises:
+        Ended: rank 0 is not there.
+    """
+    environment = strategy.cluster_environment
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = environment.main_address, environment.main_port
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            world_size,
+            is_master=rank == 0 and not agents,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=not agents,
+        )
+    except dist.DistNetworkError as error:
+        if rank == 0:
+            raise
+        sentence = f"{_missing([0], world_size, timeout_s)} (at {address}:{port})"
+        raise Ended(Exit.HUNG, sentence) from error
+    # The agent's store outlives a restart, and what was said before it.
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store) if agents else store
+
+
+def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
+    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return (
+        f"{who} of {world_size} did not come within {timeout_s:g} s: look at the end of their logs, and whether their"
+        " nodes reach rank 0's; watchdog.start_timeout_s is how long a start may take"
+    )
+
+
+def _host() -> str:
+    """This machine, or the container on it in which a process number means something."""
+    namespace = ""
+    with suppress(OSError):  # no Linux
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{platform.node()}{namespace}"
+
+
+def _open(store: Any, ranks: list[int]) -> dict[int, int]:
+    """Rank -> a descriptor of its process, of those on this host; it never comes to mean another process."""
+    peers: dict[int, int] = {}
+    for rank in ranks if hasattr(os, "pidfd_open") else ():
+        host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
+        if host == _host():
+            with suppress(OSError):  # it is gone already, which others will notice
+                peers[rank] = os.pidfd_open(int(pid))
+    return peers
