@@ -18,9 +18,9 @@ from lightning.pytorch import Callback
 
 from ..callbacks.preemption import Preemption
 from ..checkpoint import commit
-from ..parser import as_launched
 from ..cluster.vote import Vote
 from ..errors import InputError
+from ..parser import as_launched
 from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers
 from .conftest import SMALL_LLAMA, run
