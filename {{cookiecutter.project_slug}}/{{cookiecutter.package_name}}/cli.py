@@ -62,10 +62,10 @@ ALWAYS_ON = {
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
-    "preemption": Preemption,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
     "goodput": Goodput,
+    "preemption": Preemption,
 }
 
 TRAINER_DEFAULTS = {

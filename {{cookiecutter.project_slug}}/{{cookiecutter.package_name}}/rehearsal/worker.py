@@ -17,6 +17,7 @@ from typing import Any
 
 # Before torch and DeepSpeed look: no GPU, one thread per rank, no compilation of kernels.
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+os.environ["TORCH_WARM_POOL"] = "0"  # no processes of torch's compiler beside the one that is forked from
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
@@ -33,6 +34,7 @@ from .workers import Job  # noqa: E402
 # What most trainings import on their way, from modules that load themselves lazily.
 for _slow in (
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine; brings torch's compiler, two seconds
     "torch.distributed.fsdp",
     "torch.profiler",
     "torch.utils.tensorboard",

@@ -33,6 +33,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     zero.clipping,
     zero.asynchronous,
     zero.offload,
+    zero.checkpoints,
     zero.configuration,
     training.blocks,
     training.batches,

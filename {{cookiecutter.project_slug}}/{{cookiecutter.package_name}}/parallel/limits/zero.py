@@ -39,6 +39,17 @@ def offload(setup: Setup) -> Iterator[str]:
             yield f"{ARGS}.nvme_path {folder!r} is no folder of this machine: give one on a fast local disk"
 
 
+def checkpoints(setup: Setup) -> Iterator[str]:
+    if not isinstance(strategy := setup.strategy, ZeroStrategy):
+        return
+    writer = (strategy.given.get("checkpoint") or {}).get("writer") or {}
+    if writer.get("decoupled") or strategy.given.get("datastates_ckpt", False) is not False:
+        yield (
+            f"{ARGS}.config lets DeepSpeed write checkpoints after the save has returned, and they are hashed then:"
+            " remove checkpoint.writer.decoupled and datastates_ckpt from the DeepSpeed file"
+        )
+
+
 def configuration(setup: Setup) -> Iterator[str]:
     """The strategy's own check: the JSON that DeepSpeed will get is made, and thrown away."""
     strategy, steps = setup.strategy, setup.num_steps
