@@ -9,8 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning as L
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.signals import asked, job_started
@@ -22,10 +21,12 @@ TIME_IS_UP = 1  # among signals' numbers; SIGHUP, whose number it is, asks for n
 EVERY_S = 0.25  # the ranks ask each other about so often, and not at every step of a quick model
 
 
-class Preemption(Callback):
+class Preemption(Checkpoint):
     """Stop on SIGTERM or SIGUSR1 to any process of the run, and before the job's time is up.
 
-    During a validation too: it is left, and done again from its start after the resume. Lightning's own handlers, which
+    A `Checkpoint` to Lightning, which calls those last: all others have seen the step that is saved.
+
+    During a validation too: it is left, and a resume makes up for it. Lightning's own handlers, which
     broadcast or save inside the handler and so deadlock unless every rank gets the signal in the same step, never run.
 
     Args:
@@ -94,10 +95,7 @@ class Preemption(Callback):
 
     def _end(self, trainer: L.Trainer, why: int) -> None:
         self._vote.close()
-        last = next(callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
-        if trainer.validating:
-            _repeat_validation(trainer)
-            last.saved_step = -1  # one of this step, made before the validation, would resume after it
+        last = next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint))
         saved = last.save_now(trainer)
         cause = f"preemption.max_time {self.max_time} is up" if why == TIME_IS_UP else signal.Signals(why).name
         raise Ended(
@@ -106,19 +104,6 @@ class Preemption(Callback):
             f" on from {'there' if saved else 'the newest checkpoint'}; where no scheduler gives it the run's name,"
             f" with DIST_RUN_ID={os.environ.get('DIST_RUN_ID')}.",
         )
-
-
-def _repeat_validation(trainer: L.Trainer) -> None:
-    """What is saved now resumes with this validation, from its first batch.
-
-    Lightning goes on with a validation in which a batch had been started and not finished; with none finished, that is
-    all of it. Metrics gathered so far are in no checkpoint.
-    """
-    progress: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    finished_before = progress.total.ready - progress.current.ready
-    for counter, finished in ((progress.total, finished_before), (progress.current, 0)):
-        counter.ready = counter.started = finished + 1
-        counter.processed = counter.completed = finished
 
 
 def _nothing(*_: Any) -> None:

@@ -60,8 +60,11 @@ def ignore() -> None:
 
 
 def spare(_: int) -> None:
-    """A DataLoader's worker_init_fn: who signals all processes of a job must not take the last batches away."""
-    ignore()
+    """A DataLoader's worker_init_fn: who signals a rank's whole process group must not take the last batches away.
+
+    To ignore SIGTERM here would not do: it is how the DataLoader ends its workers.
+    """
+    os.setpgid(0, 0)
 
 
 def _answer(read: int) -> None:

@@ -136,7 +136,7 @@ def main(argv: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    launcher.LocalElasticAgent = Agent
+    vars(launcher)["LocalElasticAgent"] = Agent
     vars(processes)["_terminate_process_handler"] = _stop_once
     try:
         run(parse_args(argv))
