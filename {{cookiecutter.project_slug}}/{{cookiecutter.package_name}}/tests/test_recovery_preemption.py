@@ -18,9 +18,9 @@ from lightning.pytorch import Callback
 
 from ..callbacks.preemption import Preemption
 from ..checkpoint import commit
-from ..parser import as_launched
 from ..cluster.vote import Vote
 from ..errors import InputError
+from ..parser import as_launched
 from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers
 from .conftest import SMALL_LLAMA, run
@@ -143,7 +143,11 @@ def test_a_signal_to_a_ranks_process_group_spares_those_that_read_data(runs: Run
 def in_one_group() -> None:
     """The fault: a rank and its readers are one process group."""
     os.setpgrp()
-    os.setpgid = lambda *_: None
+    vars(os)["setpgid"] = _nothing
+
+
+def _nothing(*_: int) -> None:
+    pass
 
 
 @pytest.mark.slow
