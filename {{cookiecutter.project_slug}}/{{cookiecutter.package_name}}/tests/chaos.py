@@ -52,6 +52,7 @@ def argv(folder: Path, steps: int, strategy: str) -> list[str]:
         "--data.global_batch_size=8",
         "--data.micro_batch_size=2",
         "--data.validation_share=0.15",
+        "--data.test_share=0.15",
         f"--model.architecture={LLAMA}",
         "--model.sample_tokens=4",
         "--trainer.accelerator=cpu",
