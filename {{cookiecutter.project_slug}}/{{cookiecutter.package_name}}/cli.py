@@ -208,9 +208,12 @@ class CLI(LightningCLI):
     def _refuse_the_impossible(self, *model_config: Any) -> None:
         """Twice: before there is a Trainer, and again when the data have told the model's configuration."""
         arguments = {**self._get(self.config_init, "trainer", default={})}
-        fits = self.subcommand == "fit"
+        options = {
+            "trains": self.subcommand == "fit",
+            "saves_asynchronously": self._get(self.config_init, "last_checkpoint").asynchronous,
+        }
         for sentence in limits.violations(
-            self._machine, arguments, self.model, self.datamodule, *model_config, trains=fits
+            self._machine, arguments, self.model, self.datamodule, *model_config, **options
         ):
             raise InputError(sentence)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ..checkpoint import commit, manifest
+from ..checkpoint.asynchronous import BackgroundSaver
 from ..errors import Ended, Exit, InputError
 from ..parallel import weights
 
@@ -29,6 +31,9 @@ class LastCheckpoint(Checkpoint):
         keep_every_hours: Length of the periods in each of which the first checkpoint is kept for good. 0: none is.
         on_failed_save: What a full or failing disk does: continue, with a warning, and try again when the next one is
             due; or stop, with exit code 1. At the last step it stops in any case.
+        asynchronous: Write while training goes on, which then waits only for a copy into host memory; it takes the
+            size of this rank's part of the checkpoint there. A failure is told when the next one is due. Not under
+            ZeroStrategy. false: training waits until all is written.
         dirpath: The folder, on a file system that all nodes share.
     """
 
@@ -38,6 +43,7 @@ class LastCheckpoint(Checkpoint):
         keep: int = 2,
         keep_every_hours: float = 0.0,
         on_failed_save: Literal["continue", "stop"] = "continue",
+        asynchronous: bool = False,
         dirpath: str = "{run}/checkpoints",
     ) -> None:
         given = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1), "keep_every_hours": (keep_every_hours, 0)}
@@ -48,8 +54,12 @@ class LastCheckpoint(Checkpoint):
         self.keep = keep
         self.keep_every_hours = keep_every_hours
         self.on_failed_save = on_failed_save
+        self.asynchronous = asynchronous
         self.folder = Path(dirpath)
         self.saved_step = 0  # there is nothing to save before the first step
+
+        self._saver: BackgroundSaver | None = None
+        self._underway: Path | None = None  # what it saves
 
     def save_now(self, trainer: L.Trainer) -> bool:
         """Save at a step boundary, unless this step is saved already; collective. Whether it is, on return.
@@ -57,6 +67,7 @@ class LastCheckpoint(Checkpoint):
         Raises:
             Ended: it is not, and on_failed_save is "stop".
         """
+        self._settle()
         if trainer.global_step != self.saved_step:
             self._save(trainer, stops=self.on_failed_save == "stop")
         return trainer.global_step == self.saved_step
@@ -68,29 +79,57 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             commit.clear(self.folder)
         _make_up_for_validation(trainer)
+        if self.asynchronous:
+            self._saver = BackgroundSaver(trainer.strategy)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         # Gradients gathered so far in an accumulation window are in no checkpoint: a save there could not be resumed.
         is_boundary = not trainer.fit_loop._should_accumulate()
-        if is_boundary and trainer.global_step % self.every_n_steps == 0 and not _is_dry(trainer):
+        if not is_boundary or trainer.global_step % self.every_n_steps or _is_dry(trainer):
+            return
+        if self._saver is None:
             self.save_now(trainer)
+        elif trainer.global_step != self.saved_step:
+            self._settle()
+            self._underway = self.folder / manifest.name(trainer.global_step)
+            self._saver.start(trainer, self._underway)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._settle()
         if trainer.global_step != self.saved_step and not _is_dry(trainer):
             self._save(trainer, stops=True)  # nothing comes after it that would try again
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._saver is not None:
+            self._saver.abandon()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
     def _save(self, trainer: L.Trainer, stops: bool) -> None:
         path = self.folder / manifest.name(trainer.global_step)
+        self._conclude(path, lambda: commit.save(trainer, path), stops)
+
+    def _settle(self) -> None:
+        """Wait for the save in the background, if there is one; on all ranks at the same step."""
+        if self._saver is not None and self._underway is not None:
+            path, self._underway = self._underway, None
+            self._conclude(path, self._saver.wait, stops=self.on_failed_save == "stop")
+
+    def _conclude(self, path: Path, save: Callable[[], None], stops: bool) -> None:
+        """Have `path` saved, and delete what it outdates; or tell that it could not be."""
         try:
-            commit.save(trainer, path)
+            save()
         except commit.SaveError as error:
             sentence = _failure(path, error)
             if stops:
                 raise Ended(Exit.FAILED, f"{sentence}; training stops") from error
             rank_zero_warn(f"{sentence}; training goes on")
             return
-        self.saved_step = trainer.global_step
-        if trainer.is_global_zero:
+        self.saved_step = manifest.step_of(path)
+        if weights.is_rank_zero():
             for old in outdated(path, self.keep, self.keep_every_hours):
                 commit.remove(old)
 

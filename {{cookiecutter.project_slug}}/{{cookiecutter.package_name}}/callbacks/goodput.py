@@ -45,23 +45,24 @@ class Goodput(Checkpoint):
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._kind, self._since = "start", self._began
         self._between = "start"  # what goes on when nothing else does
-        self._first_step = self._written = 0.0
+        self._written = 0.0
+        self._first_step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
         self._write(trainer)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._between = "data_wait"
         self._turn_to("productive")
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._turn_to("data_wait")
         age = self._since - self._began
         if self._since - self._written > max(LINE_S, age / 1000):
             self._write(trainer)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._turn_to("checkpoint")
         self._write(trainer)  # what comes before it is not lost
 
@@ -90,7 +91,7 @@ class Goodput(Checkpoint):
             return
         self._turn_to(self._kind)
         self._written = self._since
-        line = {"attempt": self._began, "pid": os.getpid(), "time": self._since, "from_step": int(self._first_step)}
+        line = {"attempt": self._began, "pid": os.getpid(), "time": self._since, "from_step": self._first_step}
         line |= {"step": trainer.global_step, **{k: round(s, 4) for k, s in self._seconds.items() if s}}
         path = Path(self.folder) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)

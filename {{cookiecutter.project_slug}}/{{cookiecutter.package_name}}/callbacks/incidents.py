@@ -50,7 +50,7 @@ class Seen:
         *self.losses, self.norm, self.limit, bad = self.values.numpy().tolist()
         self.bad = bool(bad)
         self.loss = sum(self.losses) / len(self.losses)
-        self.is_spike = self.bad and self.limit < self.loss < math.inf and self.norm < math.inf
+        self.is_spike = self.bad and math.isfinite(self.loss) and self.norm < math.inf
 
     @property
     def suspects(self) -> list[int]:

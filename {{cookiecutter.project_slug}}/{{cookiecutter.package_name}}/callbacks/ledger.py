@@ -44,15 +44,14 @@ class SampleLedger(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not self.enabled:
             return
-        data: Any = trainer.datamodule  # ty: ignore[unresolved-attribute]
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         began = trainer.strategy.broadcast(time.time())
         if not _writes(trainer, data.rank):
             return
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         path = Path(self.folder) / f"rank{data.rank}.jsonl"
-        torn = path.exists() and not path.read_bytes().endswith(b"\n")  # a killed process may leave half a line
         self._file = path.open("a", encoding="utf-8")
-        self._file.write("\n" if torn else "")
+        self._file.write("\n" if self._file.tell() else "")  # a killed process may have left half a line
         self._write(
             attempt=began,
             step=trainer.global_step,
@@ -60,7 +59,7 @@ class SampleLedger(Callback):
             ranks=data.world_size,
             data=hashlib.sha256(json.dumps(data.corpus.manifest, sort_keys=True).encode()).hexdigest()[:16],
             seed=data.seed,
-            num_rows=len(trainer.train_dataloader.dataset),  # ty: ignore[possibly-missing-attribute]
+            num_rows=len(trainer.train_dataloader.dataset),  # ty: ignore[missing-union-attribute]
             global_batch_size=data.global_batch_size,
             jumps=data.jumps,
         )
@@ -69,7 +68,7 @@ class SampleLedger(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._file is None or trainer.fit_loop._should_accumulate():
             return
-        rows = trainer.datamodule.window_rows  # ty: ignore[unresolved-attribute]
+        rows = trainer.datamodule.window_rows  # ty: ignore[missing-attribute]
         if not all(rows):
             raise InputError(
                 "sample_ledger.enabled is true, and batches have no `rows`: see text/rows.py; or set false"

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import Ended, Exit
+from ..errors import Ended, Exit, InputError
 from ..parallel.layout import total_norm
 from .incidents import INCIDENTS, Seen, add_jump, read_jumps, write_incident
 
@@ -67,6 +67,11 @@ class Numerics(Callback):
         max_roll_backs: int = 3,
         folder: str = "{run}",
     ) -> None:
+        least = {"spike_window": (spike_window, 4), "spike_sigmas": (spike_sigmas, 0), "patience": (patience, 1)}
+        least |= {"jump_steps": (jump_steps, 1), "max_roll_backs": (max_roll_backs, 0)}
+        for key, (value, minimum) in least.items():
+            if value < minimum:
+                raise InputError(f"numerics.{key} is {value}; give {minimum} or more")
         self.on_non_finite = on_non_finite
         self.on_spike = on_spike
         self.spike_window = spike_window
@@ -97,7 +102,8 @@ class Numerics(Callback):
         self._in_a_row, self._first_step = 0, trainer.global_step
         self._rolled_back: list[dict[str, int]] = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
         if self._rolled_back:
-            trainer.datamodule.jump([(each["start"], each["end"]) for each in self._rolled_back])  # ty: ignore
+            data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+            data.jump([(each["start"], each["end"]) for each in self._rolled_back])
         self._leaves_it_to_zero = hasattr(trainer.precision_plugin, "leave_out")
         # Lightning calls no hook between clipping, which computes the norm, and the optimizer's kernel.
         pl_module.configure_gradient_clipping = partial(
@@ -120,7 +126,7 @@ class Numerics(Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         if self._leaves_it_to_zero:  # DeepSpeed looks at the norm in its own step
             bad = self._decide(torch.zeros((), device=pl_module.device))
-            trainer.precision_plugin.leave_out(pl_module, bad)  # ty: ignore[unresolved-attribute]
+            trainer.precision_plugin.leave_out(pl_module, bad)  # ty: ignore[missing-attribute]
 
     def _clip_and_decide(self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any) -> None:
         clip(optimizer, **options)
@@ -160,12 +166,12 @@ class Numerics(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop._should_accumulate() or self._decided is None:
             return
-        data: Any = trainer.datamodule  # ty: ignore[unresolved-attribute]
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         decided, self._decided = self._decided, None
         decided.step, decided.rows = trainer.global_step, getattr(data, "window_rows", [])
         decided.consumed = getattr(data, "consumed_samples", 0)
         if self._leaves_it_to_zero:
-            overflowed, norm = trainer.precision_plugin.outcome(pl_module)  # ty: ignore[unresolved-attribute]
+            overflowed, norm = trainer.precision_plugin.outcome(pl_module)  # ty: ignore[missing-attribute]
             decided.values[-3], decided.values[-1] = norm, max(decided.values[-1], overflowed)
             self._act_on(trainer, decided)
         else:

@@ -22,8 +22,9 @@ KEY = "random_state"  # of a checkpoint: one `_get_state` per rank
 class RandomState(Callback):
     """Save and restore the state of torch's, CUDA's, Python's and NumPy's generators on every rank.
 
-    The stream is training's own: it goes on after a validation as if there had been none, and over an epoch's end. A run that resumes on another
-    number of ranks starts new streams, from the seed, the step and the data-parallel rank, and says so.
+    The stream is training's own: it goes on after a validation as if there had been none, and over an epoch's end. A
+    run that resumes on another number of ranks starts new streams, from the seed, the step and the data-parallel rank,
+    and says so.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,9 @@ class RandomState(Callback):
             self._state, self._restores = None, False
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._restores = True  # an epoch's loader draws a seed for its workers, and a resumed run's has drawn it already
+        self._restores = (
+            True  # an epoch's loader draws a seed for its workers, and a resumed run's has drawn it already
+        )
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._restores and self._state is not None:

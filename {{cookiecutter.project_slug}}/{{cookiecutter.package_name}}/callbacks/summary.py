@@ -49,7 +49,7 @@ class Summary(Callback):
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
         if any(commit.newest(saver.folder) for saver in savers):
             print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}", flush=True)
-            environment: Any = trainer.strategy.cluster_environment if trainer.world_size > 1 else None
+            environment: Any = getattr(trainer.strategy, "cluster_environment", None)
             if environment is None or not environment.creates_processes_externally:  # a launcher has its own command
                 print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
 

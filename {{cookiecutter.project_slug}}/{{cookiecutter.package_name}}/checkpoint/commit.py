@@ -223,6 +223,8 @@ def agreed(path: Path) -> Path:
         InputError: on all ranks, `path` is damaged, or all in the folder are.
     """
     path = Path(weights.broadcast(str(path)))
+    if weights.broadcast((path.parent / MANIFEST).exists()):  # someone gives the file in a checkpoint's folder
+        path = path.parent
     several = weights.broadcast([str(one) for one in manifest.found(path)])
     passed, why = [], None
     for candidate in map(Path, several or [path]):

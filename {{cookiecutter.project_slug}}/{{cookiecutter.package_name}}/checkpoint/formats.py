@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ..errors import InputError, reason
-from .optimizer import by_name, by_name_from_flat
+from .optimizer import by_name, by_name_from_flat, is_by_name
 
 Format = Literal["file", "distributed", "zero"]
 WRITTEN_BY = {"file": "a single process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
@@ -79,7 +79,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         checkpoint = torch.load(file_in(path), map_location="cpu", mmap=True)
     names = checkpoint.get("parameter_names")
     states = checkpoint.pop("optimizer_states", [])
-    if names and states:
+    if states and is_by_name(states[0]):  # `convert` has written it
+        checkpoint["optimizer_states"] = states
+    elif states and names:
         checkpoint["optimizer_states"] = [by_name(state, known) for state, known in zip(states, names, strict=True)]
     return checkpoint
 

@@ -29,6 +29,10 @@ KERNELS = {"fused", "foreach", "capturable", "differentiable"}
 PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 
 
+def is_by_name(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(parameter, str) for group in state["param_groups"] for parameter in group["params"])
+
+
 def by_name(numbered: Mapping[str, Any], names: list[str]) -> State:
     """The state as `Optimizer.state_dict` gives it, parameter n being `names[n]`."""
     groups = [g | {"params": [names[number] for number in g["params"]]} for g in numbered["param_groups"]]
@@ -126,7 +130,7 @@ class ParameterNames(Callback):
             return
         states = self._loaded.get("optimizer_states", [])
         for index, (state, optimizer) in enumerate(zip(states, trainer.optimizers, strict=False)):
-            if any(isinstance(parameter, str) for group in state["param_groups"] for parameter in group["params"]):
+            if is_by_name(state):
                 states[index] = numbered(state, groups_of(module, optimizer), optimizer.param_groups)
         schedules = self._loaded.get("lr_schedulers", [])
         for index, (state, config) in enumerate(zip(schedules, trainer.lr_scheduler_configs, strict=False)):

@@ -36,11 +36,21 @@ def optimizer_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def save(checkpoint: dict[str, Any], path: Path) -> None:
     """Write Lightning's `checkpoint` to the folder `path`. Collective."""
+    write(*split(checkpoint), path)
+
+
+def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors that torch writes shard by shard, and the rest. Collective."""
     tensors = {"state_dict": checkpoint.pop("state_dict")}
     tensors |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
-    dcp.save(_contiguous(tensors), checkpoint_id=path)
+    return _contiguous(tensors), checkpoint
+
+
+def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any = None) -> None:
+    """Write both to the folder `path`. Collective over `group`, None being all ranks' own."""
+    dcp.save(tensors, checkpoint_id=path, process_group=group)
     if weights.is_rank_zero():
-        torch.save(checkpoint, path / META)
+        torch.save(rest, path / META)
 
 
 def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None) -> dict[str, Any]:

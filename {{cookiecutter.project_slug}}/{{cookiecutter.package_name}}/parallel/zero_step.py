@@ -34,30 +34,40 @@ class ZeroPrecision(DeepSpeedPrecision):
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed clips what it has reduced. In stage 1, `.grad` holds this rank's share until then."""
 
+    def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> Any:
+        engine: Any = model.trainer.model
+        is_last = engine.is_gradient_accumulation_boundary()
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if is_last and engine.optimizer.overflow and getattr(engine.optimizer, "cpu_offload", False):
+            # DeepSpeed 0.19.8 forgets them only where nothing is offloaded: every later step would overflow as well.
+            engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
+        return result
+
     def leave_out(self, model: L.LightningModule, bad: Tensor) -> None:
         """Keep DeepSpeed from taking the step that comes next, if `bad` (), equal on all ranks, says so.
 
         That goes the way of an overflow in fp16: gradients are cleared, weights and moments stay. Reads `bad` on the
         host; DeepSpeed reads the gradients' norm in every step anyway.
         """
-        optimizer: Any = model.trainer.model.optimizer  # ty: ignore[unresolved-attribute]
+        engine: Any = model.trainer.model
+        optimizer = engine.optimizer
         is_bad = bool(bad)
         if hasattr(optimizer, "_update_scale"):  # stages 1, 2 and 3 decide there, after the norm and before the update
             if not hasattr(optimizer, "vetoed"):
                 optimizer._update_scale = _with_veto(optimizer, optimizer._update_scale)
-            optimizer.vetoed = is_bad
         elif is_bad:  # BF16_Optimizer, of stage 1 that accumulates in fp32, looks at nothing but the norm
             for gradients in optimizer.fp32_groups_gradients_flat:
-                gradients.fill_(float("nan"))
+                gradients.fill_(math.nan)
+        optimizer.vetoed = is_bad
 
     @staticmethod
     def outcome(model: L.LightningModule) -> tuple[bool, float]:
         """Whether DeepSpeed itself found the newest step's gradients not finite, and their norm, -1 if not computed."""
         engine: Any = model.trainer.model
-        overflowed = getattr(engine.optimizer, "found_overflow", engine.optimizer.overflow)
-        if overflowed:
+        left_out, vetoed = engine.optimizer.overflow, engine.optimizer.vetoed
+        if getattr(engine.optimizer, "found_overflow", left_out and not vetoed):
             return True, math.inf
-        return False, -1.0 if engine.optimizer.overflow else float(engine.get_global_grad_norm())
+        return False, -1.0 if left_out else float(engine.get_global_grad_norm())
 
 
 def _with_veto(optimizer: Any, update_scale: Callable[[bool], None]) -> Callable[[bool], None]:

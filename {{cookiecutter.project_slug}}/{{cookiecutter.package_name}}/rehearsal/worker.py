@@ -17,6 +17,7 @@ from typing import Any
 
 # Before torch and DeepSpeed look: no GPU, one thread per rank, no compilation of kernels.
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+os.environ["TORCH_WARM_POOL"] = "0"  # no processes of torch's compiler beside the one that is forked from
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
@@ -33,6 +34,7 @@ from .workers import Job  # noqa: E402
 # What most trainings import on their way, from modules that load themselves lazily.
 for _slow in (
     "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine; brings torch's compiler, two seconds
     "torch.distributed.fsdp",
     "torch.profiler",
     "torch.utils.tensorboard",
@@ -51,7 +53,7 @@ def serve(connection: Connection, job: Job) -> None:
     """Run `job`, answer "done", "refused: …" (bad input) or its error, wait for the other ranks, and end."""
     os.environ.update(job.environment)
     # As in a process of its own: a loader's workers are then this rank's children, start at once, and end with it.
-    multiprocessing.set_start_method(None, force=True)  # ty: ignore[invalid-argument-type]
+    multiprocessing.set_start_method(None, force=True)
     rank = int(os.environ["RANK"])
     with (job.record / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)  # what libraries in C++ print goes there too

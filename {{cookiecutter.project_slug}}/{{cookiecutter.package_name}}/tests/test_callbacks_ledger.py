@@ -146,7 +146,7 @@ class KillAfter(Callback):
     def __init__(self, step: int, rank: int) -> None:
         self.step, self.rank = step, rank
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         if trainer.global_step == self.step and trainer.global_rank == self.rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -167,14 +167,15 @@ def test_killed_and_resumed_on_other_numbers_of_ranks(
     with Workers(1) as workers:
         workers.run(["prepare", *flags], tmp_path / "prepare").check()
     folder = tmp_path / "runs" / "default" / "run"
-    for number, (ranks, kill) in enumerate([(2, 5), (1, 8), (2, 0)]):
+    legs = [(2, 0)] if fault else [(2, 5), (1, 8), (2, 0)]  # ranks, the step after which one is killed
+    for number, (ranks, kill) in enumerate(legs):
         callbacks = [KillAfter(kill, ranks - 1)] if kill else []
         argv = ["fit", *flags, f"--trainer.devices={ranks}"]
         with Workers(ranks) as workers:
             record = workers.run(argv, tmp_path / f"{number}", callbacks=callbacks, prelude=fault, run_id="run")
         assert record.ok == (kill == 0), record.error
     told, wrong = audit(read_attempts(folder / "ledger"))
-    assert "16 steps in 3 attempts, ranks 2 -> 1 -> 2" in told[0]
+    assert fault or "16 steps in 3 attempts, ranks 2 -> 1 -> 2" in told[0]
     assert "complete epochs: 0" in told[1], "at least one whole epoch is proven"
     assert bool(wrong) == bool(fault), wrong
     if fault:

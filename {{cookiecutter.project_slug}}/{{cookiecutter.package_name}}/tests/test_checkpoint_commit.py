@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -14,11 +15,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..callbacks.checkpoint import outdated
+from ..callbacks.checkpoint import BestCheckpoint, outdated
 from ..checkpoint import commit, formats, manifest
 from ..checkpoint.optimizer import by_name
 from ..errors import InputError
 from .conftest import newest, only_run, run
+from .injury import corrupt
 from .test_checkpoint_formats import NAMES, REST, Tiny, build_optimizer, step, write_distributed, write_file, write_zero
 
 FORMATS = ["file", "distributed", "zero2", "zero3"]
@@ -52,22 +54,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return committed(tmp_path, write=lambda aside: write(aside, request.param))
 
 
-def damage(path: Path, draw: random.Random) -> str:
-    """Change one bit of one file of a checkpoint, or cut the file's end off; says what was done."""
-    file = draw.choice(sorted(file for file in path.rglob("*") if file.is_file()))
-    content = bytearray(file.read_bytes())
-    if draw.random() < 0.5:
-        place = draw.randrange(8 * len(content))
-        content[place // 8] ^= 1 << place % 8
-        done = f"bit {place} of {file.name}"
-    else:
-        size = draw.randrange(len(content))
-        del content[size:]
-        done = f"{file.name} cut to {size} bytes"
-    file.write_bytes(content)
-    return done
-
-
 # ---- damage --------------------------------------------------------------------------------------------------------
 
 
@@ -76,7 +62,7 @@ def test_every_changed_bit_and_every_cut_is_refused(checkpoint: Path, tmp_path: 
     draw = random.Random(0)
     for number in range(50):
         copy = shutil.copytree(checkpoint, tmp_path / str(number) / checkpoint.name)
-        done = damage(copy, draw)
+        done = corrupt(copy, draw)
         assert commit.verify(copy), done
         with pytest.raises(InputError, match="is damaged: its "):
             commit.agreed(copy)
@@ -104,6 +90,14 @@ def test_a_manifest_that_says_something_else_is_refused(checkpoint: Path) -> Non
     assert commit.verify(checkpoint) == "it has no manifest.json"
     with pytest.raises(InputError, match="no manifest"):
         commit.agreed(checkpoint)
+
+
+def test_the_file_in_a_checkpoint_is_verified_too(tmp_path: Path) -> None:
+    path = committed(tmp_path)
+    assert commit.agreed(path / formats.FILE) == path
+    (path / formats.FILE).write_bytes(bytes(999) + b"1")
+    with pytest.raises(InputError, match="is damaged"):
+        commit.agreed(path / formats.FILE)
 
 
 def test_a_file_of_another_library_is_read_as_it_is(tmp_path: Path) -> None:
@@ -220,6 +214,24 @@ def test_the_one_just_written_is_never_outdated(tmp_path: Path) -> None:
     assert steps(outdated(paths[1], keep=1)) == [1]
 
 
+def test_the_best_are_told_by_what_is_in_the_folder(tmp_path: Path) -> None:
+    lowest, highest = (BestCheckpoint(mode=mode, keep=2, dirpath=str(tmp_path)) for mode in ("min", "max"))
+    assert lowest._is_among_the_best(3.0) and not lowest._is_among_the_best(math.nan)
+    for number, score in enumerate([3.0, 2.0]):
+        committed(tmp_path, number, score=score).rename(tmp_path / manifest.name(number, best=True))
+    assert [manifest.step_of(path) for path in lowest._ranked()] == [1, 0]
+    assert lowest._is_among_the_best(2.9) and not lowest._is_among_the_best(3.0)
+    assert highest._is_among_the_best(2.1) and not highest._is_among_the_best(2.0)
+
+
+@pytest.mark.parametrize("wrong", ["every_n_steps=0", "keep=0", "keep_every_hours=-1"])
+def test_numbers_that_would_keep_nothing_are_refused(
+    flags: list[str], wrong: str, capfd: pytest.CaptureFixture
+) -> None:
+    assert run("fit", *flags, f"--last_checkpoint.{wrong}") == 2
+    assert f"last_checkpoint.{wrong.split('=')[0]} is" in capfd.readouterr().err
+
+
 # ---- the command line ----------------------------------------------------------------------------------------------
 
 
@@ -252,6 +264,8 @@ def test_an_interrupted_run_goes_on_by_itself_from_its_newest_valid_checkpoint(
     kept = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
     assert kept == ["step00000004.ckpt", "step00000006.ckpt"]
     assert commit.verify(only_run(tmp_path) / "checkpoints" / kept[0]) is None, "it was written again"
+    assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0, "a relaunch of what is done"
+    assert sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir()) == kept
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused_in_one_sentence(

@@ -17,8 +17,8 @@ from ..checkpoint import commit, manifest
 from ..checkpoint import resume as loading
 from ..checkpoint.formats import read_full
 from ..errors import InputError
+from .injury import corrupt
 from .saves import COMMITTED, EXIT_CODE, STEPS, Trainings, assert_same, crash, equal, points
-from .test_checkpoint_commit import damage
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +106,7 @@ def test_forty_damages_to_a_trained_checkpoint_are_refused(train: Trainings, tmp
     path = train.whole(strategy) / manifest.name(STEPS)
     for number in range(40):
         copy = shutil.copytree(path, tmp_path / str(number) / path.name)
-        done = damage(copy, draw)
+        done = corrupt(copy, draw)
         with pytest.raises(InputError, match="is damaged: its "):
             commit.agreed(copy)
             pytest.fail(done)

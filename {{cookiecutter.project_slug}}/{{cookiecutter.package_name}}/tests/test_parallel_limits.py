@@ -114,6 +114,10 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
         zero(config={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
         "offload_parameters needs ZeRO stage 3, .* the stage is 2",
     ),
+    "a DeepSpeed file whose saves end later": (
+        zero(config={"checkpoint": {"writer": {"decoupled": True}}, "zero_optimization": {"stage": 2}}),
+        "remove checkpoint.writer.decoupled",
+    ),
     "a DeepSpeed file with another batch": (
         zero(config={"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 2}}),
         "train_micro_batch_size_per_gpu 7, data.micro_batch_size is 1",

@@ -1,28 +1,32 @@
 """A run that is killed and goes on is, bit for bit, the run that was never stopped; on other numbers of ranks, nearly.
 
-    plain     killed in mid-epoch 0, at the epoch's boundary and in mid-epoch 1, each time after the step, by SIGKILL
+    plain     killed in mid-epoch 0 and at the epoch's boundary, each time after the step, by SIGKILL
     varied    accumulation 2, dropout and 2 loader workers, killed in mid-epoch 1
 
-An epoch has 8 steps and a few rows more, a checkpoint is written every second step: what was done since is done again.
+An epoch has 8 steps and a few rows more. A checkpoint is written every second step, what was done since is done again;
+after step 6 there is a validation too, which it comes before.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
-from ..data import DataModule
+from ..callbacks import checkpoint as saving
+from ..callbacks.random_state import RandomState
+from ..checkpoint import manifest
 from ..rehearsal.acts import KillAt
 from ..rehearsal.compare import first_difference, trace_resumed
 from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers
+from ..text.order import ConsumedSamples
 from .conftest import CONFIGS, PACKAGE, logged, only_run, run
+from .faults import random_state_not_saved
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
@@ -33,8 +37,8 @@ MODEL = (
     " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
     " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0, attention_dropout: DROPOUT}"
 )
-VARIED = "accumulation 2, dropout, 2 workers"
-CELLS = {"mid-epoch 0": 5, "epoch boundary": EPOCH, "mid-epoch 1": 11, VARIED: 11}  # killed after this step
+VARIED = "mid-epoch 1, accumulation 2, dropout, 2 workers"
+CELLS = {"mid-epoch 0": 7, "epoch boundary": EPOCH, VARIED: 11}  # killed after this step
 
 
 class Trainings:
@@ -69,6 +73,10 @@ class Trainings:
             self._legs[key] = dict(zip(cells, records[1:], strict=True))
         return self._legs[key]
 
+    def kept(self, strategy: str, step: int) -> str:
+        """The flag that goes on from a checkpoint of the plain run that is never stopped."""
+        return f"--ckpt_path={self.whole(strategy).run / 'checkpoints' / manifest.name(step)}"
+
     def run(
         self,
         name: str,
@@ -96,12 +104,14 @@ class Trainings:
 def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Trainings]:
     folder = tmp_path_factory.mktemp("resume")
     flags = [
-        f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/0*.txt,{corpus}/1*.txt]",
-        "--data.tokenizer=Bytes", f"--data.cache_dir={folder / 'cache'}",
+        f"--run.root={folder / 'runs'}", "--data.source=TextFiles",
+        f"--data.source.paths=[{corpus}/0*.txt,{corpus}/1*.txt]", "--data.tokenizer=Bytes",
+        f"--data.cache_dir={folder / 'cache'}",
         f"--data.seq_len={SEQ_LEN}", f"--data.global_batch_size={GLOBAL_BATCH}", "--data.validation_share=0.3",
         "--data.test_share=0", "--model.sample_tokens=2", "--model.optim.learning_rate=0.01", "--model.optim.warmup=4",
         "--trainer.accelerator=cpu", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
-        "--trainer.val_check_interval=4", "--trainer.logger=false", f"--last_checkpoint.every_n_steps={EVERY}",
+        "--trainer.val_check_interval=6", "--trainer.logger=false", f"--last_checkpoint.every_n_steps={EVERY}",
+        "--last_checkpoint.keep=99",
     ]  # fmt: skip
     with Workers(1) as workers:
         workers.run(["prepare", *flags], folder / "prepare").check()
@@ -148,6 +158,58 @@ def test_it_ends_with_the_same_weights(train: Trainings, strategy: str, varied: 
     whole, *_, end = train.whole(strategy, varied), *train.legs(strategy, varied).values()
     found = first_difference(whole.end, end.end)
     assert not found, f"{strategy}, {'varied' if varied else 'plain'}: {found}"
+
+
+def position_forgotten() -> None:
+    """As with a loader that keeps no state: from the epoch's start."""
+    ConsumedSamples.value = lambda self, trainer: 0
+
+
+def epoch_draws() -> None:
+    """Without what keeps a loader's draws, at an epoch's start, from training's random state."""
+    del RandomState.on_train_epoch_start
+
+
+def validation_passed_over() -> None:
+    saving._make_up_for_validation = lambda trainer: None  # ty: ignore[invalid-assignment]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "sign"),
+    [
+        (position_forgotten, "other rows"),
+        (random_state_not_saved, "other random"),
+        (epoch_draws, f"step {EPOCH + 1}: other random"),
+        (validation_passed_over, "validations"),
+    ],
+)
+def test_without_its_guard_a_resumed_run_is_another(train: Trainings, fault: Callable[[], None], sign: str) -> None:
+    name = f"ddp-{sign.replace(' ', '-')}"
+    resumed = train.run(name, name, "ddp", train.kept("ddp", 6), prelude=fault).check()
+    assert sign in difference(train.whole("ddp"), resumed, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_run_goes_on_with_1_process_then_4_then_2(train: Trainings, strategy: str) -> None:
+    """The same rows in the same global order, and rounding in another order."""
+    whole, name = train.whole(strategy), f"{strategy}-resized"
+    legs = [(1, 7, train.kept(strategy, 4)), (4, 11, "--ckpt_path=last"), (2, 0, "--ckpt_path=last")]
+    loss = {step: value for step, value in whole.loss.items() if step <= 4}
+    for processes, stop, where in legs:
+        acts = [KillAt(stop)] if stop else []
+        leg = train.run(name, f"{name}-{processes}", strategy, where, processes=processes, callbacks=acts)
+        assert leg.was_killed if stop else leg.check(), leg.error
+        assert min(leg.loss) == {1: 5, 4: 7, 2: 11}[processes]
+        rows, expected = leg.rows(), whole.rows()
+        for step in leg.loss:
+            assert [row for row, _ in rows[step]] == [row for row, _ in expected[step]], (
+                f"{processes} ranks, step {step}"
+            )
+        loss |= leg.loss
+    assert loss.keys() == whole.loss.keys()
+    assert fmean(loss.values()) == pytest.approx(fmean(whole.loss.values()), abs=1e-6)
 
 
 @pytest.mark.slow

@@ -36,12 +36,7 @@ def main(argv: list[str]) -> None:
     output = Path(settings.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
-    path = Path(settings.checkpoint)
-    if settings.checkpoint == "last":
-        path = Path(fill_placeholders(cli.dirpath, newest_run(RunConfig(**vars(settings.run)), cli.dirpath)))
-    check_checkpoint(path, "--checkpoint")
-    path = agreed(path)
-
+    path = chosen_checkpoint(cli)
     cli.datamodule.require()
     model = trained_model(cli.model, cli.datamodule, path)
     with written_at_once(output) as folder:
@@ -62,6 +57,20 @@ class Export(WithoutTrainer):
         parser.add_argument(
             "--dtype", choices=["float32", "bfloat16"], default="float32", help="Type of the weights in the folder."
         )
+
+
+def chosen_checkpoint(cli: WithoutTrainer) -> Path:
+    """What `--checkpoint` names, verified.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    settings: Any = cli.config
+    path = Path(settings.checkpoint)
+    if settings.checkpoint == "last":
+        path = Path(fill_placeholders(cli.dirpath, newest_run(RunConfig(**vars(settings.run)), cli.dirpath)))
+    check_checkpoint(path, "--checkpoint")
+    return agreed(path)
 
 
 def trained_model(module: Any, data: Any, path: Path) -> nn.Module:

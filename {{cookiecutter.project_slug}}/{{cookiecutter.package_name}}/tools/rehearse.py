@@ -123,7 +123,8 @@ def _check_real_sizes(report: Report, cli: Any, model_config: Any) -> None:
         where = f"{error}; or give --devices, and --nodes, of the machine that has it"
         report.add(Result(REAL_SIZES, expected, "not checked", "limit", where))
         return
-    found = violations(machine, trainer, cli.model, cli.datamodule, model_config)
+    asynchronous = cli.config_init.last_checkpoint.asynchronous
+    found = violations(machine, trainer, cli.model, cli.datamodule, model_config, saves_asynchronously=asynchronous)
     got, verdict = ("as told below", "FAIL") if found else (f"{machine.world_size} ranks", "pass")
     report.add(Result(REAL_SIZES, expected, got, verdict, "; ".join(found), time.perf_counter() - started))
 

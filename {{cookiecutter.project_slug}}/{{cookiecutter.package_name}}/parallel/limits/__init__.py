@@ -31,7 +31,9 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     mesh.heads,
     mesh.experts,
     zero.clipping,
+    zero.asynchronous,
     zero.offload,
+    zero.checkpoints,
     zero.configuration,
     training.blocks,
     training.batches,
@@ -47,6 +49,7 @@ def violations(
     data: DataModule,
     model_config: Any | None = NOT_READ_YET,
     trains: bool = True,
+    saves_asynchronously: bool = False,
 ) -> list[str]:
     """One sentence for each thing that cannot work; starts nothing.
 
@@ -57,6 +60,7 @@ def violations(
         data: On what.
         model_config: Of transformers; None for a model that is none of transformers'. Left out: not known yet.
         trains: Whether it is for `fit`; evaluation divides no batch and has no schedule.
+        saves_asynchronously: last_checkpoint.asynchronous.
     """
-    setup = Setup(machine, trainer, module, data, model_config, trains)
+    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
     return [sentence for topic in TOPICS for sentence in topic(setup)]

@@ -64,6 +64,7 @@ class Setup:
     data: DataModule
     model_config: Any
     trains: bool
+    saves_asynchronously: bool = False
 
     @property
     def strategy(self) -> Any:

@@ -16,6 +16,14 @@ def clipping(setup: Setup) -> Iterator[str]:
         yield "trainer.gradient_clip_algorithm 'value': DeepSpeed clips by norm alone; set 'norm'"
 
 
+def asynchronous(setup: Setup) -> Iterator[str]:
+    if isinstance(setup.strategy, ZeroStrategy) and setup.saves_asynchronously:
+        yield (
+            "last_checkpoint.asynchronous true cannot be had with ZeroStrategy, which writes by collectives that"
+            " training's would meet: set it to false, or take fsdp2.yaml"
+        )
+
+
 def offload(setup: Setup) -> Iterator[str]:
     if not isinstance(strategy := setup.strategy, ZeroStrategy):
         return
@@ -29,6 +37,17 @@ def offload(setup: Setup) -> Iterator[str]:
     for folder in {str(part.get("nvme_path")) for part in parts if part.get("device") == "nvme"}:
         if setup.machine.is_this_one and not Path(folder).is_dir():
             yield f"{ARGS}.nvme_path {folder!r} is no folder of this machine: give one on a fast local disk"
+
+
+def checkpoints(setup: Setup) -> Iterator[str]:
+    if not isinstance(strategy := setup.strategy, ZeroStrategy):
+        return
+    writer = (strategy.given.get("checkpoint") or {}).get("writer") or {}
+    if writer.get("decoupled") or strategy.given.get("datastates_ckpt", False) is not False:
+        yield (
+            f"{ARGS}.config lets DeepSpeed write checkpoints after the save has returned, and they are hashed then:"
+            " remove checkpoint.writer.decoupled and datastates_ckpt from the DeepSpeed file"
+        )
 
 
 def configuration(setup: Setup) -> Iterator[str]:

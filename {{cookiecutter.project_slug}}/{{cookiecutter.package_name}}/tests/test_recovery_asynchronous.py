@@ -1,0 +1,220 @@
+"""Checkpoints that are written while training goes on hold what they would have held, and are as safe."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from ..callbacks.checkpoint import LastCheckpoint
+from ..checkpoint import commit, manifest
+from ..checkpoint.formats import read_full
+from ..rehearsal.acts import KillAt
+from ..rehearsal.compare import first_difference
+from ..rehearsal.record import RunRecord
+from ..rehearsal.workers import Workers
+from .conftest import CONFIGS, only_run, run
+
+STRATEGIES = ["ddp", "fsdp2"]
+STEPS, EVERY = 8, 4  # optimizer steps: of the run, between two checkpoints
+SLOW_S = 1.0  # a save's wait before it writes; several steps are done in it
+
+
+# ---- what is planted in the workers, or in this process --------------------------------------------------------------
+
+
+def write_late() -> None:
+    """Every write in the background begins when training has gone on for some steps."""
+    begin = commit.begin
+
+    def late(path: Path, group: Any = None) -> Path:
+        time.sleep(SLOW_S)
+        return begin(path, group)
+
+    commit.begin = late  # ty: ignore[invalid-assignment]
+
+
+def write_never() -> None:
+    """A write in the background begins and does not end before the process does."""
+    finish = commit.finish
+
+    def never(path: Path, *args: Any, **kwargs: Any) -> None:
+        if manifest.step_of(path) > EVERY:
+            time.sleep(60)
+        finish(path, *args, **kwargs)
+
+    commit.finish = never  # ty: ignore[invalid-assignment]
+
+
+def stage_nothing() -> None:
+    """What is written is what training goes on to change."""
+    DefaultStager.stage = lambda self, state_dict, **kwargs: state_dict
+    write_late()
+
+
+def disk_full_on_rank_1() -> None:
+    """At the first checkpoint."""
+    trouble = commit.disk_trouble
+
+    def full(write: Callable[[], object]) -> str | None:
+        def refused() -> None:
+            write()
+            if os.environ.get("RANK") == "1" and not planted:
+                planted.append(1)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return trouble(refused)
+
+    planted: list[int] = []
+    commit.disk_trouble = full  # ty: ignore[invalid-assignment]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Trainings:
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.folder = folder
+        self.flags = flags
+        self._synchronous: dict[str, Path] = {}
+
+    def synchronous(self, strategy: str) -> Path:
+        """The checkpoints of a run that waits for each."""
+        if strategy not in self._synchronous:
+            record = self(f"{strategy}-synchronous", strategy, asynchronous=False).check()
+            self._synchronous[strategy] = record.run / "checkpoints"
+        return self._synchronous[strategy]
+
+    def __call__(self, name: str, strategy: str, *extra: str, asynchronous: bool = True, **options: Any) -> RunRecord:
+        argv = ["fit", *self.flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--run.name={name}", *extra]
+        argv += [f"--last_checkpoint.asynchronous={asynchronous}", "--data.micro_batch_size=4", "--trainer.devices=2"]
+        record = self.folder / f"{len(list(self.folder.iterdir()))}-{name}"
+        with Workers(2) as workers:
+            return workers.run(argv, record, run_id=name, **options)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trainings:
+    folder = tmp_path_factory.mktemp("asynchronous")
+    flags = [
+        f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/0*.txt]",
+        "--data.tokenizer=Bytes", f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=32",
+        "--data.global_batch_size=8", "--data.validation_share=0", "--data.test_share=0", "--model.optim.warmup=2",
+        "--trainer.accelerator=cpu", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
+        "--trainer.logger=false", f"--last_checkpoint.every_n_steps={EVERY}", "--model.architecture={model_type: llama,"
+        " hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
+    ]  # fmt: skip
+    (folder / "records").mkdir()
+    with Workers(1) as workers:
+        workers.run(["prepare", *flags], folder / "prepare").check()
+    return Trainings(folder / "records", flags)
+
+
+def difference(expected: Path, got: Path) -> str:
+    """The first tensor of weights or moments to differ; "" if none does."""
+    want, have = read_full(expected), read_full(got)
+    assert have["global_step"] == want["global_step"] and have["DataModule"] == want["DataModule"]
+    found = first_difference(want["state_dict"], have["state_dict"])
+    for name, values in want["optimizer_states"][0]["state"].items():
+        moments = have["optimizer_states"][0]["state"][name]
+        found = found or next((f"{name} {key}" for key in values if not torch.equal(values[key], moments[key])), "")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "fault"), [("ddp", write_late), ("fsdp2", write_late), ("fsdp2", stage_nothing)])
+def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
+    train: Trainings, strategy: str, fault: Any
+) -> None:
+    expected = train.synchronous(strategy)
+    got = train(f"{strategy}-{fault.__name__}", strategy, prelude=fault).check().run / "checkpoints"
+    assert [path.name for path in manifest.found(got)] == [manifest.name(STEPS), manifest.name(EVERY)]
+    assert all(commit.verify(path) is None for path in manifest.found(got))
+    found = difference(expected / manifest.name(EVERY), got / manifest.name(EVERY))
+    assert bool(found) == (fault is stage_nothing), found or "without a copy, later steps must show"
+    assert not difference(expected / manifest.name(STEPS), got / manifest.name(STEPS)), "the last one is waited for"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_kill_during_a_write_leaves_the_one_before(train: Trainings, strategy: str) -> None:
+    name = f"{strategy}-killed"
+    more = f"--trainer.max_steps={STEPS + 2}"
+    killed = train(name, strategy, more, prelude=write_never, callbacks=[KillAt(STEPS + 1)])
+    assert killed.was_killed
+    folder = killed.run / "checkpoints"
+    assert commit.newest(folder) == folder / manifest.name(EVERY)
+    assert list(folder.glob(".*.tmp")), "the kill must have come during the write"
+    resumed = train(name, strategy, more).check()
+    assert min(resumed.loss) == EVERY + 1
+    assert commit.newest(folder) == folder / manifest.name(STEPS + 2) and not list(folder.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["continue", "stop"])
+def test_a_disk_that_is_full_for_one_rank_is_told_to_all_when_the_next_is_due(train: Trainings, then: str) -> None:
+    policy = f"--last_checkpoint.on_failed_save={then}"
+    record = train(f"full-{then}", "fsdp2", policy, prelude=disk_full_on_rank_1)
+    folder = record.run / "checkpoints"
+    told = f"{manifest.name(EVERY)} was not saved, rank 1: [Errno {errno.ENOSPC}]"
+    assert told in record.log(0)
+    if then == "continue":
+        assert record.ok and [path.name for path in manifest.found(folder)] == [manifest.name(STEPS)]
+    else:
+        assert all(answer.startswith("Ended: ") and "training stops" in answer for answer in record.answers.values())
+        assert max(record.loss) == STEPS - 1 and not manifest.found(folder), "when the next one was due"
+
+
+class SaveThenFail(Callback):
+    """`save_now` while a save is under way, then an error while another is."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        (last,) = (callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
+        if trainer.global_step == 3:
+            assert last.save_now(trainer)
+            assert [manifest.step_of(path) for path in manifest.found(last.folder)] == [3, 2]
+        if trainer.global_step == 5:
+            raise RuntimeError("stopped by the test")
+
+
+def test_what_is_under_way_is_waited_for(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a save that must be there on return, by the next one, and when training fails; no thread is left."""
+    begin = commit.begin
+
+    def late(path: Path, group: Any = None) -> Path:
+        time.sleep(0.3)
+        return begin(path, group)
+
+    monkeypatch.setattr(commit, "begin", late)
+    flags = [*flags, "--last_checkpoint.asynchronous=true", "--last_checkpoint.every_n_steps=2"]
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        run("fit", *flags, f"--trainer.callbacks+={__name__}.SaveThenFail")
+    folder = only_run(tmp_path) / "checkpoints"
+    assert [manifest.step_of(path) for path in manifest.found(folder)] == [4, 3, 2]
+    assert not list(folder.glob(".*"))
+    assert all(commit.verify(path) is None for path in manifest.found(folder))
+
+
+def test_host_memory_is_used_again() -> None:
+    """As BackgroundSaver has the stager: without it each save would allocate the whole copy anew."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    weight = torch.zeros(1000)
+    copies: list[Any] = [stager.stage({"state_dict": {"weight": weight.detach()}}) for _ in range(2)]
+    first, second = (copy["state_dict"]["weight"] for copy in copies)
+    assert first.data_ptr() == second.data_ptr() != weight.data_ptr()
+
+
+def test_zero_refuses_before_anything_starts(flags: list[str], capfd: pytest.CaptureFixture) -> None:
+    strategy = f"--config={CONFIGS}/strategy/zero1.yaml"
+    assert run("fit", *flags, strategy, "--last_checkpoint.asynchronous=true") == 2
+    assert "last_checkpoint.asynchronous true cannot be had with ZeroStrategy" in capfd.readouterr().err
