@@ -36,6 +36,8 @@ export DIST_RUN_ID=${DIST_RUN_ID:-$(date +%Y%m%d-%H%M%S)}
 # torch 2.13 shares one store among restart rounds without a prefix, and restarted ranks read dead addresses
 # (half of the restarts hung); this and the c10d rendezvous avoid it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# A lost connection is told in a sentence; its pages of C++ frames come back with WARNING.
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
 # A dead node is noticed after keep_alive_interval x keep_alive_max_attempt seconds, and after last_call_timeout more
 # the others go on without it (MIN:MAX). Measured: 19 s in all; 49 s with torchrun's own 5, 3 and 30.

@@ -13,7 +13,7 @@ import traceback
 
 from .cluster import signals
 from .cluster.watch import START_TIMEOUT_S, WATCH
-from .errors import Ended, Exit, InputError, another_rank_is_gone, reason
+from .errors import Ended, Exit, InputError, another_rank_is_gone, is_first_on_node, reason
 
 VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "fit": (".cli", "train, validating on the way; resumes with --ckpt_path last"),
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
             traceback.print_exc()
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this node found the same
+        if is_first_on_node():
             print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:

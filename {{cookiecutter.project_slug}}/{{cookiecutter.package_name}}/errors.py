@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterable
 from enum import IntEnum
@@ -56,6 +57,11 @@ class Ended(Exception):
 
 class InputError(ValueError):
     """The input is wrong; the message says what was given, what is allowed and which key to edit."""
+
+
+def is_first_on_node() -> bool:
+    """Whether this process speaks for its node; the others found the same. Known before anything is imported."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
 def first_line(error: BaseException) -> str:

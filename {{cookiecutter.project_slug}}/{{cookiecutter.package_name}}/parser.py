@@ -12,7 +12,7 @@ import yaml
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
-from .errors import InputError
+from .errors import InputError, is_first_on_node
 
 
 class Parser(LightningArgumentParser):
@@ -27,7 +27,7 @@ class Parser(LightningArgumentParser):
             r"there is no class \1; give one that this package or Lightning has, or module.Class of your own",
             text,
         )
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if is_first_on_node():
             print(f"error: {text}; see --help for every key", file=sys.stderr)
         sys.exit(2)
 

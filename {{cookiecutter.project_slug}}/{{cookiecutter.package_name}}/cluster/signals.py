@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-from ..errors import Exit
+from ..errors import Exit, is_first_on_node
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 STARTED = "DIST_JOB_STARTED"  # Unix time, in seconds, at which the first process of this job started; set by launchers
@@ -73,7 +73,7 @@ def _answer(read: int) -> None:
             if number not in STOP:
                 continue
             if not asked.is_answered:
-                if os.environ.get("LOCAL_RANK", "0") == "0":
+                if is_first_on_node():
                     name = signal.Signals(number).name
                     os.write(2, f"\n{name}: stopped with nothing to save; the same command goes on\n".encode())
                 os._exit(Exit.REQUEUE)

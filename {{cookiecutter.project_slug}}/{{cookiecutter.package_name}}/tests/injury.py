@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 PACKAGE = __name__.split(".")[0] if __name__ != "__main__" else (__package__ or "").split(".")[0]
 PROJECT = Path(__file__).parents[2]
 STEPS = "INJURY_STEPS"  # the folder where ranks write their steps down
+STEP_S = "INJURY_STEP_S"  # seconds that every step takes longer
 OF_A_LAUNCHER = ("DIST_", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "NODE_RANK", "SLURM_", "INJURY")
 
 
@@ -56,6 +57,56 @@ def corrupt(checkpoint: Path, chance: random.Random) -> str:
     return f"{path.relative_to(checkpoint.parent)}: {what}"
 
 
+class TwoHosts:
+    """Two network namespaces, `names`, on one link; each has nothing but it and its loopback. Needs root and `ip`."""
+
+    names = ("injury-a", "injury-b")
+    addresses = ("10.77.0.1", "10.77.0.2")
+
+    def __enter__(self) -> TwoHosts:
+        self.__exit__()
+        for name in self.names:
+            _ip("netns", "add", name)
+        _ip("link", "add", "veth-a", "netns", self.names[0], "type", "veth", "peer", "veth-b", "netns", self.names[1])
+        for name, address, link in zip(self.names, self.addresses, ("veth-a", "veth-b"), strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", link, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host, name in enumerate(self.names):
+            if Path("/run/netns", name).exists():
+                self.kill(host)
+                _ip("netns", "delete", name)
+
+    def training(self, host: int, folder: Path, argv: list[str], **environment: str) -> Training:
+        """One node's launcher, not yet started; host 0 is the rendezvous's."""
+        environment |= {
+            "NPROC": "1",
+            "RDZV_ENDPOINT": f"{self.addresses[0]}:29400",
+            "RDZV_CONF": f"is_host={'true' if host == 0 else 'false'}",
+            "LOCAL_ADDR": self.addresses[host],
+            "GLOO_SOCKET_IFNAME": ("veth-a", "veth-b")[host],
+            STEPS: str(folder),
+        }
+        enter = ("ip", "netns", "exec", self.names[host])
+        return Training(folder / f"host{host}", argv, enter, **environment)
+
+    def kill(self, host: int) -> None:
+        """The node is gone: all its processes at once."""
+        for pid in _ip("netns", "pids", self.names[host]).split():
+            kill(int(pid))
+
+    def cut(self, whole: bool = False) -> None:
+        """The link; with `whole` it is mended."""
+        _ip("-n", self.names[0], "link", "set", "veth-a", "up" if whole else "down")
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+
 def children(pid: int) -> dict[int, int]:
     """RANK -> pid of the ranks that the launcher `pid` has started and that live."""
     ranks = {}
@@ -80,7 +131,7 @@ class Training:
     def __init__(self, folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **environment: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / "log"
-        watched = folder / "watched.sh"  # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
+        watched = Path(environment.get(STEPS, folder)) / "watched.sh"  # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
         watched.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -u -m {PACKAGE}.tests.injury "$@"\n')
         watched.chmod(0o755)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
@@ -114,7 +165,7 @@ class Training:
         return children(self.launcher.pid)
 
     def steps(self, rank: int = 0) -> list[Step]:
-        path = self.folder / f"steps.{rank}"
+        path = Path(self.environment[STEPS], f"steps.{rank}")
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         fields = [line.split() for line in lines if line.endswith("\n")]
         return [Step(float(at), life, event, int(step)) for at, life, event, step in fields]
@@ -165,6 +216,7 @@ def watched(argv: list[str]) -> int:
         def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
             if trainer.global_step != self.step:
                 self.note("step", trainer.global_step)
+                time.sleep(float(os.environ.get(STEP_S, "0")))
 
     build = cli.CLI.instantiate_trainer
 
