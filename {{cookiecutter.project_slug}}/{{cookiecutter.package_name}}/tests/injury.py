@@ -131,7 +131,8 @@ class Training:
     def __init__(self, folder: Path, argv: list[str], prefix: tuple[str, ...] = (), **environment: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / "log"
-        watched = Path(environment.get(STEPS, folder)) / "watched.sh"  # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
+        # torchrun starts its workers with $PYTHON_EXEC -u -m <package> …
+        watched = Path(environment.get(STEPS, folder)) / "watched.sh"
         watched.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" -u -m {PACKAGE}.tests.injury "$@"\n')
         watched.chmod(0o755)
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
