@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback
 from ..errors import Ended, Exit
 from .environment import comparable, digest
 from .meeting import Meeting, before_first_collective
+from .verdict import spans
 from .watch import START_TIMEOUT_S
 
 NOTHING = "-"
@@ -36,11 +38,11 @@ class SameEnvironment(Callback):
             config: Every key resolved, of plain types.
             timeout_s: In seconds.
         """
-
-        def act(meeting: Meeting) -> None:
-            self.compare(meeting, own_facts(run, config, trainer.datamodule))
-
+        act = partial(self._act, trainer, run, config)
         before_first_collective(trainer, timeout_s or START_TIMEOUT_S, act)
+
+    def _act(self, trainer: Any, run: Path, config: dict[str, Any], meeting: Meeting) -> None:
+        self.compare(meeting, own_facts(run, config, trainer.datamodule))
 
     def compare(self, meeting: Meeting, own: dict[str, Any]) -> None:
         """Collective, through the store: digests first, and the values of what differs.
@@ -105,7 +107,7 @@ def table(values: list[dict[str, Any]]) -> str:
             ranks: dict[str, list[int]] = {}
             for rank, one in enumerate(column):
                 ranks.setdefault(str(one), []).append(rank)
-            rows += [(key, _spans(there), texts[there[0]]) for there in ranks.values()]
+            rows += [(key, spans(there), texts[there[0]]) for there in ranks.values()]
     width, ranks_width = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     lines = [f"  {key:<{width}}  {ranks:<{ranks_width}}  {text}" for key, ranks, text in rows]
     head = "these ranks do not run the same; make it so, or allow a difference: --same_environment.ignore '[KEY, …]'"
@@ -115,14 +117,3 @@ def table(values: list[dict[str, Any]]) -> str:
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
-
-
-def _spans(ranks: list[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

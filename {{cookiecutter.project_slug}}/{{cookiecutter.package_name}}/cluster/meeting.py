@@ -14,12 +14,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import Ended, Exit
+from .verdict import spans
 from .watch import WATCH
 
 
@@ -82,32 +84,29 @@ class Meeting:
 
 def before_first_collective(trainer: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
     """Let `act` be called when all ranks of `trainer` have been started and none has communicated yet."""
-    strategy = trainer.strategy
-    setup_environment = strategy.setup_environment
+    trainer.strategy.setup_environment = partial(_meet_first, trainer.strategy, timeout_s, act)
 
-    def meet_first() -> None:
-        if getattr(strategy, "cluster_environment", None) is not None and not dist.is_initialized():
-            strategy.set_world_ranks()
-            if strategy.world_size > 1:
-                if strategy.root_device.type == "cuda":
-                    torch.cuda.set_device(strategy.root_device)  # or looking at the GPUs would take memory of the first
-                _meet(strategy, timeout_s, act)
-        setup_environment()
 
-    strategy.setup_environment = meet_first
+def _meet_first(strategy: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
+    if getattr(strategy, "cluster_environment", None) is not None and not dist.is_initialized():
+        strategy.set_world_ranks()
+        if strategy.world_size > 1:
+            if strategy.root_device.type == "cuda":
+                torch.cuda.set_device(strategy.root_device)  # or looking at the GPUs would take memory of the first
+            _meet(strategy, timeout_s, act)
+    type(strategy).setup_environment(strategy)
 
 
 def _meet(strategy: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
     rank, world_size = strategy.global_rank, strategy.world_size
-    limit_s, WATCH.limit_s = WATCH.limit_s, 0.0  # the meeting has its own, which names who is missing
-    meeting = Meeting(_store(strategy, rank, world_size, timeout_s), rank, world_size, timeout_s)
-    meeting.store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
-    act(meeting)
-    first = rank - strategy.local_rank
-    neighbours = [r for r in range(first, min(first + strategy.num_processes, world_size)) if r != rank]
-    WATCH.introduce(meeting.store, rank, world_size, _open(meeting.store, neighbours))
-    WATCH.beat()
-    WATCH.limit_s = limit_s
+    with WATCH.paused():  # the meeting's own limit names who is missing
+        meeting = Meeting(_store(strategy, rank, world_size, timeout_s), rank, world_size, timeout_s)
+        meeting.store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
+        act(meeting)
+        first = rank - strategy.local_rank
+        neighbours = [r for r in range(first, min(first + strategy.num_processes, world_size)) if r != rank]
+        peers = _open(meeting.store, neighbours)
+    WATCH.introduce(meeting.store, rank, world_size, peers)
 
 
 def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
@@ -139,7 +138,7 @@ def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    who = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
     return (
         f"{who} of {world_size} did not come within {timeout_s:g} s: look at the end of their logs, and whether their"
         " nodes reach rank 0's; watchdog.start_timeout_s is how long a start may take"

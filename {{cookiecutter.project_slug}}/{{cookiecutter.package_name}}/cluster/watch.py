@@ -19,45 +19,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
-from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ..errors import Exit
+from .verdict import stands, verdict_of
 
 START_TIMEOUT_S = 1800.0  # until a configuration has been read that says another
 POLL_S = 0.1
 ANSWER_S = 0.3  # rank 0 waits so long for the others' places
 VERDICT_S = 0.6  # the others wait so long for rank 0's sentence: it may have noticed a poll later
 FAREWELL_S = 0.1  # all stay so long, for the others to read it and for the disk; all in all, about a second
-
-# What a rank is doing, by the innermost of its main thread's frames whose file ends so or whose function is called so.
-PHASES = (
-    ("loops/fetchers.py", "", "in its data loader"),
-    ("torch/utils/data/dataloader.py", "", "in its data loader"),
-    ("", "save_checkpoint", "saving a checkpoint"),
-    ("", "load_checkpoint", "loading a checkpoint"),
-    ("torch/autograd/graph.py", "_engine_run_backward", "backward"),
-    ("", "training_step", "forward"),
-    ("", "validation_step", "forward"),
-    ("", "test_step", "forward"),
-    ("", "predict_step", "forward"),
-    ("trainer/call.py", "_call_callback_hooks", "in a callback"),
-    ("", "backward", "backward"),
-    ("", "optimizer_step", "optimizer"),
-    ("", "batch_to_device", "taking a batch to its device"),
-    ("", "init_process_group", "joining the process group"),
-    ("", "configure_model", "building the model"),
-    ("trainer/call.py", "_call_setup_hook", "in setup"),
-    ("strategies/", "setup", "in the strategy's setup"),
-    ("loops/", "advance", "between micro-batches"),
-    ("<frozen importlib", "", "importing"),
-)
-# A process waits for the others when, before any code of other libraries or ours, one of these is in its stack.
-WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/deepspeed/comm/")
 
 
 class Watch:
@@ -105,9 +79,22 @@ class Watch:
     def disarm(self) -> None:
         """Nothing is watched any more, and no rank is known."""
         with self._lock:
-            self.limit_s = 0.0
+            self.limit_s, self._backed_up = 0.0, None
             faulthandler.cancel_dump_traceback_later()
         self.introduce(None, 0, 1, {})
+
+    @contextlib.contextmanager
+    def paused(self) -> Generator[None]:
+        """Not watched meanwhile, for what has a limit of its own."""
+        limit_s = self.limit_s
+        with self._lock:
+            self.limit_s, self._backed_up = 0.0, None
+            faulthandler.cancel_dump_traceback_later()
+        try:
+            yield
+        finally:
+            self.beat()
+            self.limit_s = limit_s
 
     def introduce(self, store: Any, rank: int, world_size: int, peers: dict[int, int]) -> None:
         """The other ranks can be asked from now on: all have got as far as this one, and are compared from here.
@@ -166,7 +153,7 @@ class Watch:
         faulthandler.dump_traceback(2, all_threads=True)
         writes = threading.Thread(target=self._write, args=(f"rank{self.rank}.txt", head, True), daemon=True)
         writes.start()  # a file server that hangs, which may be the reason, must not keep us
-        verdict = self._confer(own) if self._store is not None else _verdict({0: own}, 1)
+        verdict = self._confer(own) if self._store is not None else verdict_of({self.rank: own}, [])
         sentence = f"no progress for {limit_s:g} s: {verdict['sentence']}"
         if verdict["by"] == self.rank:
             os.write(2, f"\n{sentence}\n".encode())
@@ -181,13 +168,8 @@ class Watch:
                 signal.pidfd_send_signal(self._peers[rank], signal.SIGKILL)
 
     def _word(self) -> dict[str, Any]:
-        """Where this rank is."""
-        frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
-        phase = next((words for frame in frames for words in [_phase(frame)] if words), "elsewhere")
-        files = [frame.f_code.co_filename for frame in frames]
-        line = f"{'/'.join(Path(files[0]).parts[-3:])}:{frames[0].f_lineno}" if files else "?"
-        inner = takewhile(lambda file: "/torch/" in file or "/deepspeed/" in file, files)
-        waits = any(part in file for file in inner for part in WAITING)
+        """Where this rank is, for the others to read."""
+        phase, line, waits = stands(sys._current_frames().get(threading.main_thread().ident or 0))
         try:
             place = self.position(phase)
         except Exception:  # whatever is only half there: the stacks are worth more
@@ -208,67 +190,27 @@ class Watch:
     def _confer(self, own: dict[str, Any]) -> dict[str, Any]:
         """Rank 0's verdict; or this rank's, when rank 0 is silent."""
         found: list[dict[str, Any]] = []
-        asks = threading.Thread(target=lambda: found.append(self._exchange(own)), daemon=True)
+        asks = threading.Thread(target=self._exchange, args=(own, found), daemon=True)
         asks.start()
         asks.join(VERDICT_S + POLL_S / 2)
-        return found[0] if found else _verdict({self.rank: own}, 1, silent=[0])
+        return found[0] if found else verdict_of({self.rank: own}, silent=[0])
 
-    def _exchange(self, own: dict[str, Any]) -> dict[str, Any]:
-        store, ranks = self._store, range(self.world_size)
-        store.set(f"hung/{self.rank}", json.dumps(own))
-        store.set("hung", "")
-        if self.rank:
-            store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S))
-            return json.loads(store.get("hung/verdict"))
-        with contextlib.suppress(RuntimeError):  # torch's DistStoreError: not all have come
-            store.wait([f"hung/{rank}" for rank in ranks], timedelta(seconds=ANSWER_S))
-        here = [rank for rank in ranks if store.check([f"hung/{rank}"])]
-        words = {rank: json.loads(store.get(f"hung/{rank}")) for rank in here}
-        verdict = _verdict(words, self.world_size, [rank for rank in ranks if rank not in words])
-        store.set("hung/verdict", json.dumps(verdict))
-        return verdict
-
-
-def _verdict(words: dict[int, dict[str, Any]], world_size: int, silent: list[int] | None = None) -> dict[str, Any]:
-    """Which rank did not arrive: one that is silent; else one with the least progress that waits for nobody."""
-    least = min(word["beats"] for word in words.values())
-    behind = [rank for rank, word in words.items() if word["beats"] == least]
-    behind = [rank for rank in behind if not words[rank]["waits"]] or behind
-    if silent:
-        why = "its process is stopped or its node is gone" if len(silent) == 1 else "they are stopped or gone"
-        parts, rest = [f"{_ranks(silent)} did not arrive and says nothing: {why}"], list(words)
-    elif len(words) == 1:
-        (word,) = words.values()
-        parts, rest = [f"{word['place']}, {word['line']}"], []
-    elif len(behind) == len(words):
-        places = [f"{_ranks([rank])}: {word['place']}, {word['line']}" for rank, word in words.items()]
-        parts = ["no rank is behind the others", *places]
-        rest = []
-    else:
-        parts = [f"{_ranks([r])} did not arrive: {words[r]['place']}, {words[r]['line']}" for r in behind]
-        rest = [rank for rank in words if rank not in behind]
-    for place in dict.fromkeys(words[rank]["place"] for rank in rest):
-        there = [rank for rank in rest if words[rank]["place"] == place]
-        parts.append(f"{_ranks(there)} wait{'s' * (len(there) == 1)} for it in {place.removeprefix('in ')}")
-    return {"sentence": "; ".join(parts), "silent": silent or [], "by": min(words)}
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def _phase(frame: FrameType) -> str | None:
-    file, function = frame.f_code.co_filename, frame.f_code.co_name
-    return next((words for part, name, words in PHASES if part in file and (not name or name == function)), None)
+    def _exchange(self, own: dict[str, Any], found: list[dict[str, Any]]) -> None:
+        store, keys = self._store, [f"hung/{rank}" for rank in range(self.world_size)]
+        with contextlib.suppress(RuntimeError):  # torch's DistStoreError: rank 0, or the store, does not answer
+            store.set(keys[self.rank], json.dumps(own))
+            store.set("hung", "")
+            if self.rank:
+                store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S))
+                found.append(json.loads(store.get("hung/verdict")))
+                return
+            with contextlib.suppress(RuntimeError):  # the same: not all have come
+                store.wait(keys, timedelta(seconds=ANSWER_S))
+            silent = [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
+            here = [rank for rank in range(self.world_size) if rank not in silent]
+            words = zip(here, store.multi_get([keys[rank] for rank in here]), strict=True)
+            found.append(verdict_of({rank: json.loads(word) for rank, word in words}, silent))
+            store.set("hung/verdict", json.dumps(found[0]))
 
 
 WATCH = Watch()

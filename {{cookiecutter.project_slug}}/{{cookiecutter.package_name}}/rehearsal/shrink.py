@@ -99,7 +99,8 @@ def shrink(
     small = Small(config, num, data_parallel, steps, notes=notes)
     _shrink_model(config["model"], model_config, config["data"]["seq_len"], small)
     if "every_n_steps" in config.get("last_checkpoint", {}):
-        config["last_checkpoint"]["every_n_steps"] = checkpoint_step(steps)
+        # Waited for: the kill comes a few quick steps later, and must find it.
+        config["last_checkpoint"] |= {"every_n_steps": checkpoint_step(steps), "asynchronous": False}
     return small
 
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ..cluster import meeting
 from ..cluster.environment import comparable, environment, packages, variables
-from ..cluster.fingerprint import SameEnvironment, _spans
+from ..cluster.fingerprint import SameEnvironment
 from ..cluster.meeting import Meeting
+from ..cluster.verdict import spans
 from ..errors import Ended, Exit
 from ..rehearsal.workers import Workers, _free_port
 from .conftest import OF_ANOTHER_RUN, PACKAGE, PROJECT, run
@@ -82,7 +83,7 @@ def test_ranks_that_are_the_same_go_on() -> None:
 
 
 def test_spans_of_ranks_are_short() -> None:
-    assert _spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def strategy(rank: int, port: int) -> Any:

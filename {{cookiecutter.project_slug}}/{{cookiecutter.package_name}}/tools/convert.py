@@ -18,11 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..checkpoint import commit
 from ..checkpoint.formats import FILE, META, WRITTEN_BY, format_of, read_full
 from ..cli import WithoutTrainer
 from ..errors import InputError
+from ..rehearsal.recorder import fingerprint
 from .export import chosen_checkpoint
 
 
@@ -86,24 +88,23 @@ def write_distributed(full: dict[str, Any], folder: Path) -> None:
     torch.save(rest, folder / META)
 
 
-def difference(expected: Any, got: Any, where: str = "it") -> str:
+def difference(expected: dict[str, Any], got: dict[str, Any]) -> str:
     """The first place where two checkpoints, as `read_full` gives them, differ; "" if there is none."""
-    if isinstance(expected, Tensor):
-        return "" if isinstance(got, Tensor) and torch.equal(expected, got) and expected.dtype == got.dtype else where
-    if isinstance(expected, dict) and "param_groups" in expected:  # groups of equal settings may have become one
-        expected, got = ({"state": each["state"], "param_groups": _by_parameter(each)} for each in (expected, got))
-    if isinstance(expected, dict):
-        if not isinstance(got, dict) or expected.keys() != got.keys():
-            return where
-        return next(filter(None, (difference(expected[key], got[key], f"{where}.{key}") for key in expected)), "")
-    if isinstance(expected, list | tuple):
-        if type(expected) is not type(got) or len(expected) != len(got):
-            return where
-        pairs = zip(expected, got, strict=True)
-        return next(filter(None, (difference(*pair, f"{where}.{n}") for n, pair in enumerate(pairs))), "")
-    return "" if expected == got or expected != expected else where  # NaN is a value too
+    want, have = _leaves(expected), _leaves(got)
+    return next((place for place in want | have if want.get(place) != have.get(place)), "")
+
+
+def _leaves(checkpoint: dict[str, Any]) -> dict[str, str]:
+    """Place: what is there, as a text that is equal for equal bits; of parameter groups, each parameter's settings."""
+    states = [{**s, "param_groups": _by_parameter(s)} for s in checkpoint.get("optimizer_states", [])]
+    leaves, _ = tree_flatten_with_path(checkpoint | {"optimizer_states": states})
+    return {keystr(path): _text(leaf) for path, leaf in leaves}
 
 
 def _by_parameter(state: dict[str, Any]) -> dict[str, Any]:
     groups = state["param_groups"]
     return {name: {k: v for k, v in group.items() if k != "params"} for group in groups for name in group["params"]}
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype} {leaf.shape} {fingerprint(leaf)}" if isinstance(leaf, Tensor) else repr(leaf)
