@@ -9,8 +9,6 @@ torchrun restarts its workers whatever they ended with, and then exits with 1. T
 - exits with REQUEUE where the rendezvous, or its host, is gone: nothing on this machine can help;
 - hands SIGTERM and SIGUSR1 on to the workers, which save, and exits with their code;
 - lets the others end by themselves when one has: torchrun terminates them at once, while they write or save.
-
-Everything else is torchrun's.
 """
 
 from __future__ import annotations
@@ -103,15 +101,16 @@ class Agent(LocalElasticAgent):
         then = "" if self._decided else f"; restarting, {left - 1} more left" if left else "; no restart is left"
         self._say(f"rank {worker_group.workers[first].global_rank} {how}{then}")
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=self._shutdown_timeout)  # torchrun's own passes 30 s, whatever was asked
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._lost_at = float("inf")  # a save, and then the other nodes, may take their time
+        super()._shutdown(death_sig, self._shutdown_timeout)  # torchrun itself passes it on sometimes only
 
     def _watch_rendezvous(self) -> None:
         """A cut link ends no connection: the agent would wait in the store for ever."""
         while time.monotonic() < self._lost_at:
             time.sleep(1)
         self._say("the rendezvous does not answer; relaunch the same command to go on")
-        self._shutdown(timeout=self._shutdown_timeout)
+        self._shutdown()
         os._exit(Exit.REQUEUE)
 
     @staticmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from ..cluster import torchrun
 from ..errors import Exit
+from .conftest import OF_ANOTHER_RUN, PACKAGE, PROJECT, run
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -129,3 +132,46 @@ def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pyte
     assert launched.run("exec sleep 60") == Exit.REQUEUE
     told = launched.said
     assert "the rendezvous is gone" in told and "relaunch" in told and "Traceback" not in told
+
+
+NEVER_ANSWERS = f"""
+import sys, time
+from {PACKAGE}.cluster import torchrun
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+torchrun.LOST_S = 1
+DynamicRendezvousHandler.num_nodes_waiting = lambda self: time.sleep(1000)
+sys.exit(torchrun.main(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python", "sleep", "100"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_rendezvous_that_never_answers_is_given_up() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_ANSWERS], cwd=PROJECT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == Exit.REQUEUE and "the rendezvous does not answer" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, {Exit.REQUEUE}), (signal.SIGKILL, {1, Exit.REQUEUE})])
+def test_lightnings_own_launcher_ends_with_a_code(
+    flags: list[str], tmp_path: Path, number: int, codes: set[int]
+) -> None:
+    """The first process is the launcher, and would be killed by Lightning."""
+    run("prepare", *flags)
+    more = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=100000"]
+    environment = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN}
+    command = [sys.executable, "-m", PACKAGE, "fit", *flags, *more, "--last_checkpoint.every_n_steps=5"]
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, env=environment, cwd=PROJECT, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*/*/checkpoints/step*")):
+            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        (child,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        os.kill(int(child), number)
+        assert first.wait(15) in codes, (tmp_path / "log").read_text()
+    finally:
+        first.kill()
+        first.wait()
