@@ -64,6 +64,17 @@ def is_first_on_node() -> bool:
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
 
 
+def check_least(slot: str, **given: tuple[float, float]) -> None:
+    """Refuse arguments, each a pair of what is given and of the least that is allowed.
+
+    Raises:
+        InputError: one is less.
+    """
+    for key, (value, least) in given.items():
+        if value < least:
+            raise InputError(f"{slot}.{key} is {value}; give {least} or more")
+
+
 def first_line(error: BaseException) -> str:
     """Of another library's message; the error's type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

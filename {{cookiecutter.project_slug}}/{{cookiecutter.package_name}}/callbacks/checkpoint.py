@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
-from ..errors import Ended, Exit, InputError
+from ..errors import Ended, Exit, InputError, check_least
 from ..parallel import weights
 
 
@@ -46,10 +46,8 @@ class LastCheckpoint(Checkpoint):
         asynchronous: bool = False,
         dirpath: str = "{run}/checkpoints",
     ) -> None:
-        given = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1), "keep_every_hours": (keep_every_hours, 0)}
-        for key, (value, least) in given.items():
-            if value < least:
-                raise InputError(f"last_checkpoint.{key} is {value}; give {least} or more")
+        least = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1), "keep_every_hours": (keep_every_hours, 0)}
+        check_least("last_checkpoint", **least)
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.keep_every_hours = keep_every_hours
@@ -57,7 +55,6 @@ class LastCheckpoint(Checkpoint):
         self.asynchronous = asynchronous
         self.folder = Path(dirpath)
         self.saved_step = 0  # there is nothing to save before the first step
-
         self._saver: BackgroundSaver | None = None
         self._underway: Path | None = None  # what it saves
 

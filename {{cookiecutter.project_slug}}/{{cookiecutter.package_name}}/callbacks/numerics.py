@@ -25,7 +25,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import Ended, Exit, InputError
+from ..errors import Ended, Exit, check_least
 from ..parallel.layout import total_norm
 from .incidents import INCIDENTS, Seen, add_jump, read_jumps, write_incident
 
@@ -69,9 +69,7 @@ class Numerics(Callback):
     ) -> None:
         least = {"spike_window": (spike_window, 4), "spike_sigmas": (spike_sigmas, 0), "patience": (patience, 1)}
         least |= {"jump_steps": (jump_steps, 1), "max_roll_backs": (max_roll_backs, 0)}
-        for key, (value, minimum) in least.items():
-            if value < minimum:
-                raise InputError(f"numerics.{key} is {value}; give {minimum} or more")
+        check_least("numerics", **least)
         self.on_non_finite = on_non_finite
         self.on_spike = on_spike
         self.spike_window = spike_window

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..cluster.watch import WATCH
 from ..errors import InputError, reason
 from ..parallel import weights
 from . import manifest
@@ -139,6 +140,7 @@ def _files(folder: Path) -> list[str]:
 def _flush_and_hash(aside: Path, files: list[str], hashes: Files) -> None:
     """Flushing comes first: a network's or a delaying file system may refuse only then."""
     for file in files:
+        WATCH.alive()
         _flush(aside / file)
         hashes[file] = [(aside / file).stat().st_size, crc32(aside / file)]
 

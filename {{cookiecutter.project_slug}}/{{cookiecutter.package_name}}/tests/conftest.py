@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,20 @@ def logged(run_folder: Path, metric: str) -> dict[int, float]:
         with path.open(encoding="utf-8") as file:
             values |= {int(row["step"]): float(row[metric]) for row in csv.DictReader(file) if row.get(metric)}
     return values
+
+
+@contextmanager
+def disk(folder: Path, size: str) -> Generator[Path]:
+    """A file system of its own of that size, where this machine lets us mount one; the test is skipped elsewhere."""
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def quiet(_: str) -> None:

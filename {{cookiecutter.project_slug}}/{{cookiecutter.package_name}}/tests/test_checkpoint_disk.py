@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from ..checkpoint import commit, manifest
+from .conftest import disk
 from .saves import Trainings
 
 pytestmark = pytest.mark.slow
@@ -47,15 +47,8 @@ class Ballast(Callback):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB, where this machine lets us mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=16m", "none", str(folder)]
-    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with disk(tmp_path / "disk", "16m") as folder:
+        yield folder
 
 
 def refuse_rank_1() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from ..data import DataModule
 from ..errors import InputError
 from ..text.sources import TextFiles
 from ..text.tokenizers import Bytes
-from .conftest import PACKAGE, PROJECT, SENTENCES, quiet
+from .conftest import PACKAGE, PROJECT, SENTENCES, disk, quiet
 
 PREPARE = f"""
 import sys
@@ -43,16 +43,9 @@ def prepare_in_a_child(texts: Path, cache_dir: Path, limit: int | None = None) -
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path):
-    """A file system of 256 KiB, where this machine lets us mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
-    if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    with disk(tmp_path / "disk", "256k") as folder:
+        yield folder
 
 
 def test_a_full_disk_leaves_nothing_behind_and_the_older_cache_usable(texts: Path, tiny_disk: Path) -> None:
