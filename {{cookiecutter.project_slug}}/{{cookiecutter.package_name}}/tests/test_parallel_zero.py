@@ -210,6 +210,7 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.slow
 def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_patch(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ DEEPSEEK = (
 )
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(flags: list[str], tmp_path: Path) -> None:
     flags = [
         *flags, f"--model.architecture={DEEPSEEK}", "--model.optim.learning_rate=0.01", "--model.optim.warmup=5",

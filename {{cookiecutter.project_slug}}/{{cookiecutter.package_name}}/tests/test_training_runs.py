@@ -112,6 +112,7 @@ def test_an_offline_wandb_run_holds_the_metrics_and_resumes_as_the_same_run(
     assert {int(r["trainer/global_step"]): float(r["train/loss"]) for r in history} == pytest.approx(losses)
 
 
+@pytest.mark.slow
 def test_a_wandb_service_that_is_away_does_not_stop_training(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
