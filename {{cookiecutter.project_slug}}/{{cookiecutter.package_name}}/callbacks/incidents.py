@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel import weights
 from ..text.order import stream_position
 
 INCIDENTS, JUMPS = "incidents.jsonl", "jumps.json"
@@ -68,9 +69,7 @@ class Seen:
 def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> None:
     """A line of `incidents.jsonl`, by rank 0; collective, for all ranks' row numbers."""
     own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": seen.rows}
-    ranks: list[Any] = [own] * len(seen.losses)
-    if dist.is_initialized():
-        dist.all_gather_object(ranks, own)
+    ranks = weights.from_all_ranks(own)
     incident = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": seen.step,
@@ -82,7 +81,7 @@ def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> None:
         "suspects": seen.suspects,
         "ranks": [{"rank": r, "loss": seen.losses[r], **each} for r, each in enumerate(ranks)],
     }
-    if _is_rank_zero():
+    if weights.is_rank_zero():
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(incident) + "\n")  # NaN and Infinity as Python writes and reads them
@@ -104,13 +103,9 @@ def add_jump(folder: Path, seen: Seen, num_steps: int, from_step: int, data: Any
     first, size = seen.consumed - data.global_batch_size, num_steps * data.global_batch_size
     start, last = stream_position(first, data.jumps), stream_position(first + size - 1, data.jumps)
     jump = {"start": start, "end": last + 1, "step": seen.step, "from_step": from_step}
-    if _is_rank_zero():
+    if weights.is_rank_zero():
         aside = folder / f".{JUMPS}.tmp"
         aside.write_text(json.dumps([*read_jumps(folder), jump]), encoding="utf-8")
         os.replace(aside, folder / JUMPS)
     if dist.is_initialized():
         dist.barrier()  # written before any rank ends, and with it perhaps the job
-
-
-def _is_rank_zero() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import lightning as L
-import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from ..errors import InputError
+from ..parallel import weights
 
 FLUSH_S = 1.0
 
@@ -100,8 +100,4 @@ class SampleLedger(Callback):
 
 def _writes(trainer: L.Trainer, data_parallel_rank: int) -> bool:
     """Whether this process is the first of those that share its batches (under tensor parallelism)."""
-    ranks: list[Any] = [data_parallel_rank]
-    if dist.is_initialized():
-        ranks = [None] * trainer.world_size
-        dist.all_gather_object(ranks, data_parallel_rank)
-    return ranks.index(data_parallel_rank) == trainer.global_rank
+    return weights.from_all_ranks(data_parallel_rank).index(data_parallel_rank) == trainer.global_rank

@@ -12,9 +12,10 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
+
+from ..parallel import weights
 
 KEY = "random_state"  # of a checkpoint: one `_get_state` per rank
 
@@ -54,11 +55,7 @@ class RandomState(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         state = self._state or _get_state()
-        states: list[Any] = [state]
-        if dist.is_initialized():
-            states = [None] * dist.get_world_size()
-            dist.all_gather_object(states, state)
-        checkpoint[KEY] = states
+        checkpoint[KEY] = weights.from_all_ranks(state)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get(KEY, [])

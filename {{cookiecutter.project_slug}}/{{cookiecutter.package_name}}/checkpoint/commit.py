@@ -248,7 +248,7 @@ def _wrong_together(path: Path) -> str | None:
         except ValueError as error:
             why = str(error)
     files, why = weights.broadcast((files, why))
-    answers = _gather(why or wrong_file(path, files, _share(list(files), None)), None)
+    answers = weights.from_all_ranks(why or wrong_file(path, files, _share(list(files), None)))
     return next(filter(None, answers), None)
 
 
@@ -269,22 +269,13 @@ def _share(files: list[str], group: Any) -> list[str]:
     return files[_rank(group) :: dist.get_world_size(group) if dist.is_initialized() else 1]
 
 
-def _gather(value: Any, group: Any) -> list[Any]:
-    """Every rank's `value`, of plain types."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def _agree(trouble: str | None, value: Any, group: Any) -> list[Any]:
     """Every rank's `value`; none goes on before all are here.
 
     Raises:
         SaveError: on all ranks, one of them has met trouble.
     """
-    answers = _gather((trouble, value), group)
+    answers = weights.from_all_ranks((trouble, value), group)
     if told := [why for why, _ in answers if why]:
         raise SaveError(told[0])
     return [value for _, value in answers]

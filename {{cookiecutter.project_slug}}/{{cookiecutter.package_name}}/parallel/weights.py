@@ -78,6 +78,15 @@ def gather(module: nn.Module) -> dict[str, Tensor]:
     return whole
 
 
+def from_all_ranks(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's `value`, of plain types, by rank. Collective over `group`; None: all."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def broadcast(value: Any) -> Any:
     """Rank 0's `value`, of plain types, on every rank."""
     if is_alone():
