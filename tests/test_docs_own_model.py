@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import csv
+import json
 import os
 import re
 import shlex
@@ -72,9 +72,8 @@ def losses(project: Path, strategy: str) -> list[float]:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     (folder,) = (project / "runs" / strategy).iterdir()
-    (metrics,) = folder.glob("csv/**/metrics.csv")
-    with metrics.open(encoding="utf-8") as file:
-        return [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from . import loggers  # noqa: F401  (makes `class_path: WandB` known)
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
 from .callbacks.goodput import Goodput
@@ -42,6 +41,7 @@ from .cluster.fingerprint import SameEnvironment
 from .cluster.watch import WATCH
 from .data import DataModule
 from .errors import InputError, reason
+from .loggers import RunLog, WandB  # noqa: F401  (makes `class_path: WandB` known)
 from .module import LanguageModule
 from .parallel import limits
 from .parallel.half import HalfParameters
@@ -78,8 +78,7 @@ TRAINER_DEFAULTS = {
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
     "logger": [
-        {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "{run}", "name": "tensorboard", "version": ""}},
-        {"class_path": "CSVLogger", "init_args": {"save_dir": "{run}", "name": "csv"}},
+        {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "{run}", "name": "tensorboard", "version": ""}}
     ],
 }
 
@@ -196,6 +195,8 @@ class CLI(LightningCLI):
             trainer.strategy.checkpoint_io = EveryFormat()
         if type(trainer.strategy.precision_plugin) is HalfPrecision:
             trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
+        if not trainer.fast_dev_run:  # ty: ignore[missing-attribute]
+            trainer.loggers = [*trainer.loggers, RunLog(self.run)]
         self.summary = Summary(self.run)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))

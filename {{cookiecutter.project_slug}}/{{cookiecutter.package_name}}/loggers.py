@@ -1,13 +1,58 @@
-"""WandB that never keeps training waiting: online with a key, offline without one or when the service is away."""
+"""Where metrics go: always into the run's own metrics.jsonl, and to WandB without ever keeping training waiting."""
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+
+from .history.metrics import FILE
+
+WRITE_S = 1.0  # lines are kept back for so long at most while others follow: a file server may be behind the folder
+
+
+class RunLog(Logger):
+    """`metrics.jsonl` in the run's folder: what diagnosis and report are made from. Every run has one.
+
+    Args:
+        folder: The run's folder.
+    """
+
+    name = "metrics"
+    version = ""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self._lines: list[str] = []
+        self._written = 0.0
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        line = {"step": step, "time": round(time.time(), 3)} | {k: float(v) for k, v in metrics.items()}
+        self._lines.append(json.dumps(line) + "\n")  # NaN and Infinity as Python writes and reads them
+        if time.monotonic() - self._written > WRITE_S:
+            self.save()
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """config.yaml has them."""
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self._lines:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / FILE).open("a", encoding="utf-8") as file:
+                file.write("".join(self._lines))
+        self._lines, self._written = [], time.monotonic()
+
+    def finalize(self, status: str) -> None:
+        self.save()
 
 
 class WandB(WandbLogger):

@@ -1,6 +1,6 @@
 """A run's folder: where everything that one training writes is found, and how the newest is found again.
 
-<root>/<name>/<run id>/   config.yaml environment.json checkpoints/ tensorboard/ csv/ samples.txt
+<root>/<name>/<run id>/   config.yaml environment.json metrics.jsonl checkpoints/ tensorboard/ samples.txt
 """
 
 from __future__ import annotations

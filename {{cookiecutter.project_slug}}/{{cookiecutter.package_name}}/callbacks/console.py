@@ -39,14 +39,8 @@ class Console(Callback):
         self._started = time.perf_counter()
         self._first_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        latest = pl_module.metrics.latest
-        if latest and latest is not getattr(self, "_shown", None):
-            self._shown = latest
-            self._show_progress(trainer, latest)
-
     @rank_zero_only
-    def _show_progress(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
+    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         step, total = trainer.global_step, trainer.estimated_stepping_batches
         final = step == total

@@ -24,8 +24,8 @@ import lightning as L
 import psutil
 from lightning.pytorch.callbacks import Checkpoint
 
-KINDS = ("productive", "start", "restart", "checkpoint", "data_wait", "validation", "lost")
-FILE = "goodput.jsonl"
+from ..history.goodput import FILE, KINDS
+
 LINE_S = 1.0
 
 _have_trained: set[int] = set()  # processes; a second training in one begins when it is made
@@ -101,44 +101,3 @@ class Goodput(Checkpoint):
     def _is_training(self, trainer: Any) -> bool:
         """Also in the validation after it; `validate` alone keeps no ledger."""
         return trainer.state.fn == "fit" or self._between == "data_wait"
-
-
-def read(run: Path) -> dict[str, float]:
-    """Seconds of each kind, over all attempts of the run in the folder `run`; {} where nothing is written."""
-    path = run / FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    attempts: dict[float, dict[str, Any]] = {}
-    for line in lines:
-        try:
-            attempts |= {(event := json.loads(line))["attempt"]: event}
-        except ValueError:  # half a line: its process was killed
-            continue
-    total = dict.fromkeys(KINDS, 0.0)
-    done: list[list[float]] = []  # from step, to step, productive seconds: of each attempt, without what was lost
-    end = None
-    for began in sorted(attempts):
-        attempt = attempts[began]
-        for kind in KINDS:
-            total["restart" if kind == "start" and end else kind] += attempt.get(kind, 0.0)
-        total["restart"] += max(0.0, began - end) if end else 0.0
-        end = attempt["time"]
-        for part in done:  # steps after the one resumed from are done again
-            first, last, seconds = part
-            again = max(0.0, last - max(first, attempt["from_step"])) / max(last - first, 1)
-            total["productive"] -= again * seconds
-            total["lost"] += again * seconds
-            part[1:] = [min(last, max(first, attempt["from_step"])), (1 - again) * seconds]
-        done.append([attempt["from_step"], attempt["step"], attempt.get("productive", 0.0)])
-    return total if attempts else {}
-
-
-def share(seconds: dict[str, float]) -> float:
-    """Of the wall time, what was productive."""
-    return seconds["productive"] / max(sum(seconds.values()), 1e-9)
-
-
-def describe(seconds: dict[str, float]) -> str:
-    """One line for people."""
-    rest = {kind.replace("_", " "): s for kind, s in seconds.items() if s >= 0.5 and kind != "productive"}
-    parts = [f"{share(seconds):.0%} of {sum(seconds.values()):.0f} s productive"]
-    return ", ".join(parts + [f"{kind} {s:.0f} s" for kind, s in rest.items()])

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..history.run import INCIDENTS
 from ..parallel import weights
 from ..text.order import stream_position
 
-INCIDENTS, JUMPS = "incidents.jsonl", "jumps.json"
+JUMPS = "jumps.json"
 
 
 @dataclass
@@ -85,11 +86,6 @@ def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(incident) + "\n")  # NaN and Infinity as Python writes and reads them
-
-
-def read_incidents(folder: Path) -> list[dict[str, Any]]:
-    path = folder / INCIDENTS
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
 def read_jumps(folder: Path) -> list[dict[str, int]]:

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ..checkpoint import commit
 from ..errors import Ended, InputError
-from . import goodput
+from ..history import goodput
 from .checkpoint import LastCheckpoint
 
 

@@ -17,8 +17,9 @@ def is_log_step(trainer: Any) -> bool:
 class TrainingLog(Callback):
     """Write the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
-    Callbacks that measure on the host come before this one and `put`; those that show metrics come after it and
-    read `module.metrics.latest`.
+    Callbacks that have to do with metrics define `on_log_step(trainer, module, metrics)`; it is called on every rank.
+    Those that come before this one have put what they measured into `module.metrics`, and may add to `metrics` what
+    follows from all ranks' values in `module.metrics.of_ranks`. Those that come after it show them, or act upon them.
     """
 
     _written_step = -1
@@ -31,9 +32,19 @@ class TrainingLog(Callback):
         if step == self._written_step or not is_log_step(trainer):
             return
         self._written_step = step
-        metrics = pl_module.metrics.read(lambda t: trainer.strategy.reduce(t, reduce_op="sum"))
+        metrics = pl_module.metrics.read(trainer.strategy.all_gather)
         pl_module.derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         pl_module.metrics.latest = metrics
+        callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
+        place = callbacks.index(self)
+        _tell(callbacks[:place], trainer, pl_module, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
+        _tell(callbacks[place:], trainer, pl_module, metrics)
+
+
+def _tell(callbacks: list[Any], trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    for callback in callbacks:
+        if hasattr(callback, "on_log_step"):
+            callback.on_log_step(trainer, module, metrics)

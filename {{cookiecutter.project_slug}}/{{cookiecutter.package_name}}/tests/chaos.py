@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from ..callbacks.goodput import describe, read
 from ..checkpoint import commit
 from ..checkpoint.formats import read_full
 from ..errors import Exit
+from ..history.goodput import describe, read
 from .injury import PACKAGE, PROJECT, STEP_S, Training, corrupt, kill
 
 PERIOD_S = 60.0  # one fault in each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from lightning.pytorch import Callback
 from ..__main__ import main
 from ..checkpoint import commit
 from ..data import DataModule
+from ..history.metrics import read_metrics
 from ..text.sources import TextFiles
 from ..text.tokenizers import Bytes
 
@@ -118,12 +118,9 @@ def newest(run_folder: Path) -> Path:
 
 
 def logged(run_folder: Path, metric: str) -> dict[int, float]:
-    """Step -> value of `metric`, over the CSV files of a run and its resumptions."""
-    values = {}
-    for path in sorted(run_folder.glob("csv/version_*/metrics.csv"), key=lambda p: int(p.parent.name.split("_")[1])):
-        with path.open(encoding="utf-8") as file:
-            values |= {int(row["step"]): float(row[metric]) for row in csv.DictReader(file) if row.get(metric)}
-    return values
+    """Step -> value of `metric`, of a run and its resumptions."""
+    series = read_metrics(run_folder)[metric]
+    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
 @contextmanager

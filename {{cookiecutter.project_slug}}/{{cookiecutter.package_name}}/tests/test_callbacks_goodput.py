@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ..callbacks import goodput
-from ..callbacks.goodput import FILE, describe, read, share
 from ..data import DataModule
+from ..history.goodput import FILE, describe, read, share
 from .conftest import PACKAGE, only_run, run
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..callbacks import numerics
-from ..callbacks.incidents import Seen, read_incidents, read_jumps
+from ..callbacks.incidents import Seen, read_jumps
 from ..callbacks.numerics import Numerics
 from ..checkpoint.formats import read_full
 from ..errors import Ended, Exit
+from ..history.run import read_incidents
 from ..module import LanguageModule
 from .conftest import only_run, run
 from .test_recovery_numerics import is_finite, newest, newest_step

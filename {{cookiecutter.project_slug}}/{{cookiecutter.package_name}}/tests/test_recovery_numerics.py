@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..callbacks.incidents import read_incidents
 from ..callbacks.numerics import Numerics
 from ..checkpoint import commit
 from ..checkpoint.manifest import step_of
 from ..errors import Ended, Exit
+from ..history.run import read_incidents
 from ..module import LanguageModule
 from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..callbacks.incidents import read_incidents
 from ..errors import Exit, InputError
+from ..history.run import read_incidents
 from ..text.order import permutation, stream_position
 
 

@@ -1,0 +1,107 @@
+"""Metrics as numbers over steps, in memory; and `metrics.jsonl`, which has a line for each time something was logged.
+
+A line: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}. Steps are optimizer steps, times seconds since 1970.
+A resumed run appends. Where it does steps again, the newer line counts.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric. All arrays have N entries, in the order of their steps.
+
+    Args:
+        steps: int64.
+        values: float64; NaN and infinities are kept.
+        times: float64, seconds since 1970.
+    """
+
+    steps: np.ndarray
+    values: np.ndarray
+    times: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    def finite(self) -> Series:
+        return self[np.isfinite(self.values)]
+
+    def __getitem__(self, which: Any) -> Series:
+        """A part of it, by a slice or a mask."""
+        return Series(self.steps[which], self.values[which], self.times[which])
+
+
+@dataclass
+class Metrics:
+    """Every metric of a run.
+
+    Args:
+        limit: Entries kept of a metric; beyond it every second one of its older half is dropped. 0 keeps all.
+    """
+
+    limit: int = 0
+    _columns: dict[str, tuple[list[int], list[float], list[float]]] = field(default_factory=dict)
+
+    def add(self, line: dict[str, Any]) -> None:
+        step, time = int(line["step"]), float(line["time"])
+        for name, value in line.items():
+            if name in ("step", "time") or not isinstance(value, int | float):
+                continue
+            steps, values, times = self._columns.setdefault(name, ([], [], []))
+            if steps and steps[-1] >= step:  # a resumed run does these steps again
+                for column in (values, times, steps):
+                    del column[bisect_left(steps, step) :]
+            steps.append(step)
+            values.append(float(value))
+            times.append(time)
+            if self.limit and len(steps) > self.limit:
+                for column in (steps, values, times):
+                    del column[: self.limit // 2 : 2]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._columns)
+
+    def __getitem__(self, name: str) -> Series:
+        """Empty where the metric was never logged."""
+        steps, values, times = self._columns.get(name, ([], [], []))
+        return Series(np.array(steps, dtype=np.int64), np.array(values), np.array(times))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; [] where there is none. The half line of a killed process is passed over."""
+    if not path.exists():
+        return []
+    found = []
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found
+
+
+def read_metrics(run: Path) -> Metrics:
+    metrics = Metrics()
+    for line in read_lines(run / FILE):
+        metrics.add(line)
+    return metrics

@@ -1,0 +1,96 @@
+"""A run's folder, read again as one object."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import InputError
+from . import goodput
+from .metrics import FILE, Metrics, read_lines, read_metrics
+
+INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
+
+
+@dataclass
+class History:
+    """What is known of a run: of a finished one by `read_run`, of one in progress by callbacks/diagnosis.py.
+
+    Args:
+        folder: The run's folder.
+        config: The configuration, every key resolved.
+        facts: What callbacks/facts.py found out at the start: parameters, machine, data, training.
+        metrics: By name, over optimizer steps.
+        environment: The newest attempt's environment.json.
+        incidents: What the numerics guard saw, oldest first.
+        goodput: Seconds of each kind, over all attempts.
+        crashes: How attempts ended that crashed, one for each rank that could write it down, oldest first.
+    """
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    environment: dict[str, Any] = field(default_factory=dict)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    goodput: dict[str, float] = field(default_factory=dict)
+    crashes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """As people tell runs apart: <run.name>/<id>."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    def key(self, path: str, default: Any = None) -> Any:
+        """The configuration's value at "trainer.max_steps"; `init_args` may be left out of the path."""
+        return _at(self.config, path, default)
+
+    def fact(self, path: str, default: Any = None) -> Any:
+        """facts.json's value at "parameters.active"."""
+        return _at(self.facts, path, default)
+
+
+def read_run(folder: Path) -> History:
+    """Everything that `folder` has; what is missing is empty.
+
+    Raises:
+        InputError: it is no run's folder.
+    """
+    if not (folder / "config.yaml").exists() and not (folder / FILE).exists():
+        raise InputError(
+            f"{folder} is not the folder of a run: it has neither config.yaml nor {FILE}; give runs/<name>/<id>"
+        )
+    return History(
+        folder=folder,
+        config=_read(folder / "config.yaml", yaml.safe_load),
+        facts=_read(folder / FACTS, json.loads),
+        metrics=read_metrics(folder),
+        environment=_read(folder / "environment.json", json.loads),
+        incidents=read_incidents(folder),
+        goodput=goodput.read(folder),
+        crashes=sorted(
+            (_read(path, json.loads) for path in (folder / CRASHES).glob("*.json")), key=lambda c: c["time"]
+        ),
+    )
+
+
+def read_incidents(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / INCIDENTS)
+
+
+def _read(path: Path, parse: Any) -> dict[str, Any]:
+    return parse(path.read_text(encoding="utf-8")) or {} if path.exists() else {}
+
+
+def _at(tree: Any, path: str, default: Any) -> Any:
+    for part in path.split("."):
+        if isinstance(tree, dict) and part not in tree and "init_args" in tree:
+            tree = tree["init_args"]
+        if not isinstance(tree, dict) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree
