@@ -25,7 +25,7 @@ def empty_ones(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
             pass
 
     def with_a_profiler(self: Any, **kwargs: Any) -> Any:
-        trainer = instantiate(self, **kwargs)
+        trainer: Any = instantiate(self, **kwargs)
         trainer.profiler = Listening()
         by_name.update({each.state_key: type(each) for each in trainer.callbacks})
         return trainer
