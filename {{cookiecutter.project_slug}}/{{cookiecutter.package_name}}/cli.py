@@ -25,6 +25,7 @@ from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
 from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
+from .callbacks.hardware import Hardware
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
@@ -60,6 +61,7 @@ ALWAYS_ON = {
     "numerics": Numerics,
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
+    "hardware": Hardware,
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
