@@ -23,9 +23,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.experts import Experts
 from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
 from .callbacks.hardware import Hardware
+from .callbacks.inputs import Inputs
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
@@ -62,6 +64,8 @@ ALWAYS_ON = {
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
     "hardware": Hardware,
+    "inputs": Inputs,
+    "experts": Experts,
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
