@@ -25,7 +25,7 @@ SAMPLED_BITS = 4  # one window in 2**SAMPLED_BITS is compared, chosen by its con
 
 
 def look(data: DataModule) -> dict[str, Any]:
-    """What a few rows and a few million tokens show.
+    """What a few rows and a few million tokens show; of an edited data module whose batches are others, nothing.
 
     Returns:
         counted_share: Share of the labels that count.
@@ -40,8 +40,11 @@ def look(data: DataModule) -> dict[str, Any]:
     """
     loader: Any = data.train_dataloader()
     indices = np.unique(np.linspace(0, len(loader.dataset) - 1, ROWS, dtype=np.int64)).tolist()
-    batch = loader.collate_fn(loader.dataset.__getitems__(indices))
-    inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()  # (B, T) each
+    try:
+        batch = loader.collate_fn(loader.dataset.__getitems__(indices))
+        inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()  # (B, T) each
+    except (AttributeError, KeyError, TypeError, IndexError):
+        return {}
     counted = labels != NOT_COUNTED
     train, validation = data.corpus.tokens("train"), data.corpus.tokens("validation")
     bytes_per_token = data.bytes_per_token("train") or 1.0
