@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.diagnosis import Diagnosis
 from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
 from .callbacks.ledger import SampleLedger
@@ -63,6 +64,7 @@ ALWAYS_ON = {
     "throughput": Throughput,
     "training_log": TrainingLog,
     "console": Console,
+    "diagnosis": Diagnosis,
     "samples": Samples,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
