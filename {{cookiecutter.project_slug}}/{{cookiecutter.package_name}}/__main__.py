@@ -25,6 +25,7 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
     "convert": (".tools.convert", "turn a checkpoint of any strategy into one file, or torch's distributed format"),
+    "diagnose": (".tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),
     "audit": (".tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }

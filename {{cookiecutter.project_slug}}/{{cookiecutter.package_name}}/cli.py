@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.diagnosis import Diagnosis
 from .callbacks.goodput import Goodput
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
@@ -61,6 +62,7 @@ ALWAYS_ON = {
     "throughput": Throughput,
     "training_log": TrainingLog,
     "console": Console,
+    "diagnosis": Diagnosis,
     "samples": Samples,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
