@@ -90,8 +90,11 @@ class Diagnosis(Callback):
 
     def _write(self, finding: Finding, step: int) -> None:
         line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}
-        with (self.folder / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with (self.folder / FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk must not end training here: checkpoints decide
+            print(f"diagnosis: {self.folder / FILE} cannot be written: {error}", flush=True)
 
 
 def _say(trainer: Any, text: str) -> None:

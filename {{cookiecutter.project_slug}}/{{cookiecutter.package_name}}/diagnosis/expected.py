@@ -107,12 +107,8 @@ def longer_warmup(history: History) -> list[Change]:
 
 
 def higher_rate(history: History) -> list[Change]:
-    """One at which the steps done so far could have moved each weight by three times its size."""
-    now = peak_rate(history)
-    if not now:
-        return []
-    to = max(min(now * 3 * WEIGHT / max(travel(history), 1e-12), 3 * usual_rate(history)), now)
-    return [Change("model.optim.learning_rate", now, robust.rounded(to))]
+    now, to = peak_rate(history), robust.rounded(usual_rate(history))
+    return [Change("model.optim.learning_rate", now, to)] if now and now < to else []
 
 
 def travel(history: History) -> float:

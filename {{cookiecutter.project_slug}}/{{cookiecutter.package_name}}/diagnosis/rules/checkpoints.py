@@ -99,7 +99,7 @@ def ends_too_late(history: History) -> Iterator[Finding]:
     """The job's time is up before the last step is done."""
     loss, steps, pace = history.metrics["train/loss"], expected.max_steps(history), _pace_s(history)
     began, ends = history.environment.get("job_started"), _job_ends(history)
-    if not began or ends is None or not math.isfinite(steps) or not pace or len(loss) < MIN_POINTS:
+    if began is None or ends is None or not math.isfinite(steps) or not pace or len(loss) < MIN_POINTS:
         return
     done, now = int(loss.steps[-1]), float(loss.times[-1])
     needed, left = (steps - done) * pace, ends - now
@@ -130,7 +130,7 @@ def _job_ends(history: History) -> float | None:
     limit = history.key("preemption.max_time") or history.key("trainer.max_time")
     began = environment.get("job_started")
     ends = [float(environment["job_ends"])] if environment.get("job_ends") else []
-    if limit and began and (seconds := _seconds(limit)):
+    if limit and began is not None and (seconds := _seconds(limit)):
         ends.append(began + seconds)
     return min(ends, default=None)
 

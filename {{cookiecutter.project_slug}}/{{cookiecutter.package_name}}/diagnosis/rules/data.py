@@ -139,7 +139,7 @@ def chat_template_missing(history: History) -> Iterator[Finding]:
         "info" if expected.is_from_scratch(history) else "warning",
         "possible",
         "the chat template is not applied",
-        "The tokenizer has a chat template, and none of its markers is in the rows that were looked at.",
+        "The tokenizer has a chat template, and 0 % of the rows that were looked at have any of its markers.",
         [Cause("Messages went in as plain text: write each document with tokenizer.apply_chat_template.")],
     )
 
