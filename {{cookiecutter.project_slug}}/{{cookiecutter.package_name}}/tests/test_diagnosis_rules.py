@@ -275,7 +275,7 @@ def test_a_rule_that_raises_is_told_and_ends_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_the_worst_comes_first_then_the_surest_and_consequences_are_left_out() -> None:
-    change = {"columns": {"data/counted_share": flat(0.0), "train/grad_norm": flat(0.0)}}
+    change: dict[str, Any] = {"columns": {"data/counted_share": flat(0.0), "train/grad_norm": flat(0.0)}}
     change["columns"] |= {"perf/data_wait_share": flat(0.4), "rank/slowest_step_s": flat(0.3)}
     findings = diagnose(a_run(**change, facts={"model.attention": "eager"}))
     assert [finding.rule for finding in findings] == ["labels_masked", "waits_for_data", "eager_attention"]
