@@ -27,6 +27,7 @@ from .callbacks.console import Console
 from .callbacks.diagnosis import Diagnosis
 from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
+from .callbacks.hardware import Hardware
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
@@ -62,6 +63,7 @@ ALWAYS_ON = {
     "numerics": Numerics,
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
+    "hardware": Hardware,
     "training_log": TrainingLog,
     "console": Console,
     "diagnosis": Diagnosis,
