@@ -13,7 +13,7 @@ Everything is of one rank. GiB = 2**30 bytes.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -229,3 +229,8 @@ def _zero_cut(arguments: dict[str, Any], world_size: int) -> Cut:
 
 def _offloads(zero: dict[str, Any], section: str) -> bool:
     return (zero.get(section) or {}).get("device", "none") != "none"
+
+
+def as_size(size: float) -> str:
+    """Bytes, for people."""
+    return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:.3g} MiB"
