@@ -27,6 +27,7 @@ from ..cluster.watch import WATCH
 from ..diagnosis.crash import NOTED, attempt, own_lines
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
 from ..history.run import CRASHES
+from ..run import write_numbered
 
 GIB = 2**30
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # CUDA's allocator and the CPU's
@@ -85,16 +86,9 @@ class Crash(Callback):
         }
         text = "".join(traceback.format_exception(error))
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, content in ((f"rank{rank}.txt", text), (f"rank{rank}.json", json.dumps(record, indent=2))):
-            path = self.folder / name
-            if path.exists():
-                path.rename(_numbered(path))
-            path.write_text(content, encoding="utf-8")
+        write_numbered(self.folder / f"rank{rank}.txt", text)
+        write_numbered(path := self.folder / f"rank{rank}.json", json.dumps(record, indent=2))
         return path
-
-
-def _numbered(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.{len(list(path.parent.glob(f'{path.stem}.*{path.suffix}')))}{path.suffix}")
 
 
 def _innermost_module(frames: list[Any], root: nn.Module) -> str:

@@ -110,7 +110,7 @@ class Training:
         copy = 4 if w == 2 or stage < 3 else 0  # in float32; in 32-true DeepSpeed has one too, in stages 1 and 2
         parts = {
             "weights": self.parameters * w / (n if stage == 3 else 1),
-            "gradients": self.trainable * w / (n if stage > 1 else 1),
+            "gradients": self.trainable * (4 / n if stage > 1 else w),  # sharded ones add up in float32 (zero.py)
             "optimizer state": self.trainable * (ADAMW_BYTES + copy) / n,
         }
         if stage == 3:
