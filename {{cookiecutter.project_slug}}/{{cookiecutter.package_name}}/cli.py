@@ -24,10 +24,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.crash import Crash
 from .callbacks.diagnosis import Diagnosis
 from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
-from .callbacks.hardware import Hardware
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
@@ -63,7 +63,6 @@ ALWAYS_ON = {
     "numerics": Numerics,
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
-    "hardware": Hardware,
     "training_log": TrainingLog,
     "console": Console,
     "diagnosis": Diagnosis,
@@ -207,6 +206,7 @@ class CLI(LightningCLI):
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         trainer.callbacks += [Record(self.run, plain), Facts(self.run), self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
