@@ -24,8 +24,8 @@ FEW_TOKENS = 5_000  # of a split: the standard error of a mean loss with a devia
 def overfits(history: History) -> Iterator[Finding]:
     """The validation loss has turned, and the training loss has not."""
     held_out, loss = history.metrics["eval/loss"].finite(), history.metrics["train/loss"].finite()
-    if len(held_out) < MIN_VALIDATIONS or len(loss) < MIN_VALIDATIONS:
-        return
+    if len(held_out) < MIN_VALIDATIONS or len(loss) < MIN_VALIDATIONS or history.key("data.repeat_first_batch"):
+        return  # or it is meant to
     best = int(np.argmin(held_out.values))
     since = held_out[best:]
     rise = held_out.last / since.values[0] - 1
@@ -160,7 +160,7 @@ def _nice(steps: float) -> int:
 @rule
 def validation_too_dear(history: History) -> Iterator[Finding]:
     spent, every = history.goodput, history.key("trainer.val_check_interval")
-    total = sum(spent.values())
+    total = expected.running_s(history)
     trained = spent.get("productive", 0.0) + spent.get("data_wait", 0.0)
     share = spent.get("validation", 0.0) / max(total, 1e-9)
     number = len(history.metrics["eval/loss"])
@@ -169,8 +169,8 @@ def validation_too_dear(history: History) -> Iterator[Finding]:
     each_s = spent["validation"] / number
     step_s = robust.median(history.metrics["perf/step_s"].finite().values)
     to = _nice(each_s / (CHEAP * step_s)) if step_s > 0 else 10 * every
-    steps, causes = expected.max_steps(history), []
-    if to <= steps / 4:
+    to, causes = int(min(to, max(expected.max_steps(history) // 4, 1))), []
+    if to > every:
         causes.append(Cause("It comes too often.", [Change("trainer.val_check_interval", every, to)]))
     batches = _batches(history)
     if batches and batches > 8:
@@ -183,7 +183,7 @@ def validation_too_dear(history: History) -> Iterator[Finding]:
         "certain",
         "validation takes too much of the time",
         f"{share:.0%} of {total:.0f} s: {number} validations of {each_s:.1f} s, every {every} steps of {step_s:.3g} s.",
-        causes or [Cause("It comes too often.", [Change("trainer.val_check_interval", every, 4 * every)])],
+        causes or [Cause("It comes too often.")],
     )
 
 

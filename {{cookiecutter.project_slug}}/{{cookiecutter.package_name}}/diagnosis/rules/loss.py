@@ -18,6 +18,7 @@ STANDS_STILL = 0.03  # of the loss: any sensible rate takes more off an untraine
 UNTRAINED = 0.8  # of ln(vocabulary): a loss above it is one of a model that knows next to nothing
 SIGMAS = 4.0  # of the noise between log steps; less is noise
 RISE = 0.05  # of the loss, beyond which a rise is one
+JUMP, EARLY_STEPS = 0.25, 100  # of the lowest loss so far; and steps after the start that are its first ones
 SPIKE_SIGMAS, SPIKE_SHARE = 8.0, 0.15  # above the running median: in noise, and of the loss itself
 SPIKE_WINDOW = 9  # log steps of the running median
 OSCILLATES = 0.12  # noise between log steps, of the loss; batches of some thousand tokens have 0.01 to 0.05
@@ -63,7 +64,6 @@ def _why_it_stands(history: History) -> Iterator[Cause]:
     norm = history.metrics["train/grad_norm"].finite()
     total, trainable = history.fact("parameters.total", 0), history.fact("parameters.trainable", 0)
     now, usual = expected.peak_rate(history), expected.usual_rate(history)
-    higher = [Change("model.optim.learning_rate", now, robust.rounded(usual))] if now and usual else []
     if total and trainable < total / 2:
         yield Cause(
             f"{1 - trainable / total:.1%} of the parameters are frozen ({trainable:,} of {total:,} are trained): look "
@@ -72,7 +72,11 @@ def _why_it_stands(history: History) -> Iterator[Cause]:
     if len(norm) and robust.median(norm.values) == 0:
         yield Cause("The gradient is zero: nothing joins the loss to the parameters (a .detach(), no_grad, a mask).")
     if expected.rate_is_low(history):
-        yield Cause(f"The learning rate is too low: {now:.2g} where {usual:.1g} is usual for this size.", higher)
+        yield Cause(
+            f"The learning rate is too low: all steps together can have moved a weight by {expected.travel(history):.1g}, "
+            f"and weights begin around {expected.WEIGHT}.",
+            expected.higher_rate(history),
+        )
     elif expected.rate_is_high(history):
         yield Cause(
             f"The learning rate is too high: {now:.2g} where {usual:.1g} is usual; it has destroyed the start.",
@@ -80,7 +84,7 @@ def _why_it_stands(history: History) -> Iterator[Cause]:
         )
     yield Cause("The labels have nothing to do with the inputs: look at a batch (shift, tokenizer, shuffled labels).")
     if not expected.rate_is_low(history) and not expected.rate_is_high(history):
-        yield Cause("The learning rate does not suit the model.", higher)
+        yield Cause("The learning rate does not suit the model.", expected.higher_rate(history))
 
 
 @rule
@@ -114,7 +118,7 @@ def loss_rises(history: History) -> Iterator[Finding]:
 def _too_hot(history: History, went_well_until: float) -> list[Cause]:
     """What makes steps too large, in the order of what this run's settings suggest."""
     now, usual = expected.peak_rate(history), expected.usual_rate(history)
-    compared = f": {now:.2g} where {usual:.1g} is usual for a model of this size" if now and usual else ""
+    compared = f": {now:.2g} where {usual:.1g} is usual for a model of this size" if now and now > 2 * usual else ""
     rate = Cause(f"The learning rate is too high{compared}.", expected.lower_rate(history, went_well_until))
     short = Cause("The warm-up is too short.", expected.longer_warmup(history))
     causes = [rate]
@@ -128,6 +132,13 @@ def _too_hot(history: History, went_well_until: float) -> list[Cause]:
     return [*causes, Cause("The samples around that step are bad: look at them, or leave such steps out.", [_skip()])]
 
 
+def _of_small_batch(history: History) -> list[Cause]:
+    if not expected.batch_is_small(history) or expected.rate_is_high(history):
+        return []
+    tokens = history.key("data.global_batch_size") * history.key("data.seq_len")
+    return [Cause(f"A step sees {tokens} tokens: each batch says something else.", expected.larger_batch(history))]
+
+
 def _skip() -> Change:
     return Change("numerics.on_spike", "off", "skip")
 
@@ -138,25 +149,29 @@ def _bf16(history: History) -> Change:
 
 @rule
 def loss_jumped_at_the_start(history: History) -> Iterator[Finding]:
-    """In its first steps the loss went above where it began, though it came back."""
-    loss, uniform = _loss(history), expected.uniform_loss(history)
+    """In its first steps the loss went far up, though it came back."""
+    loss = _loss(history)
     if len(loss) < MIN_POINTS:
         return
-    begins = float(loss.values[0])
-    early = loss[loss.steps <= max(expected.settled_after(history) + 100, loss.steps[MIN_POINTS - 1])]
-    top = int(np.argmax(early.values))
-    jump = float(early.values[top]) - max(begins, uniform or 0.0)
-    if not 0 < top or jump <= max(SIGMAS * robust.noise(loss.values), 2 * RISE * begins):
+    early = loss[loss.steps <= max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])]
+    lowest = np.minimum.accumulate(early.values)  # so far
+    top = int(np.argmax(early.values - lowest))
+    jump = float(early.values[top] - lowest[top])
+    if (
+        jump <= max(SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
+        or early.values[top] < JUMP * early.values[0]
+    ):
         return
     yield Finding(
         "loss_jumped_at_the_start",
         "warning",
         "likely",
         "the loss jumped in the first steps",
-        f"train/loss was {begins:.4g} at step {loss.steps[0]}, {early.values[top]:.4g} at step {early.steps[top]}, and "
-        f"is {robust.tail(loss):.4g} at step {loss.steps[-1]}.",
-        _too_hot(history, float(loss.steps[0]))[:2],
+        f"train/loss was {lowest[top]:.4g}, then {early.values[top]:.4g} at step {early.steps[top]}, and is "
+        f"{robust.tail(loss):.4g} at step {loss.steps[-1]}.",
+        _too_hot(history, float(early.steps[max(int(np.argmax(early.values == lowest[top])), 0)]))[:2],
         steps=(int(loss.steps[0]), int(early.steps[top])),
+        explains=("loss_spikes",),
     )
 
 
@@ -181,8 +196,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         "the loss has spikes",
         f"{len(begins)} spikes; the worst is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}, where "
         f"{usual[np.flatnonzero(found)[worst]]:.4g} was usual.",
-        _too_hot(history, math.inf)[:-1]
-        + [Cause("Some samples are bad; leave such steps out, and see which in incidents.jsonl.", [_skip()])],
+        [*_of_small_batch(history), *_too_hot(history, math.inf)],
         steps=_span(spikes),
     )
 
@@ -202,11 +216,6 @@ def loss_oscillates(history: History) -> Iterator[Finding]:
     shake, level = robust.noise(half.values), robust.median(half.values)
     if shake < OSCILLATES * level or level < 0.1:  # near zero everything is large beside it
         return
-    tokens, size = history.fact("data.tokens_per_step"), history.key("data.global_batch_size")
-    larger = [Change("data.global_batch_size", size, 4 * size)] if size else []
-    of_batch = Cause(f"A step sees too few tokens ({tokens or 'unknown'}): each batch says something else.", larger)
-    of_rate = Cause("The learning rate is too high.", expected.lower_rate(history))
-    small = bool(tokens and tokens < 2000) and not expected.rate_is_high(history)
     yield Finding(
         "loss_oscillates",
         "warning",
@@ -214,7 +223,7 @@ def loss_oscillates(history: History) -> Iterator[Finding]:
         "the loss oscillates",
         f"From one log step to the next train/loss moves by {shake:.2g} around {level:.3g} (steps {half.steps[0]} to "
         f"{half.steps[-1]}).",
-        [of_batch, of_rate] if small else [of_rate, of_batch],
+        [*_of_small_batch(history), *_too_hot(history, math.inf)],
         steps=_span(half),
     )
 
@@ -283,7 +292,7 @@ def loss_too_good(history: History) -> Iterator[Finding]:
     dull = Cause("The text repeats itself: it may be as easy as that.")
     yield Finding(
         "loss_too_good",
-        "warning",
+        "info",
         "possible",
         "the validation loss is too good to be true",
         f"eval/bits_per_byte is {bits.last:.3g} at step {bits.steps[-1]}; the best models need 0.5 and more.",

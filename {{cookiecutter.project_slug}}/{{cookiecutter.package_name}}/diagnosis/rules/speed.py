@@ -14,6 +14,7 @@ from ..finding import Cause, Change, Finding
 
 MIN_POINTS = 4  # log steps after the first, which holds the warming up of kernels, allocator and file cache
 WAITS, WAITS_LONG = 0.1, 0.3  # of a step, for the next batch
+AT_LEAST_S = 0.005  # a step; less is the loop itself, which a step of milliseconds cannot hide
 SLOW_RANK = 1.25  # times the median of the ranks; noise between equal machines is some hundredths
 SAME_RANK = 0.7  # of the log steps in which the slowest rank is one and the same
 SLOWER = 1.3  # times the step time at the start
@@ -36,9 +37,12 @@ def _on_gpu(history: History) -> bool:
 @rule
 def waits_for_data(history: History) -> Iterator[Finding]:
     waits = _steady(history, "perf/data_wait_share")
-    if len(waits) < MIN_POINTS or robust.median(waits.values) < WAITS:
+    if len(waits) < MIN_POINTS:
         return
     share = robust.median(waits.values)
+    wait_s = share * robust.median(_steady(history, "perf/step_s").values)
+    if share < WAITS or wait_s < AT_LEAST_S:
+        return
     workers, ranks = history.key("data.num_workers", 0), history.fact("machine.world_size") or 1
     hosts = len(set(history.fact("machine.hosts") or [None]))
     free = (history.environment.get("cpu_count") or 8) * hosts // ranks
