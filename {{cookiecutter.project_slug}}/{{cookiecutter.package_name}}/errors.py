@@ -78,9 +78,9 @@ def check_least(slot: str, **given: tuple[float, float]) -> None:
             raise InputError(f"{slot}.{key} is {value}; give {least} or more")
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """Of another library's message; the error's type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
 
 
 def reason(error: BaseException) -> str:

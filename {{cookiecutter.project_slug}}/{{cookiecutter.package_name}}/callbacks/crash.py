@@ -1,7 +1,7 @@
 """Writes down how a rank crashed: the traceback and the memory at that moment, before anything is taken apart.
 
-`crash/rank<N>.txt` is for people, `crash/rank<N>.json` for diagnosis/. Those of an earlier attempt are kept beside them,
-numbered. diagnosis/crash.py tells of it when the process ends.
+`crash/rank<N>.txt` is for people, `crash/rank<N>.json` for diagnosis/. Those of an earlier attempt are kept beside
+them, numbered. diagnosis/crash.py tells of it when the process ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import resource
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import psutil
@@ -21,16 +21,17 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from ..cluster.environment import memory_limit
 from ..cluster.verdict import stands
 from ..cluster.watch import WATCH
 from ..diagnosis.crash import NOTED, attempt, own_lines
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
 from ..history.run import CRASHES
+from ..run import write_numbered
 
 GIB = 2**30
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # CUDA's allocator and the CPU's
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
-CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # version 2, version 1
 
 
 class Crash(Callback):
@@ -42,10 +43,11 @@ class Crash(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CRASHES
-        self._first_step = self._before = 0
+        self._first_step = 0
+        self._before = _Host()
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        self._before = _own_bytes()  # Python and its libraries: there is no model yet
+        self._before = _Host.now()  # Python and its libraries: there is no model yet
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -84,16 +86,9 @@ class Crash(Callback):
         }
         text = "".join(traceback.format_exception(error))
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, content in ((f"rank{rank}.txt", text), (f"rank{rank}.json", json.dumps(record, indent=2))):
-            path = self.folder / name
-            if path.exists():
-                path.rename(_numbered(path))
-            path.write_text(content, encoding="utf-8")
+        write_numbered(self.folder / f"rank{rank}.txt", text)
+        write_numbered(path := self.folder / f"rank{rank}.json", json.dumps(record, indent=2))
         return path
-
-
-def _numbered(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.{len(list(path.parent.glob(f'{path.stem}.*{path.suffix}')))}{path.suffix}")
 
 
 def _innermost_module(frames: list[Any], root: nn.Module) -> str:
@@ -106,7 +101,19 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
 # ---- memory, in GiB --------------------------------------------------------------------------------------------------
 
 
-def _memory(device: torch.device, before: int, message: str) -> dict[str, float | str]:
+class _Host(NamedTuple):
+    """Bytes of this process: in memory, and reserved addresses."""
+
+    resident: int = 0
+    addresses: int = 0
+
+    @classmethod
+    def now(cls) -> _Host:
+        memory = psutil.Process().memory_info()
+        return cls(memory.rss, memory.vms)
+
+
+def _memory(device: torch.device, before: _Host, message: str) -> dict[str, float | str]:
     """What diagnosis/remedies.py begins from: total, used, asked, outside of torch, pieces that nothing fits into."""
     found = ASKED.search(message)
     asked = float(found[1]) * UNITS[found[2]] if found else 0.0
@@ -122,24 +129,11 @@ def _of_gpu(device: torch.device) -> dict[str, float]:
     return figures | {"reserved": reserved, "peak": allocated, "allocated": torch.cuda.memory_allocated(device)}
 
 
-def _of_host(before: int) -> dict[str, float]:
-    """Of this process; the limit is the lowest of its address space's, its control group's and the machine's."""
-    process, own = psutil.Process().memory_info(), _own_bytes()
-    limits = [psutil.virtual_memory().total]
-    for path in map(Path, CGROUPS):
-        if path.exists() and (text := path.read_text().strip()).isdigit():
-            limits.append(int(text))
-    if (limit := _address_limit()) is not None:
-        limits = [limit]
-    return {"total": min(limits), "used": own, "outside": min(before, own), "rss": process.rss}
-
-
-def _address_limit() -> int | None:
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _own_bytes() -> int:
-    """What counts against the limit: the address space where that is limited, else what is in memory."""
-    memory = psutil.Process().memory_info()
-    return memory.vms if _address_limit() is not None else memory.rss
+def _of_host(before: _Host) -> dict[str, float]:
+    """Of this process, by what counts against the limit: its addresses where they are limited, else its memory."""
+    now, limit = _Host.now(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit, used, outside = memory_limit(), now.resident, before.resident
+    else:
+        used, outside = now.addresses, before.addresses
+    return {"total": limit, "used": used, "outside": min(outside, used), "rss": now.resident}

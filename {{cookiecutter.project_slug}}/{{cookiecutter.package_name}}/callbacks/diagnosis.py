@@ -11,6 +11,7 @@ import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
+from ..diagnosis.crash import noted
 from ..diagnosis.engine import diagnose
 from ..diagnosis.finding import Finding
 from ..history.run import History, look_again, read_run
@@ -67,14 +68,14 @@ class Diagnosis(Callback):
         self._look(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._look(trainer)
+        self._look(trainer, says=noted(exception) is None)  # the process's last words will have all of them
 
     def _add(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._history is not None:
             self._history.metrics.add({"step": trainer.global_step, "time": time.time(), **metrics})
 
     @rank_zero_only
-    def _look(self, trainer: Any) -> None:
+    def _look(self, trainer: Any, says: bool = True) -> None:
         if self._history is None:
             return
         self._looked = time.monotonic()
@@ -84,7 +85,7 @@ class Diagnosis(Callback):
         self._told |= {finding.identity for finding in new}
         for finding in new:
             self._write(finding, trainer.global_step)
-        if serious := [finding for finding in new if finding.level != "info"]:
+        if says and (serious := [finding for finding in new if finding.level != "info"]):
             more = f"python -m {__name__.split('.')[0]} diagnose {self.folder}"
             _say(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
 

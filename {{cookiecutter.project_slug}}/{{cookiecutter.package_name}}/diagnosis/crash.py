@@ -87,8 +87,8 @@ def _is_ours(folder: Path, record: dict[str, Any]) -> bool:
     if record["kind"] == "peer":
         return True
     what = record["kind"] if record["kind"] == "out_of_memory" else f"{record['error']} {record['message']}"
-    what = "".join(letter for letter in what if not letter.isdigit())
-    name = f".told-{crc32(f'{record["attempt"]} {what}'.encode()):08x}"
+    what = record["attempt"] + "".join(letter for letter in what if not letter.isdigit())
+    name = f".told-{crc32(what.encode()):08x}"
     try:
         os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -99,8 +99,7 @@ def _is_ours(folder: Path, record: dict[str, Any]) -> bool:
 def _lines(path: Path, record: dict[str, Any]) -> Iterator[str]:
     """One sentence, the user's own lines, what the rules say, and where the rest is."""
     yield sentence(record)
-    if record["kind"] != "out_of_memory":
-        yield from (f"    {line}" for line in record["own_lines"])
+    yield from (f"    {line}" for line in record["own_lines"])
     findings = [finding for finding in diagnose(_history(path, record)) if finding.rule != "crashed"]
     memory = [finding for finding in findings if finding.rule == "out_of_memory"]
     rest = [finding for finding in findings if finding not in memory and finding.level != "info"]
@@ -113,9 +112,11 @@ def _lines(path: Path, record: dict[str, Any]) -> Iterator[str]:
 def sentence(record: dict[str, Any]) -> str:
     """What happened: "rank 1 on node3, step 13, micro-batch 1, forward, in model.layers.2.mlp: KeyError: 'x'"."""
     module = f", in {record['module']}" if record["module"] else ""
-    place = f"rank {record['rank']} on {record['host']}, {record['place']}{module}"
-    error = f"{record['error']}: " if not record["message"].startswith(record["error"]) else ""
-    return f"{place}: {error}{first_line(record['message'])}"
+    return f"rank {record['rank']} on {record['host']}, {record['place']}{module}: {error_of(record)}"
+
+
+def error_of(record: dict[str, Any]) -> str:
+    return f"{record['error']}: {first_line(record['message'])}"
 
 
 def _history(path: Path, record: dict[str, Any]) -> History:

@@ -13,7 +13,7 @@ Everything is of one rank. GiB = 2**30 bytes.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -110,7 +110,7 @@ class Training:
         copy = 4 if w == 2 or stage < 3 else 0  # in float32; in 32-true DeepSpeed has one too, in stages 1 and 2
         parts = {
             "weights": self.parameters * w / (n if stage == 3 else 1),
-            "gradients": self.trainable * w / (n if stage > 1 else 1),
+            "gradients": self.trainable * (4 / n if stage > 1 else w),  # sharded ones add up in float32 (zero.py)
             "optimizer state": self.trainable * (ADAMW_BYTES + copy) / n,
         }
         if stage == 3:
@@ -229,3 +229,8 @@ def _zero_cut(arguments: dict[str, Any], world_size: int) -> Cut:
 
 def _offloads(zero: dict[str, Any], section: str) -> bool:
     return (zero.get(section) or {}).get("device", "none") != "none"
+
+
+def as_size(size: float) -> str:
+    """Bytes, for people."""
+    return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:.3g} MiB"

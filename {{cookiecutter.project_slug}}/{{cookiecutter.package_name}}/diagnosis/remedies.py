@@ -12,6 +12,7 @@ from .memory import GIB, Cut, Training
 SPARE = 0.05  # of the device, to be left free: allocators and collectives need room that nobody counts
 WORTH = 0.01  # of what is held; what saves less is not proposed
 QLORA_BYTES = 4.127 / 8  # of a parameter in NF4 with double quantization, arXiv:2305.14314 section 3
+OF_TOKENS = ("activations", "logits")  # parts that grow with the micro-batch
 STRATEGY = "trainer.strategy.init_args"
 
 
@@ -22,15 +23,15 @@ class Held:
     Args:
         training: What it is of.
         parts: The largest first. They add up to `total`.
+        needed: By a whole step, which may have been interrupted: measured or counted, whichever is more.
         limit: Of the device, or of the process. 0: not known.
-        asked: What was asked for in vain. 0: not known.
         is_measured: As a whole; else all of it is counted.
     """
 
     training: Training
     parts: dict[str, float]
+    needed: dict[str, float]
     limit: float = 0.0
-    asked: float = 0.0
     is_measured: bool = False
 
     @property
@@ -39,8 +40,8 @@ class Held:
 
     @property
     def missing(self) -> float:
-        """What has to go for it to fit; 0 where that is not known."""
-        return max(0.0, self.total + self.asked - (1 - SPARE) * self.limit) if self.limit else 0.0
+        """What has to go for a step to fit; 0 where that is not known."""
+        return max(0.0, sum(self.needed.values()) - (1 - SPARE) * self.limit) if self.limit else 0.0
 
     def saves(self, **changes: Any) -> float:
         """Bytes that the same training with other fields would need less."""
@@ -48,8 +49,8 @@ class Held:
         saved = 0.0
         for part in now | then:
             before, after = now.get(part, 0.0), then.get(part, 0.0)
-            if part in ("activations", "logits") and before:  # the count says by what share, the measurement of what
-                saved += (self.parts.get(part, 0.0) if self.is_measured else before) * (1 - after / before)
+            if part in OF_TOKENS and before:  # the count says by what share, the measurement of what
+                saved += self.needed[part] * (1 - after / before)
             else:
                 saved += before - after
         return saved
@@ -64,10 +65,10 @@ def held(training: Training, memory: dict[str, Any] | None = None, phase: str = 
         phase: In which that was.
         is_first: Whether no optimizer step had been done: AdamW's state is made in the first.
     """
-    needs, memory = training.needs(), memory or {}
+    counted, memory = training.needs(), memory or {}
     used, limit, asked = (GIB * (memory.get(f"{key}_gib") or 0.0) for key in ("used", "total", "asked"))
     if not used:
-        return Held(training, _sorted(needs), limit, asked)
+        return Held(training, _sorted(counted), counted, limit)
     parts = training.state()
     if is_first and training.cut.kind != "zero":  # DeepSpeed makes it at start
         parts["optimizer state"] = 0.0
@@ -76,9 +77,11 @@ def held(training: Training, memory: dict[str, Any] | None = None, phase: str = 
     parts["outside of torch"] = GIB * (memory.get("outside_gib") or 0.0)
     parts["unused pieces"] = GIB * (memory.get("pieces_gib") or 0.0)
     left = max(0.0, used - sum(parts.values()))
-    parts["logits"] = left * needs["logits"] / max(needs["logits"] + needs["activations"], 1.0)
-    parts["activations"] = left - parts["logits"]
-    return Held(training, _sorted(parts), limit, asked, is_measured=True)
+    of_tokens = max(sum(counted[part] for part in OF_TOKENS), 1.0)
+    parts |= {part: left * counted[part] / of_tokens for part in OF_TOKENS}
+    step = max(left + asked, of_tokens if is_first else 0.0)
+    needed = parts | training.state() | {part: step * counted[part] / of_tokens for part in OF_TOKENS}
+    return Held(training, _sorted(parts), needed, limit, is_measured=True)
 
 
 def _sorted(parts: dict[str, float]) -> dict[str, float]:
