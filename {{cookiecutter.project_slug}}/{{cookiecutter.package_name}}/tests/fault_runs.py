@@ -68,10 +68,15 @@ def sentences(seed: int) -> str:
     return " ".join(chance.choice(WORDS[w[0]]) + w[1:] if w[0] in WORDS else w for w in words)
 
 
+def noise(seed: int) -> str:
+    """What a damaged file or a wrong encoding gives."""
+    return "".join(chr(random.Random(seed * 1000 + i).randint(0x3400, 0x9FFF)) for i in range(200))
+
+
 TEXT = Text()
 CONSTANT = Text("constant", edit=lambda number: "ab" * (150 + number))
 FEW = Text("few", documents=10)
-SPOILED = Text("spoiled", edit=lambda number: random.Random(number).randbytes(200).hex() if number % 40 == 7 else sentences(number))
+SPOILED = Text("spoiled", edit=lambda number: noise(number) if number % 40 == 7 else sentences(number))
 TWINS = Text("twins", edit=lambda number: sentences(number // 2) + " again" * (number % 2))
 
 
@@ -128,11 +133,11 @@ FAULTS = [
     # what is asked of the optimizer
     Training("learning_rate_x100", [f"{RATE}=0.5"], "loss_jumped_at_the_start", RATE[2:]),
     Training("learning_rate_x0.001", [f"{RATE}=5e-6"], "loss_stands_still", RATE[2:]),
-    Training("no_warmup", [f"{RATE}=0.1", "--model.optim.warmup=0", EACH_STEP], "loss_jumped_at_the_start", "model.optim.warmup"),
+    Training("no_warmup", ["--model.pretrained={exported}", "--model.optim.warmup=0", EACH_STEP, "--trainer.max_steps=60"], "loss_jumped_at_the_start", "model.optim.warmup", after="llama"),
     Training("overshooting_schedule", [], "rate_above_peak", "", "scheduler", plant=partial(plants.overshoot_schedule, 50, 3.0)),
     Training("clipped", ["--trainer.gradient_clip_val=0.01"], "clips_most_steps", "trainer.gradient_clip_val"),
     Training("tiny_batch", [QWEN3, "--data.global_batch_size=1", "--data.micro_batch_size=1", "--data.seq_len=16", EACH_STEP,
-                            "--trainer.val_check_interval=100", "--trainer.limit_val_batches=50"], "loss_oscillates", "data.global_batch_size"),
+                            "--trainer.val_check_interval=30", "--trainer.limit_val_batches=100"], "loss_oscillates", "data.global_batch_size"),
     # the model
     Training("frozen", [], "loss_stands_still", "", "frozen", plant=plants.freeze_all_but_norms),
     Training("wide_init", [LLAMA[:-1] + ", initializer_range: 1.0}"], "loss_starts_too_high", "model.architecture.initializer_range"),
@@ -147,9 +152,9 @@ FAULTS = [
     Training("mostly_masked_labels", [], "labels_masked", plant=plants.mask_most_labels),
     Training("unshifted_labels", [], "labels_not_shifted", plant=plants.do_not_shift_labels),
     Training("constant_data", [], "data_is_constant", text=CONSTANT),
-    Training("bad_documents", [QWEN3, EACH_STEP], "loss_spikes", "", "samples", text=SPOILED),
+    Training("bad_documents", [QWEN3, EACH_STEP, "--data.global_batch_size=4", "--data.micro_batch_size=4"], "loss_spikes", "", "samples", text=SPOILED),
     Training("near_duplicates", [], "duplicates_across_splits", text=TWINS),
-    Training("template_not_applied", CHAT, "chat_template_missing"),
+    Training("template_not_applied", ["--model.pretrained={exported}", *CHAT], "chat_template_missing", after="llama"),
     Training("overfitting", [QWEN3, f"{RATE}=0.01", "--trainer.max_steps=150", "--data.validation_share=0.4"], "overfits", "trainer.max_steps", text=FEW),
     # validation
     Training("rare_validation", ["--trainer.val_check_interval=1000"], "validates_too_rarely", "trainer.val_check_interval"),
@@ -191,7 +196,7 @@ class Trainings:
         self.flags = [
             f"--run.root={folder / 'runs'}", "--run.name=zoo", "--data.source=TextFiles", "--data.tokenizer=Bytes",
             f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=64", "--data.global_batch_size=16",
-            "--data.micro_batch_size=16", "--data.validation_share=0.03", "--data.test_share=0", "--data.prompts=[]",
+            "--data.micro_batch_size=16", "--data.validation_share=0.05", "--data.test_share=0", "--data.prompts=[]",
             LLAMA, "--model.optim.learning_rate=5e-3", "--model.optim.warmup=10",
             "--trainer.accelerator=cpu", "--trainer.max_steps=100", "--trainer.log_every_n_steps=2",
             "--trainer.val_check_interval=25", "--trainer.logger=false", "--last_checkpoint.every_n_steps=50",

@@ -14,6 +14,7 @@ CONSTANT = 0.02  # of a micro-batch's tokens are distinct, at most
 FEW_DISTINCT = 4  # token ids
 DUPLICATES = 0.01  # of the validation split: above it the validation loss no longer tells about unseen text
 UNSHIFTED = 0.8  # of the labels; text repeats a token at once in a tenth of its places at most
+TOO_GOOD_BITS = 0.3  # per byte of unseen text; the best models need 0.5 and more
 PADDED = 0.2  # of the tokens
 SEEN = 4.0  # epochs, up to which repeated text is as good as new (Muennighoff et al., arXiv:2305.16264)
 
@@ -156,4 +157,25 @@ def seen_too_often(history: History) -> Iterator[Finding]:
         "the data have been seen many times",
         f"{tokens.last:,.0f} tokens were trained on, of a split of {size:,}: {tokens.last / size:.1f} times.",
         [Cause("There is too little text for so many steps: beyond 4 times it gives less and less than new text.")],
+    )
+
+
+@rule
+def loss_too_good(history: History) -> Iterator[Finding]:
+    """Better than any model is on text that it has not seen."""
+    bits = history.metrics["eval/bits_per_byte"].finite()
+    if not len(bits) or bits.last >= TOO_GOOD_BITS:
+        return
+    share = history.fact("data.duplicate_share")
+    leak = Cause("The label stands in the input: labels must be the inputs moved by one (text/rows.py, module.py).")
+    same = Cause("The validation split has the training split's text.")
+    dull = Cause("The text repeats itself: it may be as easy as that.")
+    yield Finding(
+        "loss_too_good",
+        "info",
+        "possible",
+        "the validation loss is too good to be true",
+        f"eval/bits_per_byte is {bits.last:.3g} at step {bits.steps[-1]}; the best models need 0.5 and more.",
+        [same, leak, dull] if share else [leak, dull, same],
+        steps=(int(bits.steps[-1]), int(bits.steps[-1])),
     )

@@ -1,4 +1,4 @@
-"""What the training loss tells: it stands still, rises, jumps, is no number, or is too good to be true."""
+"""What the training loss tells: it stands still, rises, jumps or is no number."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ UNTRAINED = 0.8  # of ln(vocabulary): a loss above it is one of a model that kno
 SIGMAS = 4.0  # of the noise between log steps; less is noise
 RISE = 0.05  # of the loss, beyond which a rise is one
 JUMP, EARLY_STEPS = 0.25, 100  # of the lowest loss so far; and steps after the start that are its first ones
-SPIKE_SIGMAS, SPIKE_SHARE = 8.0, 0.15  # above the running median: in noise, and of the loss itself
+SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and of the loss itself
 SPIKE_WINDOW = 9  # log steps of the running median
 OSCILLATES = 0.12  # noise between log steps, of the loss; batches of some thousand tokens have 0.01 to 0.05
-TOO_GOOD_BITS = 0.3  # per byte of unseen text; the best models need 0.5 and more
 SEEN = 4  # times a token may be trained on as if it were new (Muennighoff et al., arXiv:2305.16264)
 
 
@@ -124,7 +123,8 @@ def _too_hot(history: History, went_well_until: float) -> list[Cause]:
     causes = [rate]
     no_warmup = expected.warmup_steps(history) < 2
     if short.changes and went_well_until <= expected.settled_after(history) + 2 * expected.SETTLED_STEPS:
-        causes = [short, rate] if no_warmup and not expected.rate_is_high(history) else [rate, short]
+        # Below WEIGHT no step moves a weight by its size: what harms is that AdamW's first ones are as long as any.
+        causes = [short, rate] if no_warmup and now and now < expected.WEIGHT else [rate, short]
     if not history.key("trainer.gradient_clip_val", 1.0):
         causes.append(Cause("Nothing clips the gradients.", [Change("trainer.gradient_clip_val", None, 1.0)]))
     if str(history.key("trainer.precision", "")).startswith("16"):
@@ -189,6 +189,9 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     if len(begins) < 2:
         return
     worst = int(np.argmax(spikes.values))
+    # Where the next log step is as good as before, the weights were not thrown: the samples were others.
+    alone = len(begins) == found.sum() and not expected.rate_is_high(history)
+    causes = [*_of_small_batch(history), *_too_hot(history, math.inf)]
     yield Finding(
         "loss_spikes",
         "warning",
@@ -196,7 +199,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         "the loss has spikes",
         f"{len(begins)} spikes; the worst is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}, where "
         f"{usual[np.flatnonzero(found)[worst]]:.4g} was usual.",
-        [*_of_small_batch(history), *_too_hot(history, math.inf)],
+        [causes[-1], *causes[:-1]] if alone else causes,
         steps=_span(spikes),
     )
 
@@ -278,24 +281,3 @@ def _why_not_finite(history: History, first: int, bad: dict | None, ranks: list[
     told = f"; rank {ranks[0]} had rows {rows}" if rows else ""
     skip = Change("numerics.on_non_finite", history.key("numerics.on_non_finite"), "skip")
     return [*causes, Cause(f"The samples of that step are bad{told}: look at them, or leave such steps out.", [skip])]
-
-
-@rule
-def loss_too_good(history: History) -> Iterator[Finding]:
-    """Better than any model is on text that it has not seen."""
-    bits = history.metrics["eval/bits_per_byte"].finite()
-    if not len(bits) or bits.last >= TOO_GOOD_BITS:
-        return
-    share = history.fact("data.duplicate_share")
-    leak = Cause("The label stands in the input: labels must be the inputs moved by one (text/rows.py, module.py).")
-    same = Cause("The validation split has the training split's text.")
-    dull = Cause("The text repeats itself: it may be as easy as that.")
-    yield Finding(
-        "loss_too_good",
-        "info",
-        "possible",
-        "the validation loss is too good to be true",
-        f"eval/bits_per_byte is {bits.last:.3g} at step {bits.steps[-1]}; the best models need 0.5 and more.",
-        [same, leak, dull] if share else [leak, dull, same],
-        steps=_span(bits[-1:]),
-    )
