@@ -27,12 +27,12 @@ class _Explode(torch.autograd.Function):
     """Passes values on; its gradient is infinite."""
 
     @staticmethod
-    def forward(context: Any, value: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gradient * math.inf
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * math.inf
 
 
 def break_norms(backward: bool, only_rank: int = 0) -> None:

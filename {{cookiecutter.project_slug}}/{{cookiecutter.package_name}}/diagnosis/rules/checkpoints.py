@@ -15,7 +15,8 @@ from ..finding import Cause, Change, Finding
 # days on 16,384 GPUs (arXiv:2407.21783, table 5).
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 TOO_RARE = 4.0  # times the best interval: there it costs twice what it would at the best one
-DEAR = 0.1  # of the time
+DEAR, DEAR_AT_ONCE, SHORT_S = 0.1, 0.2, 60.0  # of the time; and in a run of seconds, which may spend more
+FEWEST = 4  # checkpoints of a run, however short
 LOST = 0.05  # of the time
 MIN_POINTS = 10  # log steps, before their pace tells when training ends
 MARGIN_S = 60.0  # that a step and a save take
@@ -38,7 +39,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     if save_s <= 0:
         return
     best_s = math.sqrt(2 * save_s * between_s)
-    to = max(1, int(robust.rounded(best_s / step_s)))
+    to = max(1, int(robust.rounded(min(best_s / step_s, expected.max_steps(history) / FEWEST))))
     change = [Change("last_checkpoint.every_n_steps", every, to)]
     told = f"A save takes {save_s:.2g} s and comes every {every} steps, {every * step_s:.3g} s"
     rate = (
@@ -48,7 +49,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     )
     share = spent.get("checkpoint", 0.0) / total
     lost = spent.get("lost", 0.0) / total
-    if share > DEAR and to > every and saves >= 3:
+    if share > (DEAR if total > SHORT_S else DEAR_AT_ONCE) and to > every and saves >= 3:
         slower = [Change("last_checkpoint.asynchronous", False, True)]
         yield Finding(
             "checkpoint_too_dear",
@@ -60,6 +61,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
                 Cause("They come too often.", change),
                 Cause("Training waits for each.", [] if history.key("last_checkpoint.asynchronous") else slower),
             ],
+            explains=("waits_for_data",),  # part of a save is counted as such
         )
     elif every * step_s > TOO_RARE * best_s and to < every and (lost > LOST or _to_come_s(history) > between_s / 10):
         yield Finding(

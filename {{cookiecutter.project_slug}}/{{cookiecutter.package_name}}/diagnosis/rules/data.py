@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...history.run import History
-from .. import robust
+from .. import expected, robust
 from ..engine import rule
 from ..finding import Cause, Change, Finding
 
@@ -14,7 +14,6 @@ CONSTANT = 0.02  # of a micro-batch's tokens are distinct, at most
 FEW_DISTINCT = 4  # token ids
 DUPLICATES = 0.01  # of the validation split: above it the validation loss no longer tells about unseen text
 UNSHIFTED = 0.8  # of the labels; text repeats a token at once in a tenth of its places at most
-TOO_GOOD_BITS = 0.3  # per byte of unseen text; the best models need 0.5 and more
 PADDED = 0.2  # of the tokens
 SEEN = 4.0  # epochs, up to which repeated text is as good as new (Muennighoff et al., arXiv:2305.16264)
 
@@ -40,7 +39,7 @@ def labels_masked(history: History) -> Iterator[Finding]:
             Cause("The template's markers were not found in the text, so that all of it counts as the prompt."),
             Cause("seq_len cuts the answers off.", _longer(history)),
         ],
-        steps=(int(counted.steps[0]), int(counted.steps[-1])) if len(counted) else None,
+        steps=robust.span(counted) if len(counted) else None,
         explains=("gradient_is_zero", "loss_stands_still", "loss_too_good", "clips_most_steps"),
     )
 
@@ -72,7 +71,7 @@ def data_is_constant(history: History) -> Iterator[Finding]:
             Cause("The source yields one text, or the tokenizer turns everything into one token (<unk>)."),
             Cause("Rows are filled with padding."),
         ],
-        explains=("loss_too_good", "loss_stands_still", "seen_too_often"),
+        explains=("duplicates_across_splits", "loss_too_good", "loss_stands_still", "seen_too_often"),
     )
 
 
@@ -133,11 +132,11 @@ def padding(history: History) -> Iterator[Finding]:
 @rule
 def chat_template_missing(history: History) -> Iterator[Finding]:
     """The tokenizer knows how a conversation is written, and the text is not written so."""
-    if history.fact("data.chat_share") != 0 or not history.key("model.pretrained"):
+    if history.fact("data.chat_share") != 0:
         return
     yield Finding(
         "chat_template_missing",
-        "warning",
+        "info" if expected.is_from_scratch(history) else "warning",
         "possible",
         "the chat template is not applied",
         "The tokenizer has a chat template, and none of its markers is in the rows that were looked at.",
@@ -157,25 +156,4 @@ def seen_too_often(history: History) -> Iterator[Finding]:
         "the data have been seen many times",
         f"{tokens.last:,.0f} tokens were trained on, of a split of {size:,}: {tokens.last / size:.1f} times.",
         [Cause("There is too little text for so many steps: beyond 4 times it gives less and less than new text.")],
-    )
-
-
-@rule
-def loss_too_good(history: History) -> Iterator[Finding]:
-    """Better than any model is on text that it has not seen."""
-    bits = history.metrics["eval/bits_per_byte"].finite()
-    if not len(bits) or bits.last >= TOO_GOOD_BITS:
-        return
-    share = history.fact("data.duplicate_share")
-    leak = Cause("The label stands in the input: labels must be the inputs moved by one (text/rows.py, module.py).")
-    same = Cause("The validation split has the training split's text.")
-    dull = Cause("The text repeats itself: it may be as easy as that.")
-    yield Finding(
-        "loss_too_good",
-        "info",
-        "possible",
-        "the validation loss is too good to be true",
-        f"eval/bits_per_byte is {bits.last:.3g} at step {bits.steps[-1]}; the best models need 0.5 and more.",
-        [same, leak, dull] if share else [leak, dull, same],
-        steps=(int(bits.steps[-1]), int(bits.steps[-1])),
     )

@@ -36,7 +36,7 @@ def gradient_is_zero(history: History) -> Iterator[Finding]:
             Cause("No label counts: all are -100 (see data/counted_share)."),
             Cause("Nothing joins the loss to the parameters: look for .detach() and no_grad in module.py."),
         ],
-        steps=(int(norm.steps[0]), int(norm.steps[-1])),
+        steps=robust.span(norm),
         explains=("loss_stands_still",),
     )
 
@@ -62,7 +62,7 @@ def gradient_norm_drifts(history: History) -> Iterator[Finding]:
             Cause("The learning rate is too high for this stage.", expected.lower_rate(history)),
             Cause("Weights grow without limit.", decays),
         ],
-        steps=(int(norm.steps[0]), int(norm.steps[-1])),
+        steps=robust.span(norm),
     )
 
 
@@ -95,8 +95,8 @@ def gradient_explodes(history: History) -> Iterator[Finding]:
             Cause("The weights are too large: an initialisation, a scale or a missing norm in the model."),
             Cause("Single samples are bad: look at those of that step."),
         ],
-        steps=(int(wild.steps[0]), int(wild.steps[-1])),
-        explains=("clips_most_steps",),
+        steps=robust.span(wild),
+        explains=("clips_most_steps", "loss_knows_frequencies"),
     )
 
 
@@ -125,7 +125,7 @@ def clips_most_steps(history: History) -> Iterator[Finding]:
             Cause("The clip value is below this model's usual norm.", [Change("trainer.gradient_clip_val", clip, to)]),
         ]
         + ([Cause("The learning rate is too high.", expected.lower_rate(history))] * expected.rate_is_high(history)),
-        steps=(int(norm.steps[0]), int(norm.steps[-1])),
+        steps=robust.span(norm),
     )
 
 
@@ -146,7 +146,7 @@ def rate_above_peak(history: History) -> Iterator[Finding]:
             Cause("A callback or scheduler of yours sets the rate, or multiplies it a second time: see optim.py."),
             Cause("A resumed run took its schedule from another configuration."),
         ],
-        steps=(int(above.steps[0]), int(above.steps[-1])),
+        steps=robust.span(above),
     )
 
 
@@ -164,6 +164,6 @@ def rate_stays_zero(history: History) -> Iterator[Finding]:
         "the learning rate is 0",
         f"train/learning_rate is 0 at step {idle.steps[-1]} of {end:.0f}: these steps change nothing.",
         [Cause("The schedule is shorter than training, or multiplied by 0: see optim.py.")],
-        steps=(int(idle.steps[0]), int(idle.steps[-1])),
+        steps=robust.span(idle),
         explains=("loss_stands_still",),
     )
