@@ -84,16 +84,18 @@ class Numerics(Callback):
         self._loss: Tensor | None = None  # (1,) this rank's, of the window's micro-batches so far
         self._decided: Seen | None = None  # of the step that is being taken
         self._pending: Seen | None = None  # of the step before, until the host has looked
-        self._in_a_row = self._first_step = 0
+        self._in_a_row = self._first_step = self._left_out = 0
+        self._clipped: list[bool] = []  # of the steps that the host has looked at since the last log step
         self._batches: list[Any] = []  # of the step that is being taken, kept until the host has looked
         self._has_looked = False  # where bad numbers begin: once, it costs about a step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recent": self._recent.cpu(), "steps": self._steps}
+        return {"recent": self._recent.cpu(), "steps": self._steps, "left_out": self._left_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["recent"]) == self.spike_window:
             self._recent, self._steps = state_dict["recent"].clone(), state_dict["steps"]
+        self._left_out = state_dict.get("left_out", 0)
 
     # ---- on the device ---------------------------------------------------------------------------------------------
 
@@ -183,6 +185,12 @@ class Numerics(Callback):
             before, self._pending = self._pending, decided
             self._act_on(trainer, pl_module, before)
 
+    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+        metrics["health/skipped_steps"] = self._left_out
+        if self._clipped:
+            metrics["health/clipped_share"] = sum(self._clipped) / len(self._clipped)
+        self._clipped = []
+
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is from before an incident or from after it was dealt with, and its weights are finite.
 
@@ -215,10 +223,13 @@ class Numerics(Callback):
         if seen is None:
             return
         seen.arrive()
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+            self._clipped.append(seen.norm > trainer.gradient_clip_val)
         self._in_a_row = self._in_a_row + 1 if seen.bad else 0
         is_the_scalers = self._scales_loss(trainer) and math.isfinite(seen.loss) and not seen.is_spike
         if not seen.bad or (is_the_scalers and self._in_a_row < self.patience):
             return
+        self._left_out += 1
         decision = self._decision(seen)
         found = None
         if seen.batches and not seen.is_spike and not self._has_looked:
