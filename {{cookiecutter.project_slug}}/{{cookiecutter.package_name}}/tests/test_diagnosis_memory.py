@@ -48,7 +48,7 @@ class State(Callback):
         zero = getattr(trainer.model, "optimizer", None)
         for gradients in getattr(zero, "averaged_gradients", {}).values():
             tensors += gradients or []
-        tensors += getattr(zero, "fp32_groups_gradients_flat", [])
+        tensors += [*getattr(zero, "fp32_groups_gradients_flat", []), getattr(zero, "grad_partitions_flat_buffer", None)]
         sizes: dict[int, int] = {}
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
