@@ -28,6 +28,7 @@ from .callbacks.crash import Crash
 from .callbacks.diagnosis import Diagnosis
 from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
+from .callbacks.hardware import Hardware
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
@@ -63,6 +64,7 @@ ALWAYS_ON = {
     "numerics": Numerics,
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
+    "hardware": Hardware,
     "training_log": TrainingLog,
     "console": Console,
     "diagnosis": Diagnosis,

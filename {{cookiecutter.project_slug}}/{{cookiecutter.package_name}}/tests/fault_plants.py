@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,8 @@ def let_gradients_grow(per_step: float) -> None:
     _edit_loss(grow)
 
 
-def scale_loss(factor: float) -> None:
-    """As a sum taken for a mean does."""
-    _edit_loss(lambda self, loss: loss * factor)
+def burst_gradients(factor: float, steps: Sequence[int]) -> None:
+    _edit_loss(lambda self, loss: loss + (loss - loss.detach()) * factor * (self.global_step in steps))
 
 
 def raise_in_loss(step: int, error: Exception) -> None:

@@ -22,11 +22,18 @@ from . import fault_plants as plants
 from .conftest import CONFIGS
 from .test_parallel_parity import MODELS, PauseAfter
 
-LLAMA, DEEPSEEK = (model.replace("hidden_size: 32", "hidden_size: 64") for model in (MODELS["llama"], MODELS["deepseek_v3"]))
-QWEN3 = (
-    "{model_type: qwen3, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
-    " num_key_value_heads: 2, head_dim: 16}"
+LLAMA, DEEPSEEK = (
+    f"--model.architecture={MODELS[name]}".replace("hidden_size: 32", "hidden_size: 64") for name in ("llama", "deepseek_v3")
 )
+QWEN3 = (
+    "--model.architecture={model_type: qwen3, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,"
+    " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}"
+)
+RATE, NO_CLIP, EACH_STEP = "--model.optim.learning_rate", "--trainer.gradient_clip_val=0", "--trainer.log_every_n_steps=1"
+DDP = ["--data.micro_batch_size=8", "--trainer.strategy=ddp"]
+CHAT = ["--data.tokenizer=Pretrained", "--data.tokenizer.path={chat}"]
+SHIFTED = ["--data.tokenizer=Pretrained", "--data.tokenizer.path={shifted}"]
+H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 
 # Random sentences: there is something to learn, and something that cannot be.
 WORDS = {
@@ -61,9 +68,15 @@ def sentences(seed: int) -> str:
     return " ".join(chance.choice(WORDS[w[0]]) + w[1:] if w[0] in WORDS else w for w in words)
 
 
+def noise(seed: int) -> str:
+    """What a damaged file or a wrong encoding gives."""
+    return "".join(chr(random.Random(seed * 1000 + i).randint(0x3400, 0x9FFF)) for i in range(200))
+
+
 TEXT = Text()
 CONSTANT = Text("constant", edit=lambda number: "ab" * (150 + number))
-FEW = Text("few", documents=16)
+FEW = Text("few", documents=10)
+SPOILED = Text("spoiled", edit=lambda number: noise(number) if number % 40 == 7 else sentences(number))
 TWINS = Text("twins", edit=lambda number: sentences(number // 2) + " again" * (number % 2))
 
 
@@ -100,13 +113,13 @@ class Training:
 
 HEALTHY = [
     Training("llama"),
-    Training("deepseek_v3", [f"--model.architecture={DEEPSEEK}"]),
-    Training("qwen3", [f"--model.architecture={QWEN3}"]),
+    Training("deepseek_v3", [DEEPSEEK]),
+    Training("qwen3", [QWEN3]),
     Training("accumulation", ["--data.micro_batch_size=4"]),
     Training("stable_decay", ["--model.optim.schedule=warmup_stable_decay"]),
     Training("constant", ["--model.optim.schedule=constant"]),
     Training("plateau", ["--model.optim.schedule=reduce_on_plateau"]),
-    Training("ddp", ["--data.micro_batch_size=8", "--trainer.strategy=ddp"], ranks=2),
+    Training("ddp", DDP, ranks=2),
     Training("fsdp2", ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/fsdp2.yaml"], ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/zero2.yaml"], ranks=2),
     Training("resumed", attempts=([PauseAfter(40)], ())),
@@ -115,41 +128,56 @@ HEALTHY = [
     Training("finetuned", ["--model.pretrained={exported}", "--model.optim.learning_rate=5e-4"], after="llama"),
 ]
 
+# Names of rules and keys that have changed since: see diagnosis/rules/.
 FAULTS = [
-    Training("learning_rate_x100", ["--model.optim.learning_rate=0.5"], "", "model.optim.learning_rate"),
-    Training("learning_rate_x0.001", ["--model.optim.learning_rate=5e-6"], "", "model.optim.learning_rate"),
-    Training("no_warmup", ["--model.optim.learning_rate=0.03", "--model.optim.warmup=0"], "", "model.optim.warmup"),
-    Training("masked_labels", plant=plants.mask_all_labels),
-    Training("unshifted_labels", plant=plants.do_not_shift_labels),
-    Training("constant_data", text=CONSTANT),
-    Training("frozen", plant=plants.freeze_all_but_norms),
-    Training("exploding", ["--trainer.gradient_clip_val=0", *(
-        f"--model.architecture={LLAMA[:-1]}, initializer_range: 1.0}}",)], ),
-    Training("nan", plant=partial(plants.make_nan, "model.layers.1.mlp", 30)),
-    Training("clipped", ["--trainer.gradient_clip_val=0.01"], "", "trainer.gradient_clip_val"),
-    Training("summed_loss", plant=partial(plants.scale_loss, 1000.0)),
-    Training("tiny_batch", ["--data.global_batch_size=1", "--data.micro_batch_size=1", "--data.seq_len=16"]),
-    Training("overfitting", ["--trainer.max_steps=200", "--model.optim.learning_rate=0.01", "--data.validation_share=0.4"], text=FEW),
-    Training("slow_rank", ["--data.micro_batch_size=8", "--trainer.strategy=ddp"], ranks=2, plant=partial(plants.compute_slowly, 0.03, 1)),
-    Training("slow_loader", plant=partial(plants.read_slowly, 0.02)),
-    Training("rare_validation", ["--trainer.val_check_interval=1000"]),
-    Training("dear_validation", ["--trainer.val_check_interval=2"]),
-    Training("starved_validation", ["--data.validation_share=0.005"]),
-    Training("near_duplicates", text=TWINS),
-    Training("router_collapse", [f"--model.architecture={DEEPSEEK}"], plant=partial(plants.bias_router, [9, 9, 0, 0])),
-    Training("dead_expert", [f"--model.architecture={DEEPSEEK}"], plant=partial(plants.bias_router, [0, 0, 0, -9])),
-    Training("dear_checkpoints", ["--last_checkpoint.every_n_steps=1"]),
-    Training("rare_checkpoints", ["--last_checkpoint.every_n_steps=1000"],
+    # what is asked of the optimizer
+    Training("learning_rate_x100", [f"{RATE}=0.5"], "loss_jumped_at_the_start", RATE[2:]),
+    Training("learning_rate_x0.001", [f"{RATE}=5e-6"], "loss_stands_still", RATE[2:]),
+    Training("no_warmup", ["--model.pretrained={exported}", "--model.optim.warmup=0", EACH_STEP, "--trainer.max_steps=60"], "loss_jumped_at_the_start", "model.optim.warmup", after="llama"),
+    Training("overshooting_schedule", [], "rate_above_peak", "", "scheduler", plant=partial(plants.overshoot_schedule, 50, 3.0)),
+    Training("clipped", ["--trainer.gradient_clip_val=0.01"], "clips_most_steps", "trainer.gradient_clip_val"),
+    Training("tiny_batch", [QWEN3, "--data.global_batch_size=1", "--data.micro_batch_size=1", "--data.seq_len=16", EACH_STEP,
+                            "--trainer.val_check_interval=30", "--trainer.limit_val_batches=100"], "loss_oscillates", "data.global_batch_size"),
+    # the model
+    Training("frozen", [], "loss_stands_still", "", "frozen", plant=plants.freeze_all_but_norms),
+    Training("wide_init", [LLAMA[:-1] + ", initializer_range: 1.0}"], "loss_starts_too_high", "model.architecture.initializer_range"),
+    Training("another_tokenizer", ["--model.pretrained={exported}", *SHIFTED], "loss_starts_too_high", "data.tokenizer.path", after="llama"),
+    Training("nan", [], "loss_not_finite", "", "model.layers.1.mlp", plant=partial(plants.make_nan, "model.layers.1.mlp", 60)),
+    Training("exploding", [NO_CLIP, EACH_STEP], "gradient_explodes", "trainer.gradient_clip_val", plant=partial(plants.burst_gradients, 1e4, (60, 61, 80))),
+    Training("drifting_norm", [NO_CLIP, "--model.optim.schedule=constant"], "gradient_norm_drifts", plant=partial(plants.let_gradients_grow, 0.2)),
+    Training("router_collapse", [DEEPSEEK], "experts_unused", "", "router", plant=partial(plants.bias_router, [9, 9, 0, 0])),
+    Training("dead_expert", [DEEPSEEK], "experts_unused", "", "router", plant=partial(plants.bias_router, [0, 0, 0, -9])),
+    # the data
+    Training("masked_labels", [], "labels_masked", plant=plants.mask_all_labels),
+    Training("mostly_masked_labels", [], "labels_masked", plant=plants.mask_most_labels),
+    Training("unshifted_labels", [], "labels_not_shifted", plant=plants.do_not_shift_labels),
+    Training("constant_data", [], "data_is_constant", text=CONSTANT),
+    Training("bad_documents", [QWEN3, EACH_STEP, "--data.global_batch_size=4", "--data.micro_batch_size=4"], "loss_spikes", "", "samples", text=SPOILED),
+    Training("near_duplicates", [], "duplicates_across_splits", text=TWINS),
+    Training("template_not_applied", ["--model.pretrained={exported}", *CHAT], "chat_template_missing", after="llama"),
+    Training("overfitting", [QWEN3, f"{RATE}=0.01", "--trainer.max_steps=150", "--data.validation_share=0.4"], "overfits", "trainer.max_steps", text=FEW),
+    # validation
+    Training("rare_validation", ["--trainer.val_check_interval=1000"], "validates_too_rarely", "trainer.val_check_interval"),
+    Training("dear_validation", ["--trainer.val_check_interval=2"], "validation_too_dear", "trainer.val_check_interval"),
+    Training("starved_validation", ["--data.validation_share=0.005"], "validation_too_small", "data.validation_share"),
+    # speed
+    Training("slow_rank", DDP, "slow_rank", "", "rank 1", ranks=2, plant=partial(plants.compute_slowly, 0.03, 1)),
+    Training("slow_loader", [], "waits_for_data", "data.num_workers", plant=partial(plants.read_slowly, 0.02)),
+    Training("fp32_on_gpu", [], "fp32_on_bf16", "trainer.precision", edit=partial(plants.edit_facts, machine=H100)),
+    Training("eager_attention", ["--trainer.precision=bf16-true"], "eager_attention", "model.architecture.attn_implementation", edit=partial(plants.edit_facts, machine=H100, model={"attention": "eager"})),
+    Training("held_clocks", ["--trainer.precision=bf16-true"], "clocks_held_down", "", "Cooling", edit=partial(plants.edit_metrics, gpu__throttled=1.0, gpu__temperature_c=91.0)),
+    Training("tiny_micro_batches", ["--data.micro_batch_size=1"], "tiny_micro_batch", "data.micro_batch_size"),
+    # memory
+    Training("address_space", ["--data.micro_batch_size=64", "--data.global_batch_size=64", "--data.seq_len=256"], "out_of_memory", "data.micro_batch_size", attempts=([plants.LimitMemory(100)],)),
+    Training("cuda_out_of_memory", [], "out_of_memory", "data.micro_batch_size", plant=partial(plants.run_out_in_backward, 10)),
+    Training("nearly_full", [], "memory_nearly_full", "data.micro_batch_size", edit=partial(plants.edit_metrics, memory__peak_share=0.97)),
+    # the job
+    Training("dear_checkpoints", ["--last_checkpoint.every_n_steps=1"], "checkpoint_too_dear", "last_checkpoint.every_n_steps"),
+    Training("rare_checkpoints", ["--last_checkpoint.every_n_steps=1000"], "checkpoint_too_rare", "last_checkpoint.every_n_steps",
              attempts=([plants.StopAt(999, 0.03), KillAt(50)], [plants.StopAt(999, 0.03), KillAt(50)], ())),
-    Training("out_of_time", ["--trainer.max_steps=20000", "--preemption.max_time=00:00:01:00"], attempts=([plants.StopAt(100)],)),
-    Training("address_space", ["--data.micro_batch_size=64", "--data.global_batch_size=64", "--data.seq_len=256"], attempts=([plants.LimitMemory(100)],)),
-    Training("cuda_out_of_memory", plant=partial(plants.run_out_in_backward, 10)),
-    Training("drifting_norm", ["--model.optim.schedule=constant", "--trainer.gradient_clip_val=0"], plant=partial(plants.let_gradients_grow, 0.2)),
-    Training("overshooting_schedule", plant=partial(plants.overshoot_schedule, 50, 3.0)),
-    Training("crash", plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),
-    Training("template_not_applied", ["--data.tokenizer=Pretrained", "--data.tokenizer.path={chat}"]),
-    Training("another_tokenizer", ["--model.pretrained={exported}", "--data.tokenizer=Pretrained", "--data.tokenizer.path={shifted}"], after="llama"),
-]
+    Training("out_of_time", ["--trainer.max_steps=20000", "--preemption.max_time=00:00:01:00"], "ends_too_late", "preemption.max_time", attempts=([plants.StopAt(100)],)),
+    Training("crash", [], "crashed", "", "KeyError", plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),
+]  # fmt: skip
 
 
 class Trainings:
@@ -168,8 +196,8 @@ class Trainings:
         self.flags = [
             f"--run.root={folder / 'runs'}", "--run.name=zoo", "--data.source=TextFiles", "--data.tokenizer=Bytes",
             f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=64", "--data.global_batch_size=16",
-            "--data.micro_batch_size=16", "--data.validation_share=0.03", "--data.test_share=0", "--data.prompts=[]",
-            f"--model.architecture={LLAMA}", "--model.optim.learning_rate=5e-3", "--model.optim.warmup=10",
+            "--data.micro_batch_size=16", "--data.validation_share=0.05", "--data.test_share=0", "--data.prompts=[]",
+            LLAMA, "--model.optim.learning_rate=5e-3", "--model.optim.warmup=10",
             "--trainer.accelerator=cpu", "--trainer.max_steps=100", "--trainer.log_every_n_steps=2",
             "--trainer.val_check_interval=25", "--trainer.logger=false", "--last_checkpoint.every_n_steps=50",
         ]  # fmt: skip

@@ -18,7 +18,7 @@ MIN_POINTS = 6  # log steps; fewer show no trend
 SIGMAS = 4.0  # of the noise between log steps; less is noise
 RISE = 0.05  # of the loss, beyond which a rise is one
 JUMP, EARLY_STEPS = 0.25, 50  # of the lowest loss so far; and steps after the start that are its first ones
-SPIKE_SIGMAS, SPIKE_SHARE = 8.0, 0.15  # above the running median: in noise, and of the loss itself
+SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise (numerics.spike_sigmas), and of the loss
 SPIKE_WINDOW = 9  # log steps of the running median
 OSCILLATES = 0.12  # noise between log steps, of the loss; batches of some thousand tokens have 0.01 to 0.05
 
@@ -97,6 +97,9 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     if len(begins) < 2:
         return
     worst = int(np.argmax(spikes.values))
+    # Where the next log step is as good as before, the weights were not thrown: the samples were others.
+    alone = len(begins) == found.sum() and not expected.rate_is_high(history)
+    causes = [*of_small_batch(history), *too_hot(history, math.inf)]
     yield Finding(
         "loss_spikes",
         "warning",
@@ -104,7 +107,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         "the loss has spikes",
         f"{len(begins)} spikes; the worst is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}, where "
         f"{usual[np.flatnonzero(found)[worst]]:.4g} was usual.",
-        [*of_small_batch(history), *too_hot(history, math.inf)],
+        [causes[-1], *causes[:-1]] if alone else causes,
         steps=robust.span(spikes),
     )
 
