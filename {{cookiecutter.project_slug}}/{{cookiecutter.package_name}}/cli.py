@@ -24,6 +24,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.crash import Crash
+from .callbacks.diagnosis import Diagnosis
 from .callbacks.experts import Experts
 from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
@@ -69,6 +71,7 @@ ALWAYS_ON = {
     "experts": Experts,
     "training_log": TrainingLog,
     "console": Console,
+    "diagnosis": Diagnosis,
     "samples": Samples,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
@@ -209,6 +212,7 @@ class CLI(LightningCLI):
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         trainer.callbacks += [Record(self.run, plain), Facts(self.run), self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
