@@ -21,7 +21,7 @@ RULES: dict[str, Rule] = {}
 
 def rule(function: Rule) -> Rule:
     """Have `diagnose` ask it, under its name."""
-    RULES[function.__name__] = function
+    RULES[str(getattr(function, "__name__", function))] = function
     return function
 
 

@@ -118,7 +118,8 @@ def _table(title: str, rows: list, histories: list[History], names: list[str]) -
     grouped = groups(histories)
     repeated = len(grouped) < len(histories)
     head = [", ".join([names[i] for i in g] if len(g) < 4 else [names[g[0]], f"{len(g) - 1} more"]) for g in grouped]
-    cells = [
+    counts = [["runs", *(str(len(group)) for group in grouped)]] if repeated else []
+    cells = counts + [
         [name, *(_spread([values[index] for index in group], form) for group in grouped)]
         for name, form, values in rows
         if any(value is not None for value in values)
@@ -132,7 +133,8 @@ def _spread(values: list[float | None], form: Callable[[float], str]) -> str:
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return form(known[0]) if known else "–"
-    return f"{form(mean(known))} ± {form(stdev(known))}, n = {len(known)}"
+    missing = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+    return f"{form(mean(known))} ± {form(stdev(known))}{missing}"
 
 
 def _at_tokens(history: History, name: str, tokens: float) -> float | None:
