@@ -91,7 +91,6 @@ class Summary(Callback):
         more = f"--trainer.max_steps {2 * trainer.global_step}"
         print(f"train further     {_command('fit', but='--trainer.max_steps')} --ckpt_path last {more}")
 
-
     def _report(self, trainer: Any) -> list[Finding]:
         """Write it, and give back what is found in it. Where that fails, it says so in a line and hides no error."""
         if not self.reports or not (self.folder / "config.yaml").exists():

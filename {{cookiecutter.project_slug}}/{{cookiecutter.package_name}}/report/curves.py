@@ -53,7 +53,13 @@ PANELS = (
     Panel("Token accuracy", "share", ("train/token_accuracy", "eval/token_accuracy"), share=True, zero=True),
 )
 # Told by another curve, by a figure, or not a curve; all others have a panel of their own, behind a click.
-NOT_DRAWN = {"train/perplexity", "eval/perplexity", "train/tokens", "perf/samples_per_s", "perf/tokens_per_s_per_device"}
+NOT_DRAWN = {
+    "train/perplexity",
+    "eval/perplexity",
+    "train/tokens",
+    "perf/samples_per_s",
+    "perf/tokens_per_s_per_device",
+}
 NOT_DRAWN |= {"rank/slowest", "epoch", "health/errors", "health/warnings"}
 
 
@@ -87,7 +93,9 @@ def not_finite(history: History) -> list[str]:
         series = history.metrics[name]
         bad = series[~np.isfinite(series.values)]
         if len(bad):
-            found.append(f"{name}: {len(bad)} of {len(series)} values are not finite, the first at step {bad.steps[0]}.")
+            found.append(
+                f"{name}: {len(bad)} of {len(series)} values are not finite, the first at step {bad.steps[0]}."
+            )
     return found
 
 
@@ -95,7 +103,9 @@ def axes(histories: list[History]) -> list[dict[str, list[float]]]:
     """For each run, at which tokens and hours a step was: what the page turns the x axis by."""
     found = []
     for history in histories:
-        series = max((history.metrics[name] for name in history.metrics.names), key=len, default=Series(*np.empty((3, 0))))
+        series = max(
+            (history.metrics[name] for name in history.metrics.names), key=len, default=Series(*np.empty((3, 0)))
+        )
         which = np.unique(np.linspace(0, max(len(series) - 1, 0), KNOTS).astype(int)) if len(series) else []
         knots = series[which] if len(series) else series
         tokens = tokens_at(history, knots.steps)
@@ -121,7 +131,11 @@ def thin(series: Series, buckets: int) -> tuple[Series, np.ndarray, np.ndarray] 
     high = np.maximum.reduceat(np.where(finite, series.values, -np.inf), starts)
     middle = (starts + np.append(starts[1:], len(series)) - 1) // 2
     gap = np.isnan(count)
-    return Series(series.steps[middle], means, series.times[middle]), np.where(gap, np.nan, low), np.where(gap, np.nan, high)
+    return (
+        Series(series.steps[middle], means, series.times[middle]),
+        np.where(gap, np.nan, low),
+        np.where(gap, np.nan, high),
+    )
 
 
 def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure:
@@ -158,7 +172,9 @@ def _told_apart(metric: str, present: list[str]) -> str:
     return kind if all(other.partition("/")[2] == what for other in present) else what
 
 
-def _traces(go: Any, series: Series, buckets: int, name: str, meta: dict[str, int], dash: str, share: bool) -> list[Any]:
+def _traces(
+    go: Any, series: Series, buckets: int, name: str, meta: dict[str, int], dash: str, share: bool
+) -> list[Any]:
     """The curve, and under it its band where it was thinned."""
     traces = []
     if thinned := thin(series, buckets):

@@ -10,23 +10,23 @@ from ..history.run import History
 from .commands import resume
 from .curves import not_finite
 from .results import figures
-from .sections import Section, Text, of_one, of_several, status
+from .sections import Section, of_one, of_several, status, what
 from .tables import Table
 
 
 def markdown(histories: list[History], names: list[str], findings: list[list[Finding]]) -> str:
     one = len(histories) == 1
-    parts = [f"# {_inline(names[0])}" if one else f"# {len(histories)} runs compared"]
+    parts = [f"# {_inline(names[0])}", _inline(what(histories[0]))] if one else [f"# {len(histories)} runs compared"]
     for history, name, found in zip(histories, names, findings, strict=True):
         parts.append("## Verdict" if one else f"## {_inline(name)}")
-        parts.append(f"The run {status(history)}{'' if found else '; no findings'}.")
+        parts.append(f"{'' if found else 'No findings: no rule saw anything wrong. '}It {status(history)}.")
         parts += [as_text(found, markdown=True)] if found else []
         parts += [f"- {sentence}" for sentence in not_finite(history)]
         parts += [f"Time: {goodput.describe(history.goodput)}."] if history.goodput else []
     if one:
         parts.append(Table("", ["", ""], [list(row) for row in figures(histories[0])]).as_markdown())
-        what, command = resume(histories[0])
-        parts += ["## Go on", f"{what}:", _block(command)] if command else []
+        sentence, command = resume(histories[0])
+        parts += ["## Go on", f"{sentence}:", _block(command)] if command else []
     for section in of_one(histories[0]) if one else of_several(histories, names):
         parts += _section(section)
     return "\n\n".join(parts) + "\n"

@@ -38,13 +38,15 @@ function draw(plot) {
     font,
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
+    width: plot.clientWidth,
+    height: plot.clientHeight,
     margin: { l: 44, r: 12, t: 10, b: 36 },
     hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { ...font, color: css("--text") } },
     dragmode: touch ? false : "zoom",
     xaxis: { ...lines, ...layout.xaxis, title: { text: AXES[axis], standoff: 6 } },
     yaxis: { ...lines, ...layout.yaxis, zeroline: false },
-  }, { displayModeBar: false, responsive: true });
+  }, { displayModeBar: false });
 }
 
 const drawAll = () => document.querySelectorAll(".plot").forEach(draw);
@@ -64,7 +66,6 @@ document.addEventListener("click", ({ target }) => {
     drawAll();
   }
 });
-document.querySelectorAll("details").forEach((each) =>
-  each.addEventListener("toggle", () => each.querySelectorAll(".plot").forEach(draw)));
+const resized = new ResizeObserver((seen) => seen.forEach(({ target }) => draw(target)));
+document.querySelectorAll(".plot").forEach((plot) => resized.observe(plot)); // also draws what is unfolded
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-drawAll();

@@ -44,7 +44,9 @@ def _highest(name: str) -> Of:
 
 def _median(name: str) -> Of:
     """Without the first value, which has the warming up in it."""
-    return lambda history: _of(history.metrics[name], lambda values: np.median(values[1:] if len(values) > 1 else values))
+    return lambda history: _of(
+        history.metrics[name], lambda values: np.median(values[1:] if len(values) > 1 else values)
+    )
 
 
 def _of(series: Series, what: Callable[[np.ndarray], float]) -> float | None:

@@ -13,12 +13,12 @@ from ..checkpoint import manifest
 from ..history.run import History
 from . import differences
 from .commands import checkpoints
-from .results import side_by_side, steps
+from .results import short, side_by_side, steps
 from .tables import Table, shown
 
 ROWS = 20  # of incidents, of checkpoints
 SAMPLES = 6
-ENVIRONMENT = ("time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python", "git_commit", "git_changes")
+ENVIRONMENT = ("time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python", "git_commit")
 PACKAGES = ("torch", "lightning", "transformers", "deepspeed")
 
 
@@ -48,18 +48,34 @@ def status(history: History) -> str:
     of = f" of {last:,}" if isinstance(last, int) and last > 0 else ""
     if of and done >= last:
         return f"finished all {done:,} steps"
-    crashed = history.crashes and max(crash.get("step") or 0 for crash in history.crashes) >= done
-    return f"{'crashed' if crashed else 'stands'} at step {done:,}{of}"
+    crash = history.crashes[-1] if history.crashes else {}
+    if crash and (crash.get("step") or 0) >= done:
+        return f"crashed at step {done:,}{of}: {crash.get('error', 'no error')} on rank {crash.get('rank', '?')}"
+    return f"stands at step {done:,}{of}"
+
+
+def what(history: History) -> str:
+    """What was trained, on what and when, as far as it is known."""
+    total, ranks = history.fact("parameters.total"), history.fact("machine.world_size")
+    known = [
+        history.fact("model.model_type") or history.key("model.architecture.model_type"),
+        f"{short(total)} parameters" if total else None,
+        history.fact("training.strategy") or differences.flat(history.config).get("trainer.strategy"),
+        f"{ranks} × {history.fact('machine.device')}" if ranks else None,
+        history.fact("training.precision"),
+        history.environment.get("time"),
+    ]
+    return ", ".join(str(each) for each in known if each)
 
 
 def of_one(history: History) -> list[Section]:
     """All that one run has; sections without content are left out."""
     sections = [
+        Section("Crashes", _crashes(history)),
+        Section("Incidents", _incidents(history.incidents)),
         Section("Configuration", _configuration(history)),
         Section("Environment", _environment(history.environment)),
         Section("Samples of generated text", _samples(history.folder)),
-        Section("Incidents", _incidents(history.incidents)),
-        Section("Crashes", _crashes(history)),
         Section("Checkpoints", _checkpoints(history)),
     ]
     return [section for section in sections if section.parts]
@@ -75,7 +91,7 @@ def of_several(histories: list[History], names: list[str]) -> list[Section]:
     ]
     other = [[key, *map(shown, values)] for key, values in differences.between(environments)]
     return [
-        Section("Side by side", side_by_side(histories, names)),
+        Section("Side by side", list(side_by_side(histories, names))),
         Section("Configuration: what differs", [Table("", ["key", *names], rows, none)]),
         *([Section("Environment: what differs", [Table("", ["", *names], other)])] if other else []),
     ]
@@ -88,7 +104,9 @@ def _configuration(history: History) -> list[Table | Text]:
         note = "" if changed else "Every key is at its default."
         parts.append(Table("What differs from the defaults", ["key", "this run", "default"], changed, note))
     if history.config:
-        parts.append(Text("Every key", yaml.safe_dump(history.config, sort_keys=False, allow_unicode=True), folded=True))
+        parts.append(
+            Text("Every key", yaml.safe_dump(history.config, sort_keys=False, allow_unicode=True), folded=True)
+        )
     return parts
 
 
@@ -98,7 +116,8 @@ def _environment(environment: dict[str, Any]) -> list[Table | Text]:
     known += [[name, packages[name]] for name in PACKAGES if name in packages]
     variables = environment.get("variables") or {}
     listed = [f"{name}={value}" for name, value in variables.items()] + [f"{n}=={v}" for n, v in packages.items()]
-    more = Text("Variables and packages", "\n".join(listed), folded=True)
+    listed = [*(environment.get("git_changes") or "").splitlines(), *listed]
+    more = Text("Changed files, variables, packages", "\n".join(listed), folded=True)
     return [*([Table("", ["", ""], known)] if known else []), *([more] if listed else [])]
 
 

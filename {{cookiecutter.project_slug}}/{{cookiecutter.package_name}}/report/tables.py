@@ -36,7 +36,9 @@ class Table:
     def as_markdown(self) -> str:
         lines = [self.head, ["---"] * len(self.head), *([_in_markdown(cell) for cell in row] for row in self.rows)]
         told = ["| " + " | ".join(line) + " |" for line in lines]
-        return "\n".join([f"### {_in_markdown(self.title)}\n", *told] if self.title else told) + f"\n\n{self.note}" * bool(self.note)
+        return "\n".join(
+            [f"### {_in_markdown(self.title)}\n", *told] if self.title else told
+        ) + f"\n\n{self.note}" * bool(self.note)
 
 
 def shown(value: Any) -> str:
