@@ -212,7 +212,7 @@ class CLI(LightningCLI):
     def _defaults(self) -> str:
         """As config.yaml would be if nobody had set a key."""
         parser = self._parser(self.subcommand)
-        return parser.dump(parser.get_defaults(), skip_none=False, skip_link_targets=False)
+        return parser.dump(parser.get_defaults(), skip_unset=False, skip_link_targets=False)
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
         """Twice: before there is a Trainer, and again when the data have told the model's configuration."""

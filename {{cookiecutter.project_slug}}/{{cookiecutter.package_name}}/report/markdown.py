@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 from ..diagnosis.finding import Finding, as_text
@@ -19,9 +20,9 @@ def markdown(histories: list[History], names: list[str], findings: list[list[Fin
     parts = [f"# {_inline(names[0])}", _inline(what(histories[0]))] if one else [f"# {len(histories)} runs compared"]
     for history, name, found in zip(histories, names, findings, strict=True):
         parts.append("## Verdict" if one else f"## {_inline(name)}")
-        parts.append(f"{'' if found else 'No findings: no rule saw anything wrong. '}It {status(history)}.")
+        parts.append(f"{'' if found else 'No findings: no rule saw anything wrong. '}It {_inline(status(history))}.")
         parts += [as_text(found, markdown=True)] if found else []
-        parts += [f"- {sentence}" for sentence in not_finite(history)]
+        parts += [f"- {_inline(sentence)}" for sentence in not_finite(history)]
         parts += [f"Time: {goodput.describe(history.goodput)}."] if history.goodput else []
     if one:
         parts.append(Table("", ["", ""], [list(row) for row in figures(histories[0])]).as_markdown())
@@ -51,4 +52,4 @@ def _block(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    return text.replace("<", "&lt;").replace("\n", " ")
+    return " ".join(html.escape(text, quote=False).split())

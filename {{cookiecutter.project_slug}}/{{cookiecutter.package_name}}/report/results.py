@@ -57,6 +57,7 @@ def _of(series: Series, what: Callable[[np.ndarray], float]) -> float | None:
 def steps(history: History) -> int:
     """The last optimizer step of which anything is known."""
     ends = [int(history.metrics[name].steps[-1]) for name in history.metrics.names]
+    ends += [int(line["step"]) for line in read_lines(history.folder / goodput.FILE)[-1:]]
     return max([*ends, *(int(crash.get("step") or 0) for crash in history.crashes)], default=0)
 
 

@@ -36,7 +36,7 @@ def make(runs: list[Path], output: Path | None) -> tuple[list[History], list[lis
     """What was read and found, and the page that was written."""
     from ..report.files import HTML, write
 
-    if len({run.absolute() for run in runs}) < len(runs):
+    if len({run.resolve() for run in runs}) < len(runs):
         raise InputError("a run is given twice; give each once")
     output = output or Path(os.path.commonpath([run.absolute() for run in runs]))
     try:
