@@ -208,16 +208,26 @@ class CLI(LightningCLI):
             trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
         if not trainer.fast_dev_run:  # ty: ignore[missing-attribute]
             trainer.loggers = [*trainer.loggers, RunLog(self.run)]
-        self.summary = Summary(self.run)
+        reports = self._get(self.config_init, "run").report and not trainer.fast_dev_run  # ty: ignore[missing-attribute]
+        self.summary = Summary(self.run, reports)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
-        trainer.callbacks += [Record(self.run, plain), Facts(self.run), self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks += [  # ty: ignore[missing-attribute]
+            Record(self.run, plain, self._defaults),
+            Facts(self.run),
+            self.summary,
+        ]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
         same.begin(trainer, self.run, plain, watchdog.start_timeout_s)
         return trainer
+
+    def _defaults(self) -> str:
+        """As config.yaml would be if nobody had set a key."""
+        parser = self._parser(self.subcommand)
+        return parser.dump(parser.get_defaults(), skip_unset=False, skip_link_targets=False)
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
         """Twice: before there is a Trainer, and again when the data have told the model's configuration."""
