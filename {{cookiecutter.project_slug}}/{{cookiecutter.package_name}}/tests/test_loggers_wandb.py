@@ -15,10 +15,11 @@ import psutil
 import pytest
 from lightning.pytorch import Callback
 
+from ..cli import CLI
 from ..loggers.artifacts import Uploads
 from ..loggers.wandb import WandB
 from . import read_back
-from .conftest import logged, only_run, run
+from .conftest import logged, only_run, run, run_in_subprocess
 from .wandb_service import Service
 
 QUICK = ["--trainer.max_steps=6", "--model.optim.warmup=1", "--last_checkpoint.every_n_steps=4"]
@@ -51,9 +52,9 @@ def config(tmp_path: Path, **arguments: Any) -> str:
 def test_a_resumed_run_goes_on_as_the_same_run_online(flags: list[str], tmp_path: Path, service: Service) -> None:
     flags = [*flags, config(tmp_path, finish_timeout_s=20), *QUICK]
     assert run("fit", *flags, "--trainer.max_steps=4") == 0
-    WandBs.finish()
+    finish()
     assert run("fit", *flags, "--ckpt_path=last") == 0
-    WandBs.finish()
+    finish()
     ((name, lines),) = service.lines.items()
     assert name == only_run(tmp_path).name
     losses = {line["trainer/global_step"]: line["train/loss"] for line in lines if "train/loss" in line}
@@ -63,17 +64,17 @@ def test_a_resumed_run_goes_on_as_the_same_run_online(flags: list[str], tmp_path
     assert service.config["environment"]["value"]["command"] and service.config["data"]["value"]["seq_len"] == 32
 
 
-class WandBs:
-    @staticmethod
-    def finish() -> None:
-        """As the end of the process does."""
-        import wandb
+def finish() -> None:
+    """As the end of the process does."""
+    import wandb
 
-        wandb.finish()
+    wandb.finish()
 
 
 class GoAway(Callback):
-    def __init__(self, service: Service | None) -> None:
+    """After step 3; without a service it is WandB's own process that goes."""
+
+    def __init__(self, service: Service | None = None) -> None:
         self.service = service
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -81,31 +82,40 @@ class GoAway(Callback):
             self.service.is_away = True
         elif trainer.global_step == 3:
             for process in psutil.Process().children(recursive=True):
-                if "wandb-core" in " ".join(process.cmdline()):
+                if process.name() == "wandb-core":
                     process.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["service", "process"])
-def test_what_goes_away_in_mid_run_neither_stops_nor_delays_training(
-    flags: list[str], tmp_path: Path, service: Service, what: str, monkeypatch: pytest.MonkeyPatch
+def test_a_service_that_goes_away_in_mid_run_neither_stops_nor_delays_training(
+    flags: list[str], tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = L.Trainer.__init__
+    real = CLI.instantiate_trainer
 
-    def with_fault(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.callbacks.append(GoAway(service if what == "service" else None))
+    def with_fault(self: Any, **kwargs: Any) -> Any:
+        trainer = real(self, **kwargs)
+        trainer.callbacks.append(GoAway(service))  # ty: ignore[missing-attribute]
+        return trainer
 
-    monkeypatch.setattr(L.Trainer, "__init__", with_fault)
+    monkeypatch.setattr(CLI, "instantiate_trainer", with_fault)
     assert run("fit", *flags, config(tmp_path), *QUICK) == 0
     begun = time.monotonic()
-    WandBs.finish()
+    finish()
     assert time.monotonic() - begun < 15, "finish_timeout_s is 3"
-    folder = only_run(tmp_path)
-    assert set(logged(folder, "train/loss")) == set(range(1, 7))
-    if what == "service":
-        (file,) = read_back.wandb_files(folder)
-        assert set(read_back.wandb_points(folder)["train/loss"]) == set(range(1, 7)), f"{file} can be synced"
+    assert set(logged(only_run(tmp_path), "train/loss")) == set(range(1, 7))
+    points = read_back.wandb_points(only_run(tmp_path))
+    assert set(points["train/loss"]) == set(range(1, 7)), "the file can be synced later"
+
+
+@pytest.mark.slow
+def test_wandbs_own_process_may_be_killed(flags: list[str], tmp_path: Path, service: Service) -> None:
+    fault = f"--trainer.callbacks+={__name__}.GoAway"
+    begun = time.monotonic()
+    ended = run_in_subprocess("fit", *flags, config(tmp_path), *QUICK, fault)
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - begun < 60
+    assert ended.stderr.count("WandB has failed (Connection lost)") == 1
+    assert set(logged(only_run(tmp_path), "train/loss")) == set(range(1, 7))
 
 
 @pytest.mark.slow
@@ -115,7 +125,7 @@ def test_a_wandb_service_that_was_never_there_means_logging_offline(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     with pytest.warns(UserWarning, match="logging offline"):
         assert run("fit", *flags, config(tmp_path, init_timeout_s=3), *QUICK) == 0
-    WandBs.finish()
+    finish()
     assert set(read_back.wandb_points(only_run(tmp_path))["train/loss"]) == set(range(1, 7))
 
 
