@@ -40,7 +40,7 @@ dev:  ## link the un-rendered project into build/dev, its package named trainer_
 	@ln -sfn '../../$(PROJECT)/$(PACKAGE)' build/dev/trainer_dev
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
-check: $(READY) dev  ## lint (ruff) and type-check (ty) the hooks, tests, benchmarks and the un-rendered package
+check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hooks, the tests and the un-rendered package
 	.venv/bin/ruff check --no-respect-gitignore hooks tests docs benchmarks build/dev/trainer_dev
 	.venv/bin/ty check --no-respect-ignore-files --python .venv hooks tests docs build/dev/trainer_dev
 

@@ -124,12 +124,15 @@ def lightning(folder: Path) -> float:
             scheduler = get_scheduler("cosine", optimizer, 20, STEPS)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    class Batches(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return batches(folder)
+
     clock = Clock()
-    rows = list(batches(folder))
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=STEPS, barebones=True, gradient_clip_val=CLIP, callbacks=[clock]
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=None))  # ty: ignore[invalid-argument-type]
+    trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
     return clock.per_step_s
 
 
