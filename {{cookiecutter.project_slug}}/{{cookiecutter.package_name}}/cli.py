@@ -48,7 +48,9 @@ from .cluster.fingerprint import SameEnvironment
 from .cluster.watch import WATCH
 from .data import DataModule
 from .errors import InputError, reason
-from .loggers import RunLog, WandB  # noqa: F401  (makes `class_path: WandB` known)
+from .loggers.run_log import RunLog
+from .loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
+from .loggers.wandb import WandB  # noqa: F401
 from .module import LanguageModule
 from .parallel import limits
 from .parallel.half import HalfParameters
@@ -88,9 +90,7 @@ TRAINER_DEFAULTS = {
     "gradient_clip_val": 1.0,
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
-    "logger": [
-        {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "{run}", "name": "tensorboard", "version": ""}}
-    ],
+    "logger": [{"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}],
 }
 
 
@@ -213,8 +213,8 @@ class CLI(LightningCLI):
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         trainer.callbacks += [  # ty: ignore[missing-attribute]
-            Record(self.run, plain, self._defaults),
             Facts(self.run),
+            Record(self.run, plain, self._defaults),
             self.summary,
         ]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
