@@ -48,7 +48,8 @@ def gradient_norm_drifts(history: History) -> Iterator[Finding]:
     if len(norm) < 2 * MIN_POINTS:
         return
     first, last = robust.head(norm), robust.tail(norm)
-    if last < DRIFT * first or robust.rising_share(norm) < STEADY:
+    begins = robust.head(history.metrics["train/grad_norm"].finite())  # a norm returns there when a plateau is left
+    if last < DRIFT * first or last < DRIFT / 2 * begins or robust.rising_share(norm) < STEADY:
         return
     decay = history.key("model.optim.weight_decay")
     decays = [Change("model.optim.weight_decay", decay, 0.1)] if decay is not None and decay < 0.1 else []
@@ -96,7 +97,12 @@ def gradient_explodes(history: History) -> Iterator[Finding]:
             Cause("Single samples are bad: look at those of that step."),
         ],
         steps=robust.span(wild),
-        explains=("clips_most_steps", "loss_knows_frequencies"),
+        # Where nothing clips, what the norm did is what the loss shows.
+        explains=(
+            "clips_most_steps",
+            "loss_knows_frequencies",
+            *(["loss_jumped_at_the_start", "loss_spikes"] * bool(clips)),
+        ),
     )
 
 

@@ -19,6 +19,7 @@ SIGMAS = 4.0  # of the noise between log steps; less is noise
 RISE = 0.05  # of the loss, beyond which a rise is one
 JUMP, EARLY_STEPS = 0.25, 50  # of the lowest loss so far; and steps after the start that are its first ones
 SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise (numerics.spike_sigmas), and of the loss
+ALONE = 0.3  # of a spike's height, that may be left of it at the next log step
 SPIKE_WINDOW = 9  # log steps of the running median
 OSCILLATES = 0.12  # noise between log steps, of the loss; batches of some thousand tokens have 0.01 to 0.05
 
@@ -68,6 +69,7 @@ def loss_jumped_at_the_start(history: History) -> Iterator[Finding]:
     if (
         jump <= max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
         or early.values[top] < JUMP * early.values[0]
+        or _is_alone(early.values, top)
     ):
         return
     yield Finding(
@@ -97,8 +99,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     if len(begins) < 2:
         return
     worst = int(np.argmax(spikes.values))
-    # Where the next log step is as good as before, the weights were not thrown: the samples were others.
-    alone = len(begins) == found.sum() and not expected.rate_is_high(history)
+    alone = all(_is_alone(loss.values, place) for place in begins) and not expected.rate_is_high(history)
     causes = [*of_small_batch(history), *too_hot(history, math.inf)]
     yield Finding(
         "loss_spikes",
@@ -110,6 +111,13 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         [causes[-1], *causes[:-1]] if alone else causes,
         steps=robust.span(spikes),
     )
+
+
+def _is_alone(values: np.ndarray, place: int) -> bool:
+    """Whether the next log step is as good as the one before: the weights were not thrown, the samples were others."""
+    if not 0 < place < len(values) - 1:
+        return False
+    return values[place + 1] - values[place - 1] < ALONE * (values[place] - values[place - 1])
 
 
 def _running_median(values: np.ndarray) -> np.ndarray:
