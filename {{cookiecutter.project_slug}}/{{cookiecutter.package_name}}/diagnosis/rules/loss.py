@@ -69,7 +69,7 @@ def loss_jumped_at_the_start(history: History) -> Iterator[Finding]:
     if (
         jump <= max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
         or early.values[top] < JUMP * early.values[0]
-        or _is_alone(early.values, top)
+        or (_is_alone(early.values, top) and not expected.rate_is_high(history))
     ):
         return
     yield Finding(
@@ -99,7 +99,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     if len(begins) < 2:
         return
     worst = int(np.argmax(spikes.values))
-    alone = all(_is_alone(loss.values, place) for place in begins) and not expected.rate_is_high(history)
+    alone = sum(_is_alone(loss.values, place) for place in begins) > len(begins) / 2
     causes = [*of_small_batch(history), *too_hot(history, math.inf)]
     yield Finding(
         "loss_spikes",
@@ -108,7 +108,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         "the loss has spikes",
         f"{len(begins)} spikes; the worst is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}, where "
         f"{usual[np.flatnonzero(found)[worst]]:.4g} was usual.",
-        [causes[-1], *causes[:-1]] if alone else causes,
+        [causes[-1], *causes[:-1]] if alone and not expected.rate_is_high(history) else causes,
         steps=robust.span(spikes),
     )
 
