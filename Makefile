@@ -40,9 +40,12 @@ dev:  ## link the un-rendered project into build/dev, its package named trainer_
 	@ln -sfn '../../$(PROJECT)/$(PACKAGE)' build/dev/trainer_dev
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
-check: $(READY) dev  ## lint (ruff) and type-check (ty) the hooks, the tests and the un-rendered package
-	.venv/bin/ruff check --no-respect-gitignore hooks tests docs build/dev/trainer_dev
+check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hooks, the tests and the un-rendered package
+	.venv/bin/ruff check --no-respect-gitignore hooks tests docs benchmarks build/dev/trainer_dev
 	.venv/bin/ty check --no-respect-ignore-files --python .venv hooks tests docs build/dev/trainer_dev
+
+bench: $(READY) dev  ## what the project costs per step, beside a hand-written loop
+	.venv/bin/python benchmarks/step_cost.py
 
 docs: $(READY)  ## build the documentation site, its reference page from the code
 	.venv/bin/python docs/reference.py
@@ -62,4 +65,4 @@ $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,miss
 	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
 	@touch '$@'
 
-.PHONY: help demo test test-quick dev check docs clean missing
+.PHONY: help demo test test-quick dev check bench docs clean missing

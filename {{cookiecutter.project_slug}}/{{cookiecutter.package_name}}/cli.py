@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
 from .callbacks.experts import Experts
@@ -208,6 +209,7 @@ class CLI(LightningCLI):
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         trainer.callbacks += [Record(self.run, plain), Facts(self.run), self.summary]  # ty: ignore[missing-attribute]
+        spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
         same.begin(trainer, self.run, plain, watchdog.start_timeout_s)

@@ -7,6 +7,8 @@ states are gathered into it.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,10 +16,11 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from ..parallel import weights
 
-KEY = "random_state"  # of a checkpoint: one `_get_state` per rank
+KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
 
 
 class RandomState(Callback):
@@ -29,7 +32,7 @@ class RandomState(Callback):
     """
 
     def __init__(self) -> None:
-        self._state: dict[str, Any] | None = None  # when training last stopped drawing
+        self._state: Callable[[], dict[str, Any]] | None = None  # when training last stopped drawing
         self._restores = False  # before the next batch
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -37,13 +40,12 @@ class RandomState(Callback):
             self._state, self._restores = None, False
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._restores = (
-            True  # an epoch's loader draws a seed for its workers, and a resumed run's has drawn it already
-        )
+        # An epoch's loader draws a seed for its workers, and a resumed run's has drawn it already.
+        self._restores = True
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._restores and self._state is not None:
-            _set_state(self._state)
+            _set_state(self._state())
         self._restores = False
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -55,12 +57,13 @@ class RandomState(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         state = self._state or _get_state()
-        checkpoint[KEY] = weights.from_all_ranks(state)
+        checkpoint[KEY] = weights.from_all_ranks(state())
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get(KEY, [])
         if len(states) == trainer.world_size:
-            self._state, self._restores = states[trainer.global_rank], True
+            own = states[trainer.global_rank]
+            self._state, self._restores = lambda: own, True
         else:
             rank_zero_warn(
                 f"The checkpoint holds the random state of {len(states)} ranks and there are {trainer.world_size} now:"
@@ -77,16 +80,21 @@ class RandomState(Callback):
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
-def _get_state() -> dict[str, Any]:
-    """In tensors and plain types, which is what a checkpoint may hold."""
-    version, internal, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)
-    numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+def _get_state() -> Callable[[], dict[str, Any]]:
+    """The state as it is now, taken in microseconds; the result turns it into what a checkpoint may hold."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False))
+
+
+def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any) -> dict[str, Any]:
+    """In tensors and plain types."""
+    version, internal, gauss = python
+    key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "torch": torch_state,
+        "cuda": cuda,
         "python": (version, torch.tensor(internal), gauss),
-        "numpy": numpy,
+        "numpy": numpy | {"state": {**numpy["state"], "key": key}},
     }
 
 

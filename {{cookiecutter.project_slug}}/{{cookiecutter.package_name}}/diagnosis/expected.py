@@ -1,0 +1,112 @@
+"""What is usual for a run like this one: what the rules compare with, and the values they propose."""
+
+from __future__ import annotations
+
+import math
+
+from ..history.run import History
+from . import robust
+from .finding import Change
+
+SETTLED_STEPS = 20  # after the warm-up; what comes before is a start, where loss and norms move by themselves
+FINE_TUNING = 0.1  # of the rate from scratch: OpenAI's guide (2021) names 0.02 to 0.2 of the pre-training's
+WARMUP_SHARE = 0.2  # of training at most
+
+
+def max_steps(history: History) -> float:
+    """Optimizer steps of the whole training; inf where no end is set."""
+    steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
+    return float(steps) if isinstance(steps, int | float) and steps > 0 else math.inf
+
+
+def last_step(history: History) -> int:
+    loss = history.metrics["train/loss"]
+    return int(loss.steps[-1]) if len(loss) else 0
+
+
+def warmup_steps(history: History) -> float:
+    warmup, steps = history.key("model.optim.warmup", 0) or 0, max_steps(history)
+    return float(warmup) if warmup >= 1 else warmup * (steps if math.isfinite(steps) else 0)
+
+
+def settled_after(history: History) -> float:
+    """The step after which nothing is to be excused by the start; sooner in a training of few steps."""
+    return warmup_steps(history) + min(SETTLED_STEPS, max_steps(history) / 5)
+
+
+def is_from_scratch(history: History) -> bool:
+    return not history.key("model.pretrained")
+
+
+def uniform_loss(history: History) -> float | None:
+    """Nats of a model that knows nothing: ln(vocabulary)."""
+    size = history.fact("model.vocab_size")
+    return math.log(size) if size else None
+
+
+def unigram_loss(history: History) -> float | None:
+    """Nats of a model that knows how often each token occurs, by the validation split; None before a validation."""
+    bits, loss = history.fact("data.unigram_bits_per_byte"), history.metrics["eval/loss"].finite()
+    measured = history.metrics["eval/bits_per_byte"].finite()
+    if not bits or not len(loss) or not len(measured) or not measured.last:
+        return None
+    return bits * loss.last / measured.last
+
+
+def usual_rate(history: History) -> float | None:
+    """Peak learning rate of AdamW for a model of this size.
+
+    0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361, appendix D.6), to
+    be trusted within a factor of a few; a tenth of it from published weights. None where the size is not known.
+    """
+    total = history.fact("parameters.total")
+    if not total:
+        return None
+    num = max(total - (history.fact("parameters.embedding") or 0), 1000)
+    rate = max(0.003239 - 0.0001395 * math.log(num), 2e-5)  # the line ends at 10 B
+    return rate * (1 if is_from_scratch(history) else FINE_TUNING)
+
+
+def peak_rate(history: History) -> float | None:
+    """What is configured, or what was seen."""
+    rate = history.key("model.optim.learning_rate")
+    seen = history.metrics["train/learning_rate"].finite()
+    return float(rate) if rate else float(seen.values.max()) if len(seen) else None
+
+
+def lower_rate(history: History, went_well_until: float | None = None) -> list[Change]:
+    """A learning rate that would not do what this one did.
+
+    Args:
+        went_well_until: A step; if the rate was still rising then, half of what it was is proposed.
+    """
+    now, usual, rates = peak_rate(history), usual_rate(history), history.metrics["train/learning_rate"].finite()
+    if not now:
+        return []
+    to = usual if usual and now > 3 * usual else now / 3
+    if went_well_until is not None and len(rates):
+        then = robust.at(rates, went_well_until)
+        if 0 < then < now / 2:  # it broke on the way up
+            to = min(to, then / 2)
+    return [Change("model.optim.learning_rate", now, robust.rounded(to))]
+
+
+def longer_warmup(history: History) -> list[Change]:
+    """2 / (1 - beta2) steps at least, in which AdamW's second moment fills (Ma and Yarats, arXiv:1910.04209)."""
+    betas = history.key("model.optim.betas") or (0.9, 0.95)
+    steps = max(2 / (1 - min(betas[1], 0.9999)), 2 * warmup_steps(history))
+    to = round(min(steps, WARMUP_SHARE * max_steps(history)))
+    now = history.key("model.optim.warmup", 0)
+    return [Change("model.optim.warmup", now, to, note="steps")] if to > warmup_steps(history) else []
+
+
+def rate_is_high(history: History) -> bool:
+    """Beyond what a model of its size usually bears."""
+    now, usual = peak_rate(history), usual_rate(history)
+    return bool(now and usual and now > 10 * usual)
+
+
+def rate_is_low(history: History) -> bool:
+    """Too low to get anywhere."""
+    now, usual = peak_rate(history), usual_rate(history)
+    return bool(now and usual and now < usual / 30)

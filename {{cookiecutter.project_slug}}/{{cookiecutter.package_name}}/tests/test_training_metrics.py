@@ -1,0 +1,122 @@
+"""What is logged equals what plain PyTorch computes from the same weights and the same text, written out here.
+
+Nothing of the package takes part in the computation: documents of a packed row go through the model one by one, so
+there is no mask; AdamW, clipping and the schedule are spelled out; tokens are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..history.metrics import read_metrics
+from ..rehearsal.record import RunRecord
+from ..rehearsal.recorder import fingerprint
+from .test_parallel_parity import CLIP, GLOBAL_BATCH, MODELS, Trainings, train  # noqa: F401  (`train` is a fixture)
+
+# Of the fixture's trainings.
+SEQ_LEN, VOCABULARY, EOS = 32, 257, 256
+PEAK, WARMUP, ALL_STEPS, FLOOR, BETAS, EPS, DECAY = 0.01, 5, 20, 0.1, (0.9, 0.95), 1e-8, 0.1
+STEPS = 8  # that are computed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "zero2"])
+def test_loss_norm_and_tokens_equal_an_independent_computation(
+    train: Trainings,  # noqa: F811
+    cache: Path,
+    strategy: str,
+) -> None:
+    run = train("deepseek_v3", strategy)
+    metrics = read_metrics(run.run)
+    loss, norm = zip(*by_hand(run, cache), strict=True)
+    steps = range(1, STEPS + 1)
+    expected = {
+        "train/loss": (loss, 1e-5),
+        "train/perplexity": ([math.exp(each) for each in loss], 1e-4),
+        "train/grad_norm": (norm, 1e-4),
+        "train/learning_rate": ([learning_rate(step) for step in steps], 1e-9),
+        "train/tokens": ([step * GLOBAL_BATCH * SEQ_LEN for step in steps], 1e-9),
+
+    }
+    assert 0 < sum(each > CLIP for each in norm)
+    for name, (values, tolerance) in expected.items():
+        assert metrics[name].steps.tolist() == list(range(1, ALL_STEPS + 1)), name
+        assert metrics[name].values[:STEPS].tolist() == pytest.approx(list(values), rel=tolerance), name
+
+
+def by_hand(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
+    """(loss, gradient norm before clipping) of the first steps."""
+    model = rebuilt(run)
+    batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]
+    rows = rows_by_hash(cache, batches[0][0])
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    for step, batch in enumerate(batches[:STEPS], start=1):
+        losses = torch.cat([losses_of(model, *rows[hashed]) for hashed in batch])
+        loss = losses.mean()
+        model.zero_grad()
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        yield loss.item(), norm
+        adamw(model, moments, step, min(1.0, CLIP / norm))
+
+
+def rebuilt(run: RunRecord) -> Any:
+    """The model with the run's first weights."""
+    fields: dict[str, Any] = yaml.safe_load(MODELS["deepseek_v3"])
+    fields |= {"max_position_embeddings": SEQ_LEN, "vocab_size": VOCABULARY, "eos_token_id": EOS, "bos_token_id": EOS}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in run.start.items()})
+    return model
+
+
+def rows_by_hash(cache: Path, one_of_them: str) -> dict[str, tuple[Tensor, int]]:
+    """Hash of a row's input -> its T + 1 tokens, and how many of its labels count; of the cache that has `one`."""
+    for path in cache.glob("*/train.bin"):
+        tokens = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int64))
+        rows = [tokens[start : start + SEQ_LEN + 1] for start in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)]
+        found = {fingerprint(row[:-1]): (row, 4 + int(row[:-1].sum()) * 7 % 28) for row in rows}
+        if one_of_them in found:
+            return found
+    raise AssertionError("no cache has the row that the run began with")
+
+
+def losses_of(model: Any, row: Tensor, counted: int) -> Tensor:
+    """Of the labels that count, in nats; each document is a forward of its own."""
+    ends = [0, *((row[:-1] == EOS).nonzero().flatten() + 1).tolist(), SEQ_LEN]
+    documents = [row[start:end] for start, end in zip(ends, ends[1:], strict=False) if end > start]
+    logits = torch.cat([model(input_ids=document[None], use_cache=False).logits[0] for document in documents])
+    return F.cross_entropy(logits, row[1:], reduction="none")[:counted]
+
+
+def learning_rate(step: int) -> float:
+    """After `step` optimizer steps: linear warm-up, then a cosine down to a tenth."""
+    if step < WARMUP:
+        return PEAK * step / WARMUP
+    share = (step - WARMUP) / (ALL_STEPS - WARMUP)
+    return PEAK * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+@torch.no_grad()
+def adamw(model: nn.Module, moments: dict[str, tuple[Tensor, Tensor]], step: int, factor: float) -> None:
+    """Algorithm 2 of arXiv:1711.05101, on gradients times `factor`; vectors do not decay."""
+    rate = learning_rate(step - 1)
+    for name, weight in model.named_parameters():
+        gradient = (torch.zeros_like(weight) if weight.grad is None else weight.grad) * factor
+        first, second = moments[name]
+        first.mul_(BETAS[0]).add_(gradient * (1 - BETAS[0]))
+        second.mul_(BETAS[1]).add_(gradient.square() * (1 - BETAS[1]))
+        weight.mul_(1 - rate * DECAY * (weight.dim() > 1))
+        denominator = (second / (1 - BETAS[1] ** step)).sqrt() + EPS
+        weight.sub_(rate * first / (1 - BETAS[0] ** step) / denominator)
