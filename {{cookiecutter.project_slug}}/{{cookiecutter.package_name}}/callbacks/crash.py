@@ -57,10 +57,10 @@ class Crash(Callback):
             return
         try:
             path = self._write(trainer, pl_module, exception)
+            if not another_rank_is_gone(exception):  # that is told in a line, and the reason by the rank itself
+                vars(exception)[NOTED] = str(path)
         except Exception as error:  # a full disk, a broken device: the error itself must be told all the same
             exception.add_note(f"(not in {self.folder}: {type(error).__name__}: {first_line(error)})")
-        else:
-            vars(exception)[NOTED] = str(path)
 
     def _write(self, trainer: Any, module: nn.Module, error: Exception) -> Path:
         rank = trainer.global_rank

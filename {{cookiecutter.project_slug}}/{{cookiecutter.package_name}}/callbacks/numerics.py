@@ -87,7 +87,7 @@ class Numerics(Callback):
         self._batches: list[Any] = []  # of the step that is being taken, kept until the host has looked
         self._has_looked = False  # where bad numbers begin: once, it costs about a step
         self._in_a_row = self._first_step = self._left_out = 0
-        self._clipped: list[bool] = []  # of the steps that the host has looked at since the last log step
+        self._norms: list[float] = []  # of the steps that the host has looked at since the last log step
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": self._recent.cpu(), "steps": self._steps, "left_out": self._left_out}
@@ -187,9 +187,10 @@ class Numerics(Callback):
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         metrics["health/skipped_steps"] = self._left_out
-        if self._clipped:
-            metrics["health/clipped_share"] = sum(self._clipped) / len(self._clipped)
-        self._clipped = []
+        if self._norms and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+            clipped = sum(norm > trainer.gradient_clip_val for norm in self._norms)
+            metrics["health/clipped_share"] = clipped / len(self._norms)
+        self._norms = []
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is from before an incident or from after it was dealt with, and its weights are finite.
@@ -223,8 +224,7 @@ class Numerics(Callback):
         if seen is None:
             return
         seen.arrive()
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
-            self._clipped.append(seen.norm > trainer.gradient_clip_val)
+        self._norms.append(seen.norm)
         self._in_a_row = self._in_a_row + 1 if seen.bad else 0
         is_the_scalers = self._scales_loss(trainer) and math.isfinite(seen.loss) and not seen.is_spike
         if not seen.bad or (is_the_scalers and self._in_a_row < self.patience):

@@ -84,8 +84,6 @@ def _is_ours(folder: Path, record: dict[str, Any]) -> bool:
 
     Ranks that run out of memory do so in different places and for different numbers of bytes.
     """
-    if record["kind"] == "peer":
-        return True
     what = record["kind"] if record["kind"] == "out_of_memory" else f"{record['error']} {record['message']}"
     what = record["attempt"] + "".join(letter for letter in what if not letter.isdigit())
     name = f".told-{crc32(what.encode()):08x}"

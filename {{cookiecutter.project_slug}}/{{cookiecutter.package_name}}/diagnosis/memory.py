@@ -23,7 +23,6 @@ from ..history.run import History
 GIB = 2**30
 LOGIT_BYTES = 12  # of a logit in backward: its log-probability, that one's gradient and its own, all in float32
 ADAMW_BYTES = 8  # two moments in float32, of a parameter in float32
-BUCKETS = 2  # of DeepSpeed's, one filled while the other is reduced
 LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: what ZeRO-3 keeps gathered at most
 SELECTIVE = 0.5  # of a block's activations, kept with selective checkpointing: results of products and of attention
 
@@ -106,16 +105,15 @@ class Training:
         return parts
 
     def _zero(self) -> dict[str, float]:
-        stage, n, w = self.cut.stage, self.cut.ranks, self.weight_bytes
-        copy = 4 if w == 2 or stage < 3 else 0  # in float32; in 32-true DeepSpeed has one too, in stages 1 and 2
+        """DeepSpeed 0.19 keeps a copy of the weights in float32 at every stage and precision."""
+        stage, n, w, bucket = self.cut.stage, self.cut.ranks, self.weight_bytes, self.cut.bucket
         parts = {
             "weights": self.parameters * w / (n if stage == 3 else 1),
             "gradients": self.trainable * (4 / n if stage > 1 else w),  # sharded ones add up in float32 (zero.py)
-            "optimizer state": self.trainable * (ADAMW_BYTES + copy) / n,
+            "optimizer state": self.trainable * (ADAMW_BYTES + 4) / n,
+            "communication buffers": bucket * w * (1 if stage == 3 else 2),  # one is filled, one is reduced
         }
-        if stage == 3:
-            return parts | {"gathered weights": min(self.parameters, LIVE_PARAMETERS) * w}
-        return parts | {"communication buffers": BUCKETS * self.cut.bucket * w}
+        return parts | ({"gathered weights": min(self.parameters, LIVE_PARAMETERS) * w} if stage == 3 else {})
 
     def _gathered(self, w: int) -> float:
         """Two blocks, one that runs and the next, and the largest of what is no block: the embedding or the head."""
