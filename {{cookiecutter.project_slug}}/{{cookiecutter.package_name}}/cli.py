@@ -26,6 +26,7 @@ from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
 from .callbacks.goodput import Goodput
 from .callbacks.ledger import SampleLedger
+from .callbacks.messages import WarningsOfRanks
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
 from .callbacks.random_state import RandomState
@@ -39,6 +40,7 @@ from .checkpoint.optimizer import ParameterNames
 from .checkpoint.resume import EveryFormat
 from .cluster import children  # noqa: F401  (how Lightning's own launcher ends)
 from .cluster.fingerprint import SameEnvironment
+from .cluster.messages import MESSAGES
 from .cluster.watch import WATCH
 from .data import DataModule
 from .errors import InputError, reason
@@ -62,6 +64,7 @@ ALWAYS_ON = {
     "numerics": Numerics,
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
+    "messages": WarningsOfRanks,
     "training_log": TrainingLog,
     "console": Console,
     "samples": Samples,
@@ -118,6 +121,7 @@ class CLI(LightningCLI):
     dirpath: str  # of checkpoints, with "{run}" in it
 
     def __init__(self, args: list[str], run: bool) -> None:
+        MESSAGES.listen()
         super().__init__(
             LanguageModule,
             DataModule,
