@@ -24,7 +24,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.crash import Crash
+from .callbacks.diagnosis import Diagnosis
+from .callbacks.experts import Experts
+from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
+from .callbacks.hardware import Hardware
+from .callbacks.inputs import Inputs
 from .callbacks.ledger import SampleLedger
 from .callbacks.messages import WarningsOfRanks
 from .callbacks.numerics import Numerics
@@ -64,9 +70,13 @@ ALWAYS_ON = {
     "numerics": Numerics,
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
+    "hardware": Hardware,
+    "inputs": Inputs,
+    "experts": Experts,
     "messages": WarningsOfRanks,
     "training_log": TrainingLog,
     "console": Console,
+    "diagnosis": Diagnosis,
     "samples": Samples,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
@@ -202,15 +212,26 @@ class CLI(LightningCLI):
             trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
         if not trainer.fast_dev_run:  # ty: ignore[missing-attribute]
             trainer.loggers = [*trainer.loggers, RunLog(self.run)]
-        self.summary = Summary(self.run)
+        reports = self._get(self.config_init, "run").report and not trainer.fast_dev_run  # ty: ignore[missing-attribute]
+        self.summary = Summary(self.run, reports)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
-        trainer.callbacks += [Record(self.run, plain), self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks += [  # ty: ignore[missing-attribute]
+            Facts(self.run),
+            Record(self.run, plain, self._defaults),
+            self.summary,
+        ]
+        trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
         same.begin(trainer, self.run, plain, watchdog.start_timeout_s)
         return trainer
+
+    def _defaults(self) -> str:
+        """As config.yaml would be if nobody had set a key."""
+        parser = self._parser(self.subcommand)
+        return parser.dump(parser.get_defaults(), skip_unset=False, skip_link_targets=False)
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
         """Twice: before there is a Trainer, and again when the data have told the model's configuration."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ class Record(Callback):
     Args:
         folder: The run's folder.
         config: The configuration, every key resolved, of plain types.
+        defaults: Gives the YAML of the same keys as nobody has set them.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], defaults: Callable[[], str]) -> None:
         self.folder = folder
         self.config = config
+        self.defaults = defaults
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        write_record(self.folder, yaml.safe_dump(self.config, sort_keys=False))
+        write_record(self.folder, yaml.safe_dump(self.config, sort_keys=False), self.defaults())
         known = {name: self.folder / f"{name}.json" for name in ("environment", "facts")}
         facts = {name: json.loads(path.read_text("utf-8")) for name, path in known.items() if path.exists()}
         for logger in trainer.loggers:

@@ -87,7 +87,8 @@ class TensorBoard(Resumable, TensorBoardLogger):
         self.hparams = {name: value for name, value in params.items() if name not in texts}
         for name, part in {"config": self.hparams, **texts}.items():
             self.experiment.add_text(f"run/{name}", f"```\n{yaml.safe_dump(part, sort_keys=False)}\n```")
-        flat = self._sanitize_params(_flatten_dict(self.hparams))
+        figures = texts.get("facts", {}).get("parameters", {})
+        flat = self._sanitize_params(_flatten_dict({**self.hparams, "parameters": figures}))
         for summary in hparams(flat, dict.fromkeys(COMPARED, 0.0)):
             self.experiment._get_file_writer().add_summary(summary)
         charts = {group: {name: ["Multiline", tags] for name, tags in of.items()} for group, of in LAYOUT.items()}
