@@ -25,6 +25,7 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
     "convert": (".tools.convert", "turn a checkpoint of any strategy into one file, or torch's distributed format"),
+    "diagnose": (".tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),
     "audit": (".tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
     "report": (".tools.report", "a page about a run, or several: findings, curves, configuration, samples"),
     "compare": (".tools.compare", "two or more runs side by side: what differs, and what came out"),
@@ -49,6 +50,7 @@ Set TRACEBACK=1 to see the Python traceback behind an error."""
 
 
 def main(argv: list[str]) -> int:
+    """Run a verb; the exit code. What is nobody's mistake is raised, for `command` to tell."""
     program = (__package__ or "package").split(".")[0]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program))
@@ -69,8 +71,10 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
-        if not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
-            raise
+        from .diagnosis.crash import noted
+
+        if noted(error) or not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
+            raise  # if it was noted, this is only what ending a process group led to
         print(f"rank {os.environ.get('RANK', '0')}: another rank is gone ({reason(error)})", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
@@ -80,9 +84,19 @@ def main(argv: list[str]) -> int:
         WATCH.disarm()
 
 
+def command(argv: list[str]) -> int:
+    """`main`, for a process of its own: an error ends with a diagnosis in place of its traceback."""
+    try:
+        return main(argv)
+    except Exception as error:
+        from .diagnosis import crash
+
+        return crash.tell(error)
+
+
 if __name__ == "__main__":
     if VERBS.get(" ".join(sys.argv[1:2]), ("",))[0] == ".cli":
         signals.listen()
-    code = main(sys.argv[1:])
+    code = command(sys.argv[1:])
     signals.ignore()
     sys.exit(code)

@@ -24,7 +24,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
+from .callbacks.crash import Crash
+from .callbacks.diagnosis import Diagnosis
+from .callbacks.experts import Experts
+from .callbacks.facts import Facts
 from .callbacks.goodput import Goodput
+from .callbacks.hardware import Hardware
+from .callbacks.inputs import Inputs
 from .callbacks.ledger import SampleLedger
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
@@ -60,8 +66,12 @@ ALWAYS_ON = {
     "numerics": Numerics,
     "sample_ledger": SampleLedger,
     "throughput": Throughput,
+    "hardware": Hardware,
+    "inputs": Inputs,
+    "experts": Experts,
     "training_log": TrainingLog,
     "console": Console,
+    "diagnosis": Diagnosis,
     "samples": Samples,
     "last_checkpoint": LastCheckpoint,
     "best_checkpoint": BestCheckpoint,
@@ -202,7 +212,9 @@ class CLI(LightningCLI):
         self.summary = Summary(self.run, reports)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
-        trainer.callbacks += [Record(self.run, plain, self._defaults), self.summary]  # ty: ignore[missing-attribute]
+        record, facts = Record(self.run, plain, self._defaults), Facts(self.run)
+        trainer.callbacks += [record, facts, self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)

@@ -1,6 +1,6 @@
 """A run's folder: where everything that one training writes is found, and how the newest is found again.
 
-<root>/<name>/<run id>/   config.yaml environment.json metrics.jsonl checkpoints/ tensorboard/ samples.txt
+<root>/<name>/<run id>/   config.yaml environment.json facts.json metrics.jsonl checkpoints/ tensorboard/ samples.txt
 """
 
 from __future__ import annotations
@@ -135,8 +135,12 @@ def write_record(run: Path, config_yaml: str, defaults_yaml: str) -> None:
     run.mkdir(parents=True, exist_ok=True)
     (run / DEFAULTS).write_text(defaults_yaml, encoding="utf-8")
     for name, text in (("config.yaml", config_yaml), ("environment.json", json.dumps(environment(), indent=2))):
-        path = run / name
-        if path.exists():
-            earlier = len(list(run.glob(f"{path.stem}.*{path.suffix}")))
-            path.rename(run / f"{path.stem}.{earlier}{path.suffix}")
-        path.write_text(text, encoding="utf-8")
+        write_numbered(run / name, text)
+
+
+def write_numbered(path: Path, text: str) -> None:
+    """Write a file of the run's; that of an earlier attempt is kept beside it, as `<name>.<n>.<ending>`."""
+    if path.exists():
+        earlier = len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
+        path.rename(path.parent / f"{path.stem}.{earlier}{path.suffix}")
+    path.write_text(text, encoding="utf-8")

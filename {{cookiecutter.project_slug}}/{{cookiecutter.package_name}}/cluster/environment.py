@@ -12,7 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .signals import job_started
+
 DRIVER = Path("/proc/driver/nvidia/version")
+CGROUPS = Path("/sys/fs/cgroup")
 # Of the libraries that training stands on. torchrun's own (TORCHELASTIC_*) differ by rank and restart.
 VARIABLES = re.compile(r"(NCCL_|TORCH_|PYTORCH_|CUDA_|DS_|PYTHON)\w+|(OMP|MKL)_NUM_THREADS")
 NOT_COMPARED = {"CUDA_VISIBLE_DEVICES"}  # a scheduler may show each process its own
@@ -27,6 +30,8 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "git_changes": git("status", "--short"),
+        "job_started": job_started(),  # Unix time, as what follows
+        "job_ends": float(os.environ["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in os.environ else None,
         **comparable(),
     }
 
@@ -112,3 +117,24 @@ def git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
+
+
+def memory_limit() -> int:
+    """Bytes that this process's control group, or the machine, lets it and its neighbours use together."""
+    import psutil
+
+    limits = [psutil.virtual_memory().total]
+    own = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)  # version 2 has the one line "0::"
+    group = CGROUPS / own.group(1) if own else CGROUPS
+    for folder in (group, *group.parents, CGROUPS / "memory"):  # a parent's limit holds for its children
+        for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
+            if folder.is_relative_to(CGROUPS) and (text := _read(folder / name).strip()).isdigit():
+                limits.append(int(text))
+    return min(limits)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -38,6 +38,11 @@ def tail(series: Series) -> float:
     return median(series.values[-window(series) :])
 
 
+def span(series: Series) -> tuple[int, int]:
+    """The first and the last step."""
+    return int(series.steps[0]), int(series.steps[-1])
+
+
 def later(series: Series, step: float) -> Series:
     """What comes after `step`."""
     return series[series.steps > step]

@@ -106,8 +106,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_metrics(run: Path) -> Metrics:
-    metrics = Metrics()
+def read_metrics(run: Path, limit: int = 0) -> Metrics:
+    metrics = Metrics(limit)
     for line in read_lines(run / FILE):
         metrics.add(line)
     return metrics

@@ -57,8 +57,12 @@ class History:
         return _at(self.facts, path, default)
 
 
-def read_run(folder: Path) -> History:
+def read_run(folder: Path, limit: int = 0) -> History:
     """Everything that `folder` has; what is missing is empty.
+
+    Args:
+        folder: runs/<name>/<id>.
+        limit: Entries kept of a metric, see `Metrics`. 0 keeps all.
 
     Raises:
         InputError: it is no run's folder.
@@ -67,19 +71,24 @@ def read_run(folder: Path) -> History:
         raise InputError(
             f"{folder} is not the folder of a run: it has neither config.yaml nor {FILE}; give runs/<name>/<id>"
         )
-    return History(
+    history = History(
         folder=folder,
         config=_read(folder / "config.yaml", yaml.safe_load),
         defaults=_read(folder / DEFAULTS, yaml.safe_load),
         facts=_read(folder / FACTS, json.loads),
-        metrics=read_metrics(folder),
+        metrics=read_metrics(folder, limit),
         environment=_read(folder / "environment.json", json.loads),
-        incidents=read_incidents(folder),
-        goodput=goodput.read(folder),
-        crashes=sorted(
-            (_read(path, json.loads) for path in (folder / CRASHES).glob("*.json")), key=lambda c: c["time"]
-        ),
     )
+    look_again(history)
+    return history
+
+
+def look_again(history: History) -> None:
+    """Read what may have been added since, but for the metrics: incidents, goodput and crashes."""
+    history.incidents = read_incidents(history.folder)
+    history.goodput = goodput.read(history.folder)
+    crashes = [_read(path, json.loads) for path in (history.folder / CRASHES).glob("*.json")]
+    history.crashes = sorted(crashes, key=lambda crash: crash["time"])
 
 
 def read_incidents(run: Path) -> list[dict[str, Any]]:
