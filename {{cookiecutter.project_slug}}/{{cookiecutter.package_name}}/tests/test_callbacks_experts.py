@@ -27,7 +27,7 @@ TINY = {
 DEEPSEEK = TINY | {
     "model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1,
+    "topk_group": 1, "head_dim": 4,
 }  # fmt: skip
 SPARSE = {
     "deepseek_v3": DEEPSEEK,
@@ -96,7 +96,9 @@ def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda forward: compiled(forward, backend="aot_eager"))  # seconds, not minutes
+    monkeypatch.setattr(
+        torch, "compile", lambda forward: compiled(forward, backend="aot_eager")
+    )  # seconds, not minutes
     bench = Bench(DEEPSEEK | {"num_hidden_layers": 12}, checkpointing=checkpointing, compile=True)
     graphs = []
     for _ in range(6):
@@ -109,7 +111,11 @@ def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
 
 def test_ratio_and_unused_are_of_the_sums() -> None:
     bench = Bench(DEEPSEEK)
-    loads = [[4, 0, 4, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 0], [2, 1, 1, 1, 1, 1, 1, 0, 9]]  # the last: no expert
+    loads = [
+        [4, 0, 4, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 1, 1, 0],
+        [2, 1, 1, 1, 1, 1, 1, 0, 9],
+    ]  # the last: no expert
     bench.module.metrics.totals = {LOADS: [float(load) for layer in loads for load in layer]}
     metrics: dict[str, float] = {}
     bench.callback.on_log_step(bench.trainer, bench.module, metrics)
@@ -150,12 +156,12 @@ def test_loads_equal_a_count_of_what_the_routers_chose(
     tmp_path: Path,
     strategy: str,
 ) -> None:
-    run = train.run("fit", "deepseek_v3", strategy, "--trainer.max_steps=4", callbacks=[Routing(tmp_path)])
+    run = train.run("fit", "deepseek_v3", strategy, "--trainer.max_steps=6", callbacks=[Routing(tmp_path)])
     metrics = read_metrics(run.run)
     expected = list(by_hand(tmp_path))
     assert metrics["moe/expert_load_max_over_mean"].values.tolist() == pytest.approx([r for r, _ in expected], rel=1e-6)
     assert metrics["moe/unused_experts"].values.tolist() == [unused for _, unused in expected]
-    assert len(expected) == 4 and any(ratio > 1.05 for ratio, _ in expected)
+    assert len(expected) == 6 and any(ratio > 1.05 for ratio, _ in expected)
 
 
 def by_hand(folder: Path, num_experts: int = 4) -> Iterator[tuple[float, int]]:

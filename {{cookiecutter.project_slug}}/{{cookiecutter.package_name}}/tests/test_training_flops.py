@@ -59,11 +59,11 @@ def test_a_frozen_parameter_has_no_gradient_to_compute() -> None:
 
 
 def test_of_an_own_model_only_what_can_be_known_is_told() -> None:
-    own = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    own: Any = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     size = Size.of(own)
     assert (size.total, size.active, size.embedding) == (80, 80, 40)
     assert size.flops_per_token(T) is None and size.layers is None
-    own.config = SimpleNamespace(num_experts=4, num_hidden_layers=2, hidden_size=4)  # ty: ignore[unresolved-attribute]
+    own.config = SimpleNamespace(num_experts=4, num_hidden_layers=2, hidden_size=4)
     assert Size.of(own).active is None and Size.of(own).flops_per_token(T) is None, "its experts are not to be seen"
 
 
