@@ -105,9 +105,9 @@ class Slow(Callback):
             return
         quick = PackedRows.__getitems__
 
-        def slowly(rows: PackedRows, numbers: list[int]) -> Any:
+        def slowly(self: PackedRows, rows: list[int]) -> Any:
             time.sleep(SLOW_S)
-            return quick(rows, numbers)
+            return quick(self, rows)
 
         PackedRows.__getitems__ = slowly
 

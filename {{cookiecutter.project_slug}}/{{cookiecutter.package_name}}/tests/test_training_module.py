@@ -143,7 +143,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["deepseek_v3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_nothing_reads_the_device_between_log_steps(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
