@@ -12,6 +12,7 @@ import sys
 import traceback
 
 from .cluster import signals
+from .cluster.messages import MESSAGES
 from .cluster.watch import START_TIMEOUT_S, WATCH
 from .errors import Ended, Exit, InputError, another_rank_is_gone, is_first_on_node, reason
 
@@ -25,7 +26,10 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
     "convert": (".tools.convert", "turn a checkpoint of any strategy into one file, or torch's distributed format"),
+    "diagnose": (".tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),
     "audit": (".tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
+    "report": (".tools.report", "a page about a run, or several: findings, curves, configuration, samples"),
+    "compare": (".tools.compare", "two or more runs side by side: what differs, and what came out"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 
@@ -47,6 +51,7 @@ Set TRACEBACK=1 to see the Python traceback behind an error."""
 
 
 def main(argv: list[str]) -> int:
+    """Run a verb; the exit code. What is nobody's mistake is raised, for `command` to tell."""
     program = (__package__ or "package").split(".")[0]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program))
@@ -56,6 +61,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
         return Exit.BAD_INPUT
     if VERBS[verb][0] == ".cli":
+        MESSAGES.listen()
         WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
         importlib.import_module(VERBS[verb][0], __package__).main(argv)
@@ -67,8 +73,10 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
-        if not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
-            raise
+        from .diagnosis.crash import noted
+
+        if noted(error) or not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
+            raise  # if it was noted, this is only what ending a process group led to
         print(f"rank {os.environ.get('RANK', '0')}: another rank is gone ({reason(error)})", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
@@ -78,9 +86,19 @@ def main(argv: list[str]) -> int:
         WATCH.disarm()
 
 
+def command(argv: list[str]) -> int:
+    """`main`, for a process of its own: an error ends with a diagnosis in place of its traceback."""
+    try:
+        return main(argv)
+    except Exception as error:
+        from .diagnosis import crash
+
+        return crash.tell(error)
+
+
 if __name__ == "__main__":
     if VERBS.get(" ".join(sys.argv[1:2]), ("",))[0] == ".cli":
         signals.listen()
-    code = main(sys.argv[1:])
+    code = command(sys.argv[1:])
     signals.ignore()
     sys.exit(code)

@@ -15,6 +15,7 @@ class Exit(IntEnum):
     FAILED = 1  # a bug, of the project or of ours: the log has a traceback. torchrun restarts it a few times
     BAD_INPUT = 2  # do not retry: nothing but an edit helps
     NON_FINITE = 65  # do not retry: training went wrong, and a replay would go wrong again
+    OUT_OF_MEMORY = 69  # do not retry: not one step fitted. Later in training it may be chance: FAILED
     HUNG = 71  # restart it: a rank did not arrive
     REQUEUE = 75  # all is saved, relaunch the same command: preempted, out of time, or nothing here can help
     MISMATCH = 78  # do not retry on these machines: they differ
@@ -39,7 +40,9 @@ class Exit(IntEnum):
 
 
 # Whoever ends so knew what it did: starting it again at once helps nothing. Those that forbid a relaunch come first.
-DECIDED = (Exit.BAD_INPUT, Exit.MISMATCH, Exit.NON_FINITE, Exit.INTERRUPTED, Exit.REQUEUE)
+DECIDED = (
+    Exit.BAD_INPUT, Exit.MISMATCH, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.INTERRUPTED, Exit.REQUEUE
+)  # fmt: skip
 
 
 class Ended(Exception):
@@ -75,9 +78,9 @@ def check_least(slot: str, **given: tuple[float, float]) -> None:
             raise InputError(f"{slot}.{key} is {value}; give {least} or more")
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """Of another library's message; the error's type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
 
 
 def reason(error: BaseException) -> str:
@@ -89,3 +92,12 @@ def another_rank_is_gone(error: BaseException | str) -> bool:
     """Whether it only says so, in gloo's or NCCL's words: the reason stands in that rank's output."""
     signs = ("closed by peer", "closed by remote peer", "Connection reset", "remote process exited")
     return any(sign in str(error) for sign in signs)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: the device's or the host's, as torch, CUDA and its libraries, and Python say it."""
+    signs = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory", "ALLOC_FAILED")
+    names = {one.__name__ for one in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or (
+        isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs)
+    )

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .signals import job_started
+
 DRIVER = Path("/proc/driver/nvidia/version")
 CGROUPS = Path("/sys/fs/cgroup")
 # Of the libraries that training stands on. torchrun's own (TORCHELASTIC_*) differ by rank and restart.
@@ -28,6 +30,8 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "git_changes": git("status", "--short"),
+        "job_started": job_started(),  # Unix time, as what follows
+        "job_ends": float(os.environ["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in os.environ else None,
         **comparable(),
     }
 

@@ -14,6 +14,7 @@ from . import goodput
 from .metrics import FILE, Metrics, read_lines, read_metrics
 
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
+DEFAULTS = "defaults.yaml"
 
 
 @dataclass
@@ -23,6 +24,7 @@ class History:
     Args:
         folder: The run's folder.
         config: The configuration, every key resolved.
+        defaults: The same keys as nobody has set them; {} where they were not written down.
         facts: What callbacks/facts.py found out at the start: parameters, machine, data, training.
         metrics: By name, over optimizer steps.
         environment: The newest attempt's environment.json.
@@ -33,6 +35,7 @@ class History:
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +57,12 @@ class History:
         return _at(self.facts, path, default)
 
 
-def read_run(folder: Path) -> History:
+def read_run(folder: Path, limit: int = 0) -> History:
     """Everything that `folder` has; what is missing is empty.
+
+    Args:
+        folder: runs/<name>/<id>.
+        limit: Entries kept of a metric, see `Metrics`. 0 keeps all.
 
     Raises:
         InputError: it is no run's folder.
@@ -64,18 +71,24 @@ def read_run(folder: Path) -> History:
         raise InputError(
             f"{folder} is not the folder of a run: it has neither config.yaml nor {FILE}; give runs/<name>/<id>"
         )
-    return History(
+    history = History(
         folder=folder,
         config=_read(folder / "config.yaml", yaml.safe_load),
+        defaults=_read(folder / DEFAULTS, yaml.safe_load),
         facts=_read(folder / FACTS, json.loads),
-        metrics=read_metrics(folder),
+        metrics=read_metrics(folder, limit),
         environment=_read(folder / "environment.json", json.loads),
-        incidents=read_incidents(folder),
-        goodput=goodput.read(folder),
-        crashes=sorted(
-            (_read(path, json.loads) for path in (folder / CRASHES).glob("*.json")), key=lambda c: c["time"]
-        ),
     )
+    look_again(history)
+    return history
+
+
+def look_again(history: History) -> None:
+    """Read what may have been added since, but for the metrics: incidents, goodput and crashes."""
+    history.incidents = read_incidents(history.folder)
+    history.goodput = goodput.read(history.folder)
+    crashes = [_read(path, json.loads) for path in (history.folder / CRASHES).glob("*.json")]
+    history.crashes = sorted(crashes, key=lambda crash: crash["time"])
 
 
 def read_incidents(run: Path) -> list[dict[str, Any]]:

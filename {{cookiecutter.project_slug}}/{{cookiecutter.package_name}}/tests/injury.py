@@ -196,7 +196,7 @@ def watched(argv: list[str]) -> int:
     import lightning as L
 
     from .. import cli
-    from ..__main__ import main
+    from ..__main__ import command
 
     class Watch(L.Callback):
         """Before all other callbacks: a step is done, and not yet saved."""
@@ -227,7 +227,7 @@ def watched(argv: list[str]) -> int:
         return trainer
 
     cli.CLI.instantiate_trainer = instantiate_trainer
-    code = main(argv)
+    code = command(argv)
     signals.ignore()
     return code
 
