@@ -43,7 +43,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     change = [Change("last_checkpoint.every_n_steps", every, to)]
     told = f"A save takes {save_s:.2g} s and comes every {every} steps, {every * step_s:.3g} s"
     rate = (
-        f"the run failed {failures} time{'s' * (failures > 1)} in {total / 3600:.1f} h"
+        f"the run failed {failures} time{'s' * (failures > 1)} in {total / 60:.1f} min"
         if failures
         else f"{ranks} such devices fail about every {between_s / 3600:,.0f} h"
     )

@@ -40,7 +40,7 @@ def labels_masked(history: History) -> Iterator[Finding]:
             Cause("seq_len cuts the answers off.", _longer(history)),
         ],
         steps=robust.span(counted) if len(counted) else None,
-        explains=("gradient_is_zero", "loss_stands_still", "loss_too_good", "clips_most_steps"),
+        explains=("gradient_is_zero", "loss_stands_still", "loss_too_good", "clips_most_steps", "loss_oscillates"),
     )
 
 

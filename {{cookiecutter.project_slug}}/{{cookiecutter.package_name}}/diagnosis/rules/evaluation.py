@@ -114,12 +114,12 @@ def _larger_split(history: History) -> list[Change]:
 
 @rule
 def validation_too_small(history: History) -> Iterator[Finding]:
-    tokens = history.fact("data.validation_tokens")
-    limited = history.key("trainer.limit_val_batches")
-    if isinstance(limited, int) and not isinstance(limited, bool) and tokens:
-        ranks = history.fact("machine.data_parallel_size", 1)
-        size = history.key("data.micro_batch_size", 0) * history.key("data.seq_len", 0)
-        tokens = min(tokens, limited * ranks * size or tokens)
+    tokens, limited = history.fact("data.validation_tokens"), history.key("trainer.limit_val_batches")
+    causes = [Cause("Hold out more.", _larger_split(history))]
+    if isinstance(limited, int) and tokens and (batches := _batches(history)) and limited < batches:
+        tokens = int(tokens * limited / batches)
+        more = min(batches, math.ceil(4 * limited * FEW_TOKENS / max(tokens, 1)))
+        causes = [Cause("It is cut short.", [Change("trainer.limit_val_batches", limited, more)])]
     if not tokens or tokens >= FEW_TOKENS or limited == 0:
         return
     yield Finding(
@@ -128,7 +128,7 @@ def validation_too_small(history: History) -> Iterator[Finding]:
         "likely",
         "validation measures few tokens",
         f"It has {tokens:,} tokens; its loss is off by some {2 / tokens**0.5:.2f} nats by chance alone.",
-        [Cause("Hold out more.", _larger_split(history))],
+        causes,
     )
 
 

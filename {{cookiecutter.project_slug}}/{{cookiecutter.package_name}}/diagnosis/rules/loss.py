@@ -21,6 +21,7 @@ JUMP, EARLY_STEPS = 0.25, 20  # of the lowest loss so far; and steps after the s
 STAYS = 0.1  # of the lowest, at the next log step: weights that were thrown need more than one to come back
 SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise (numerics.spike_sigmas), and of the loss
 SPIKE_WINDOW = 9  # log steps of the running median
+LEAST = 0.5  # nats: near zero all noise is large beside it
 ALONE = 0.7  # of the entries above it have none beside them
 OSCILLATES = 0.06  # noise between log steps, of the loss; batches of a thousand tokens and more have 0.01 to 0.03
 
@@ -120,7 +121,7 @@ def loss_oscillates(history: History) -> Iterator[Finding]:
         return
     half = loss[len(loss) // 2 :]
     shake, level = robust.noise(half.values), robust.median(half.values)
-    if shake < OSCILLATES * level or level < 0.1:  # near zero everything is large beside it
+    if shake < OSCILLATES * level or level < LEAST:
         return
     yield Finding(
         "loss_oscillates",
