@@ -32,6 +32,7 @@ from .callbacks.goodput import Goodput
 from .callbacks.hardware import Hardware
 from .callbacks.inputs import Inputs
 from .callbacks.ledger import SampleLedger
+from .callbacks.messages import WarningsOfRanks
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
 from .callbacks.random_state import RandomState
@@ -45,6 +46,7 @@ from .checkpoint.optimizer import ParameterNames
 from .checkpoint.resume import EveryFormat
 from .cluster import children  # noqa: F401  (how Lightning's own launcher ends)
 from .cluster.fingerprint import SameEnvironment
+from .cluster.messages import MESSAGES
 from .cluster.watch import WATCH
 from .data import DataModule
 from .errors import InputError, reason
@@ -71,6 +73,7 @@ ALWAYS_ON = {
     "hardware": Hardware,
     "inputs": Inputs,
     "experts": Experts,
+    "messages": WarningsOfRanks,
     "training_log": TrainingLog,
     "console": Console,
     "diagnosis": Diagnosis,
@@ -128,6 +131,7 @@ class CLI(LightningCLI):
     dirpath: str  # of checkpoints, with "{run}" in it
 
     def __init__(self, args: list[str], run: bool) -> None:
+        MESSAGES.listen()
         super().__init__(
             LanguageModule,
             DataModule,
@@ -212,11 +216,8 @@ class CLI(LightningCLI):
         self.summary = Summary(self.run, reports)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
-        trainer.callbacks += [  # ty: ignore[missing-attribute]
-            Facts(self.run),
-            Record(self.run, plain, self._defaults),
-            self.summary,
-        ]
+        facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
+        trainer.callbacks += [facts, record, self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))

@@ -63,14 +63,16 @@ class TensorBoard(Resumable, TensorBoardLogger):
 
     @rank_zero_only
     def resume(self, run: Path, step: int) -> None:
-        """Have TensorBoard forget what an earlier attempt did after `step`."""
+        """Have TensorBoard forget what earlier attempts did from `step` on, and tell it of `step` itself again."""
         from tensorboard.compat.proto import event_pb2
 
         messages: Any = event_pb2
-        self._known = {(step, name): value for name, value in logged(run).get(step, {}).items()}
         log = messages.SessionLog(status=messages.SessionLog.START)
         # As SummaryWriter does by its `purge_step`, which it wants to know before the checkpoint is read.
-        self.experiment._get_file_writer().add_event(messages.Event(session_log=log), step=step + 1)
+        self.experiment._get_file_writer().add_event(messages.Event(session_log=log), step=step)
+        done = logged(run).get(step, {})
+        self.log_metrics(done, step)
+        self._known = {(step, name): value for name, value in done.items()}
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -85,7 +87,8 @@ class TensorBoard(Resumable, TensorBoardLogger):
         self.hparams = {name: value for name, value in params.items() if name not in texts}
         for name, part in {"config": self.hparams, **texts}.items():
             self.experiment.add_text(f"run/{name}", f"```\n{yaml.safe_dump(part, sort_keys=False)}\n```")
-        flat = self._sanitize_params(_flatten_dict(self.hparams))
+        figures = texts.get("facts", {}).get("parameters", {})
+        flat = self._sanitize_params(_flatten_dict({**self.hparams, "parameters": figures}))
         for summary in hparams(flat, dict.fromkeys(COMPARED, 0.0)):
             self.experiment._get_file_writer().add_summary(summary)
         charts = {group: {name: ["Multiline", tags] for name, tags in of.items()} for group, of in LAYOUT.items()}
