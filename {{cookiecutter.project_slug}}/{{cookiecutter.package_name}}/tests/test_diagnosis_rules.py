@@ -13,7 +13,7 @@ import pytest
 from ..diagnosis.engine import RULES, diagnose
 from ..diagnosis.finding import Finding, as_text
 from ..history.run import History
-from .histories import EVAL, EXPERTS, LAYERS, a_run, loss, noisy, rate
+from .histories import EXPERTS, LAYERS, a_run, loss, noisy, rate
 
 CPU = {"machine.device": "cpu", "machine.supports_bf16": False}
 ONE = {"machine.world_size": 1}
@@ -100,10 +100,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"columns": {"train/learning_rate": lambda done: rate(done) * np.where(done > 0.1, 2.5, 1)}},
         {"config": {"model.optim.learning_rate": 6e-4}},
     ),
-    "rate_stays_zero": (
-        {"columns": {"train/learning_rate": lambda done: np.where(done < 0.5, rate(done), 0)}},
-        {"columns": {"train/learning_rate": lambda done: rate(done) * np.minimum(1, 1 - done)}},
-    ),
     "labels_masked": ({"columns": {"data/counted_share": flat(0.0)}}, {"columns": {"data/counted_share": flat(0.2)}}),
     "labels_not_shifted": ({"facts": {"data.unshifted_share": 1.0}}, {"facts": {"data.unshifted_share": 0.2}}),
     "data_is_constant": (
@@ -120,10 +116,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "overfits": (
         {"columns": {"eval/loss": lambda done: 3.05 + 7.8 * np.exp(-done / 0.05) + np.maximum(done - 0.4, 0)}},
         {"columns": {"eval/loss": lambda done: 3.05 + 7.8 * np.exp(-done / 0.05) + 0.03 * np.maximum(done - 0.4, 0)}},
-    ),
-    "splits_differ": (
-        {"columns": {"eval/loss": lambda done: EVAL["eval/loss"](done) * 1.6}},
-        {"columns": {"eval/loss": lambda done: EVAL["eval/loss"](done) * 1.1}},
     ),
     "validation_too_small": ({"facts": {"data.validation_tokens": 900}}, {"facts": {"data.validation_tokens": 20_000}}),
     "validates_too_rarely": (
