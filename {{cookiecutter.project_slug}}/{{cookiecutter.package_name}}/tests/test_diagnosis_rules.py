@@ -307,6 +307,14 @@ def test_the_slow_rank_is_told_with_its_host() -> None:
     assert finding.ranks == [5] and "node2" in finding.title
 
 
+def test_slurms_end_is_a_limit_too_and_the_value_proposed_would_do() -> None:
+    slurm = a_run(upto=0.3, environment={"job_ends": 3000.0})
+    assert "around step 5880" in told(slurm)["ends_too_late"].evidence  # 0.5 s a step, from second 60 on
+    given = a_run(upto=0.3, config={"preemption.max_time": "00:01:00:00"})
+    longer = proposed(given, "ends_too_late", "preemption.max_time")
+    assert not told(a_run(upto=0.3, config={"preemption.max_time": longer}))
+
+
 def test_frozen_parameters_come_before_the_learning_rate() -> None:
     still = {"train/loss": flat(10.8)}
     frozen = told(a_run(columns=still, facts={"parameters.trainable": 1000}))["loss_stands_still"]
