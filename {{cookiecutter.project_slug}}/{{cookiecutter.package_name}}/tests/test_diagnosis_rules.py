@@ -302,6 +302,19 @@ def test_the_micro_batch_grows_as_far_as_memory_and_accumulation_let_it() -> Non
     assert proposed(history, "tiny_micro_batch", "data.micro_batch_size") == 4
 
 
+def test_what_is_sent_depends_on_the_strategy() -> None:
+    busy = {"gpu/utilization": flat(0.99), "perf/mfu": flat(0.08)}
+    mesh = {"trainer.strategy": {"class_path": "MeshStrategy", "init_args": {"tp_size": 8, "dp_replicate_size": 1}}}
+    facts = {"training.strategy": "MeshStrategy", "training.compiled": True}
+    assert proposed(a_run(columns=busy, config=mesh, facts=facts), "waits_for_others", "trainer.strategy.tp_size") == 4
+    zero = {"trainer.strategy": {"class_path": "ZeroStrategy", "init_args": {"stage": 3}}}
+    facts = {"training.strategy": "ZeroStrategy", "training.compiled": True}
+    columns = busy | {"memory/peak_share": flat(0.3)}
+    assert proposed(a_run(columns=columns, config=zero, facts=facts), "waits_for_others", "trainer.strategy.stage") == 2
+    slow = a_run(columns=busy, config=mesh | {"trainer.precision": "32-true"}, facts=facts)
+    assert "waits_for_others" not in told(slow) and "fp32_on_bf16" in told(slow)
+
+
 def test_the_slow_rank_is_told_with_its_host() -> None:
     finding = told(a_run(**CASES["slow_rank"][0]))["slow_rank"]
     assert finding.ranks == [5] and "node2" in finding.title

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...history.metrics import Series
 from ...history.run import History
 from .. import expected, robust
+from ..causes import larger_micro_batch
 from ..engine import rule
 from ..finding import Cause, Change, Finding
 
@@ -18,21 +18,8 @@ AT_LEAST_S = 0.015  # a step; less is the loop itself, and the ranks' count of t
 SLOW_RANK = 1.25  # times the median of the ranks; noise between equal machines is some hundredths
 SAME_RANK = 0.7  # of the log steps in which the slowest rank is one and the same
 SLOWER, LONG_S = 1.5, 60.0  # times the step time at the start; over a minute at least
-OVERHEAD = 0.4  # of a step is neither waiting for data nor computing
-BACKWARD = 3.0  # times the forward: forward and backward together; 4 with full checkpointing
 FEW_TOKENS = {"cpu": 256, "gpu": 4096}  # of a micro-batch: below, kernels' launches cost more than their work
-ROOM = 0.6  # of the memory: below it the micro-batch can be larger
 LOW_MFU = 0.35  # published runs of dense models reach 0.4 to 0.56 on H100 (llm-foundry, litgpt)
-
-
-def _steady(history: History, name: str) -> Series:
-    """Without what was measured first."""
-    return history.metrics[name].finite()[1:]
-
-
-def _wait_s(history: History) -> np.ndarray:
-    """(N,) seconds of a step that rank 0 waits for its next batch."""
-    return _steady(history, "perf/data_wait_share").values * robust.median(_steady(history, "perf/step_s").values)
 
 
 def _on_gpu(history: History) -> bool:
@@ -41,11 +28,11 @@ def _on_gpu(history: History) -> bool:
 
 @rule
 def waits_for_data(history: History) -> Iterator[Finding]:
-    waits = _steady(history, "perf/data_wait_share")
+    waits = expected.steady(history, "perf/data_wait_share")
     if len(waits) < MIN_POINTS:
         return
     share = robust.median(waits.values)
-    if share < WAITS or robust.median(_wait_s(history)) < AT_LEAST_S:
+    if share < WAITS or robust.median(expected.wait_s(history)) < AT_LEAST_S:
         return
     workers, ranks = history.key("data.num_workers", 0), history.fact("machine.world_size") or 1
     hosts = len(set(history.fact("machine.hosts") or [None]))
@@ -70,7 +57,7 @@ def waits_for_data(history: History) -> Iterator[Finding]:
 @rule
 def slow_rank(history: History) -> Iterator[Finding]:
     """One rank for which all others wait."""
-    ratio, which = _steady(history, "rank/slowest_over_median"), _steady(history, "rank/slowest")
+    ratio, which = expected.steady(history, "rank/slowest_over_median"), expected.steady(history, "rank/slowest")
     if len(ratio) < MIN_POINTS or len(which) != len(ratio):
         return
     ranks, counts = np.unique(which.values.astype(int), return_counts=True)
@@ -81,8 +68,8 @@ def slow_rank(history: History) -> Iterator[Finding]:
         return
     hosts = history.fact("machine.hosts") or []
     host = f" on {hosts[rank]}" if rank < len(hosts) else ""
-    slowest_s = robust.median(_steady(history, "rank/slowest_step_s").values)
-    wait_s = robust.median(_wait_s(history))  # rank 0's
+    slowest_s = robust.median(expected.steady(history, "rank/slowest_step_s").values)
+    wait_s = robust.median(expected.wait_s(history))  # rank 0's
     causes = [
         Cause(f"The machine{host} has another job, a failing disk, or a core too few: look at it, or leave it out."),
         Cause("Its share of the data takes longer: rows of another kind, or a slower disk."),
@@ -102,48 +89,8 @@ def slow_rank(history: History) -> Iterator[Finding]:
 
 
 @rule
-def waits_for_others(history: History) -> Iterator[Finding]:
-    """What is left of a step once data and computing are taken off: gradients on their way between ranks.
-
-    Only where a forward holds no collective (DDP, ZeRO-1 and 2): elsewhere its time is no measure of computing.
-    """
-    strategy = str(history.fact("training.strategy") or history.key("trainer.strategy", ""))
-    world = history.fact("machine.world_size") or 1
-    own, step = _steady(history, "rank/slowest_step_s"), _steady(history, "perf/step_s")
-    stage = history.key("trainer.strategy.stage", 0)
-    if world < 2 or "Mesh" in strategy or (stage or 0) > 2 or len(own) < MIN_POINTS or len(step) < MIN_POINTS:
-        return
-    step_s, own_s = robust.median(step.values), robust.median(own.values)
-    wait_s = robust.median(_wait_s(history))
-    times = BACKWARD + (history.key("model.blocks.checkpointing") == "full")
-    rest = 1 - (wait_s + times * max(own_s - wait_s, 0)) / step_s
-    if rest < OVERHEAD:
-        return
-    size, micro = history.key("data.global_batch_size"), history.key("data.micro_batch_size")
-    larger = [Change("data.global_batch_size", size, 2 * size)] if size else []
-    ddp = [Change("config", None, "configs/strategy/zero1.yaml")] if "Zero" not in strategy else []
-    alone = size and micro and size // micro // world > 1
-    yield Finding(
-        "waits_for_others", "warning", "possible", "ranks spend much of a step on each other",
-        f"A step takes {step_s:.3g} s; data {wait_s:.2g} s, the forward {max(own_s - wait_s, 0):.2g} s; with "
-        f"backward {rest:.0%} of it is left for communication and the optimizer.",
-        [
-            Cause(
-                "Gradients are reduced at every micro-batch: take larger ones."
-                if alone and stage
-                else "Each step has too little work for the gradients it sends: more tokens a step.",
-                _larger_micro_batch(history) or larger,
-            ),
-            Cause("The network between ranks is slow: see NCCL_DEBUG=INFO for the transport, and `doctor`."),
-            Cause("Optimizer state fills each rank's step.", ddp),
-        ],
-        steps=robust.span(step),
-    )  # fmt: skip
-
-
-@rule
 def gets_slower(history: History) -> Iterator[Finding]:
-    step = _steady(history, "perf/step_s")
+    step = expected.steady(history, "perf/step_s")
     if len(step) < 2 or step.times[-1] - step.times[0] < LONG_S:
         return
     if len(step) < 5 * MIN_POINTS or robust.tail(step) < SLOWER * robust.head(step) or robust.rising_share(step) < 0.85:
@@ -167,7 +114,7 @@ def gets_slower(history: History) -> Iterator[Finding]:
 @rule
 def tiny_micro_batch(history: History) -> Iterator[Finding]:
     """Many small forwards where a few larger ones would fit."""
-    changes = _larger_micro_batch(history)
+    changes = larger_micro_batch(history)
     tokens = (history.key("data.micro_batch_size") or 0) * (history.key("data.seq_len") or 0)
     least = FEW_TOKENS["gpu" if _on_gpu(history) else "cpu"]
     if not changes or not tokens or tokens >= least or expected.last_step(history) < 1:
@@ -180,15 +127,6 @@ def tiny_micro_batch(history: History) -> Iterator[Finding]:
         f"A step is made of {accumulation} forwards of {tokens} tokens each{told}.",
         [Cause("The same global batch in fewer, larger parts costs fewer launches.", changes)],
     )  # fmt: skip
-
-
-def _larger_micro_batch(history: History) -> list[Change]:
-    """As large as memory allows by what the present one takes, and the accumulation can give."""
-    size, accumulation = history.key("data.micro_batch_size"), history.fact("data.accumulation") or 1
-    share = history.metrics["memory/peak_share"].finite()
-    room = ROOM / max(share.last, 0.01) if len(share) else 4.0
-    times = max((each for each in range(1, accumulation + 1) if accumulation % each == 0 and each <= room), default=1)
-    return [Change("data.micro_batch_size", size, times * size)] if size and times > 1 else []
 
 
 @rule
@@ -217,7 +155,7 @@ def eager_attention(history: History) -> Iterator[Finding]:
 
 @rule
 def not_compiled(history: History) -> Iterator[Finding]:
-    mfu = _steady(history, "perf/mfu")
+    mfu = expected.steady(history, "perf/mfu")
     if history.fact("training.compiled") is not False or not _on_gpu(history) or len(mfu) < MIN_POINTS:
         return
     if robust.median(mfu.values) >= LOW_MFU:
@@ -231,7 +169,7 @@ def not_compiled(history: History) -> Iterator[Finding]:
 
 @rule
 def clocks_held_down(history: History) -> Iterator[Finding]:
-    held = _steady(history, "gpu/throttled")
+    held = expected.steady(history, "gpu/throttled")
     if len(held) < MIN_POINTS or robust.median(held.values) <= 0:
         return
     heat = history.metrics["gpu/temperature_c"].finite()
