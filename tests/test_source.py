@@ -107,7 +107,7 @@ def test_tree_in_the_projects_readme_is_current(default: BakedProject) -> None:
     inner = default.path / default.package
     package = {path for path in inner.glob("*.py") if path.name != "__init__.py"}
     package |= {path for path in inner.iterdir() if path.is_dir()}
-    for folder in ("text", "parallel", "checkpoint", "callbacks", "cluster", "history", "tools", "rehearsal"):
+    for folder in ("text", "parallel", "checkpoint", "callbacks", "cluster", "history", "report", "tools", "rehearsal"):
         package |= {path for path in (inner / folder).glob("*.py") if path.name != "__init__.py"}
     top = {path for path in default.path.iterdir() if not path.name.startswith(".")}
     top |= {path for path in (default.path / "configs").iterdir()}

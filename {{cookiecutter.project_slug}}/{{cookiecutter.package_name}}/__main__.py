@@ -12,6 +12,7 @@ import sys
 import traceback
 
 from .cluster import signals
+from .cluster.messages import MESSAGES
 from .cluster.watch import START_TIMEOUT_S, WATCH
 from .errors import Ended, Exit, InputError, another_rank_is_gone, is_first_on_node, reason
 
@@ -27,6 +28,8 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "convert": (".tools.convert", "turn a checkpoint of any strategy into one file, or torch's distributed format"),
     "diagnose": (".tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),
     "audit": (".tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
+    "report": (".tools.report", "a page about a run, or several: findings, curves, configuration, samples"),
+    "compare": (".tools.compare", "two or more runs side by side: what differs, and what came out"),
     "deepspeed-config": (".tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
 }
 
@@ -58,6 +61,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
         return Exit.BAD_INPUT
     if VERBS[verb][0] == ".cli":
+        MESSAGES.listen()
         WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
         importlib.import_module(VERBS[verb][0], __package__).main(argv)

@@ -19,6 +19,7 @@ Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; ids are int64;
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,7 @@ class DataModule(L.LightningDataModule):
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
         self._tokens = torch.ones(())
+        self.fetched_s = 0.0  # when the newest batch came from the loader, by time.perf_counter
         self.window_rows: list[list[int]] = []  # which rows this rank has in the optimizer step, per micro-batch
 
     # ---- before training -----------------------------------------------------------------------------------
@@ -173,6 +175,7 @@ class DataModule(L.LightningDataModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Keep the rows' numbers here on the host: the sample ledger and the numerics guard name samples by them."""
+        self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
         if self.trainer is not None and self.trainer.training:
             self.window_rows = [rows] if WINDOW in batch else [*self.window_rows, rows]

@@ -191,6 +191,7 @@ class LanguageModule(L.LightningModule):
     def _log_eval(self, prefix: str, split: str) -> None:
         """Sums over all ranks first, then ratios: the result does not depend on how the split was dealt out."""
         nats, hits, tokens = self.trainer.strategy.reduce(self._eval_sums, reduce_op="sum").tolist()
+        tokens = tokens or math.nan  # no label counts: nothing was measured, and diagnosis will say why
         loss = nats / tokens
         self.eval_metrics = {
             f"{prefix}/loss": loss,

@@ -18,6 +18,7 @@ from .checkpoint import commit, manifest
 from .checkpoint.formats import format_of
 from .cluster.environment import environment
 from .errors import InputError
+from .history.run import DEFAULTS
 
 RUN_ID = "DIST_RUN_ID"  # set by launch/*, or by the first process for those it starts: all ranks use one folder
 PLACEHOLDER = "{run}"  # stands for the run's folder in any string of the configuration
@@ -30,10 +31,12 @@ class RunConfig:
     Args:
         name: What is being tried; runs of one name lie side by side, and `last` looks among them.
         root: Folder of all runs.
+        report: Write report.html (5 MB) and report.md at the end of `fit`. false leaves it to the verb `report`.
     """
 
     name: str = "default"
     root: str = "runs"
+    report: bool = True
 
     @property
     def parent(self) -> Path:
@@ -124,9 +127,13 @@ def fill_placeholders(value: Any, run: Path) -> Any:
     return value
 
 
-def write_record(run: Path, config_yaml: str) -> None:
-    """Write config.yaml and environment.json; a resumed run keeps the earlier ones beside them, numbered."""
+def write_record(run: Path, config_yaml: str, defaults_yaml: str) -> None:
+    """Write config.yaml and environment.json; a resumed run keeps the earlier ones beside them, numbered.
+
+    And defaults.yaml, the same keys as nobody has set them, for the report.
+    """
     run.mkdir(parents=True, exist_ok=True)
+    (run / DEFAULTS).write_text(defaults_yaml, encoding="utf-8")
     for name, text in (("config.yaml", config_yaml), ("environment.json", json.dumps(environment(), indent=2))):
         write_numbered(run / name, text)
 

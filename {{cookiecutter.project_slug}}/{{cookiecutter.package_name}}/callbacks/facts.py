@@ -16,6 +16,7 @@ from ..flops import Size, peak, text_config
 from ..history.run import FACTS
 from ..parallel import weights
 from ..run import write_numbered
+from ..text.look import look
 
 GIB = 2**30
 
@@ -71,7 +72,7 @@ def of_data(data: Any) -> dict[str, Any]:
     corpus = getattr(data, "corpus", None)
     splits = {f"{split}_tokens": corpus and corpus.num_tokens(split) for split in ("train", "validation", "test")}
     tokens = facts["global_batch_size"] and facts["seq_len"] and facts["global_batch_size"] * facts["seq_len"]
-    return facts | {"tokens_per_step": tokens} | splits
+    return facts | {"tokens_per_step": tokens} | splits | (look(data) if corpus else {})
 
 
 def of_machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Goodput(Checkpoint):
         self._between = "start"  # what goes on when nothing else does
         self._written = 0.0
         self._first_step = 0
+        self._newest: dict[str, float] = {}  # perf/validation_s and perf/checkpoint_s that no log step has had yet
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -56,8 +57,10 @@ class Goodput(Checkpoint):
         self._between = "data_wait"
         self._turn_to("productive")
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
         self._turn_to("data_wait")
+        while self._newest:
+            pl_module.metrics.put(*self._newest.popitem())
         age = self._since - self._began
         if self._since - self._written > max(LINE_S, age / 1000):
             self._write(trainer)
@@ -84,6 +87,8 @@ class Goodput(Checkpoint):
     def _turn_to(self, kind: str) -> None:
         now = time.time()
         self._seconds[self._kind] += now - self._since
+        if self._kind in ("validation", "checkpoint") and self._between != "start":
+            self._newest[f"perf/{self._kind}_s"] = now - self._since
         self._kind, self._since = kind, now
 
     def _write(self, trainer: Any) -> None:

@@ -33,6 +33,7 @@ class Seen:
     step: int = 0
     rows: Any = ()  # of this rank, a list for each micro-batch
     consumed: int = 0  # samples, with this step's
+    batches: Any = ()  # of this rank, one for each micro-batch
 
     @classmethod
     def copy(cls, values: Tensor) -> Seen:
@@ -67,7 +68,7 @@ class Seen:
         return f"step {self.step} was left out: {what}{norm}{ranks}"
 
 
-def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> None:
+def write_incident(folder: Path, seen: Seen, decision: str, data: Any, first_bad: dict[str, Any] | None) -> None:
     """A line of `incidents.jsonl`, by rank 0; collective, for all ranks' row numbers."""
     own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": seen.rows}
     ranks = weights.from_all_ranks(own)
@@ -80,6 +81,7 @@ def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> None:
         "limit": seen.limit,
         "gradient_norm": None if seen.norm < 0 else seen.norm,
         "suspects": seen.suspects,
+        "first_bad": first_bad,
         "ranks": [{"rank": r, "loss": seen.losses[r], **each} for r, each in enumerate(ranks)],
     }
     if weights.is_rank_zero():

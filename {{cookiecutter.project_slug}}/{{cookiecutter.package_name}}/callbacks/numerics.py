@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import Ended, Exit, check_least
 from ..parallel.layout import total_norm
+from .first_bad import first_bad
 from .incidents import INCIDENTS, Seen, add_jump, read_jumps, write_incident
 
 Policy = Literal["stop", "skip", "roll_back"]
@@ -83,14 +84,18 @@ class Numerics(Callback):
         self._loss: Tensor | None = None  # (1,) this rank's, of the window's micro-batches so far
         self._decided: Seen | None = None  # of the step that is being taken
         self._pending: Seen | None = None  # of the step before, until the host has looked
-        self._in_a_row = self._first_step = 0
+        self._batches: list[Any] = []  # of the step that is being taken, kept until the host has looked
+        self._has_looked = False  # where bad numbers begin: once, it costs about a step
+        self._in_a_row = self._first_step = self._left_out = 0
+        self._norms: list[float] = []  # of the steps that the host has looked at since the last log step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recent": self._recent.cpu(), "steps": self._steps}
+        return {"recent": self._recent.cpu(), "steps": self._steps, "left_out": self._left_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["recent"]) == self.spike_window:
             self._recent, self._steps = state_dict["recent"].clone(), state_dict["steps"]
+        self._left_out = state_dict.get("left_out", 0)
 
     # ---- on the device ---------------------------------------------------------------------------------------------
 
@@ -107,6 +112,9 @@ class Numerics(Callback):
         pl_module.configure_gradient_clipping = partial(
             self._clip_and_decide, trainer, pl_module, pl_module.configure_gradient_clipping
         )
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._batches.append(batch)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if not pl_module.automatic_optimization:
@@ -166,15 +174,23 @@ class Numerics(Callback):
             return
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         decided, self._decided = self._decided, None
+        decided.batches, self._batches = self._batches, []
         decided.step, decided.rows = trainer.global_step, getattr(data, "window_rows", [])
         decided.consumed = getattr(data, "consumed_samples", 0)
         if self._leaves_it_to_zero:
             overflowed, norm = trainer.precision_plugin.outcome(pl_module)  # ty: ignore[missing-attribute]
             decided.values[-3], decided.values[-1] = norm, max(decided.values[-1], overflowed)
-            self._act_on(trainer, decided)
+            self._act_on(trainer, pl_module, decided)
         else:
             before, self._pending = self._pending, decided
-            self._act_on(trainer, before)
+            self._act_on(trainer, pl_module, before)
+
+    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+        metrics["health/skipped_steps"] = self._left_out
+        if self._norms and trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+            clipped = sum(norm > trainer.gradient_clip_val for norm in self._norms)
+            metrics["health/clipped_share"] = clipped / len(self._norms)
+        self._norms = []
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """A checkpoint is from before an incident or from after it was dealt with, and its weights are finite.
@@ -192,14 +208,14 @@ class Numerics(Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         pending, self._pending = self._pending, None
-        self._act_on(trainer, pending)
+        self._act_on(trainer, pl_module, pending)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         vars(pl_module).pop("configure_gradient_clipping", None)
         for optimizer in trainer.optimizers if stage == "fit" else ():
             vars(optimizer).pop("found_inf", None)
 
-    def _act_on(self, trainer: Any, seen: Seen | None) -> None:
+    def _act_on(self, trainer: Any, module: Any, seen: Seen | None) -> None:
         """Go on, or write down a bad step and do as configured; the same on all ranks.
 
         Raises:
@@ -208,13 +224,20 @@ class Numerics(Callback):
         if seen is None:
             return
         seen.arrive()
+        self._norms.append(seen.norm)
         self._in_a_row = self._in_a_row + 1 if seen.bad else 0
         is_the_scalers = self._scales_loss(trainer) and math.isfinite(seen.loss) and not seen.is_spike
         if not seen.bad or (is_the_scalers and self._in_a_row < self.patience):
             return
+        self._left_out += 1
         decision = self._decision(seen)
-        write_incident(Path(self.folder), seen, decision, trainer.datamodule)
-        sentence = f"{seen}; see {self.folder}/{INCIDENTS}"
+        found = None
+        if seen.batches and not seen.is_spike and not self._has_looked:
+            self._has_looked = True
+            found = first_bad(trainer, module, seen.batches)
+        write_incident(Path(self.folder), seen, decision, trainer.datamodule, found)
+        told = f"; the first bad {found['what']} is that of {found['module']}" if found else ""
+        sentence = f"{seen}{told}; see {self.folder}/{INCIDENTS}"
         if trainer.is_global_zero:
             print(f"\nnumerics: {sentence}", flush=True)
         if decision == "stop":

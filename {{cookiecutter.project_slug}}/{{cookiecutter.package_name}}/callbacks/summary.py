@@ -1,4 +1,5 @@
-"""The last words of a run: where it began, where it ended, where everything is, what to type next."""
+"""The last words of a run: where it began, where it ended, what is wrong with it, where everything is, what to type
+next; and its report."""
 
 from __future__ import annotations
 
@@ -13,9 +14,14 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..checkpoint import commit
-from ..errors import Ended, InputError
+from ..diagnosis.finding import Finding
+from ..errors import Ended, InputError, first_line
 from ..history import goodput
+from ..loggers.run_log import RunLog
+from ..report.commands import without
 from .checkpoint import LastCheckpoint
+
+TOLD = 3  # findings
 
 
 class Summary(Callback):
@@ -23,10 +29,12 @@ class Summary(Callback):
 
     Args:
         folder: The run's folder.
+        reports: Whether to write report.html and report.md there at the end, however it comes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reports: bool) -> None:
         self.folder = folder
+        self.reports = reports
         self.first: dict[str, float] = {}
         self.validated_step = -1  # the optimizer step of the newest validation
 
@@ -44,7 +52,10 @@ class Summary(Callback):
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Say how to go on, where there is something to go on from; the error itself is told elsewhere."""
-        if trainer.state.fn != "fit" or isinstance(exception, InputError | Ended):
+        if trainer.state.fn != "fit" or isinstance(exception, InputError):
+            return
+        self._report(trainer)
+        if isinstance(exception, Ended):
             return
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
         if any(commit.newest(saver.folder) for saver in savers):
@@ -72,23 +83,33 @@ class Summary(Callback):
         if seconds := goodput.read(self.folder):
             print(f"goodput           {goodput.describe(seconds)}")
         print(f"everything is in  {self.folder}")
+        for finding in self._report(trainer)[:TOLD]:
+            print(f"found             {finding.line}")
         print(f"watch it          tensorboard --logdir {self.folder}")
         print(f"measure it        {_command('test')} --ckpt_path last")
         print(f"let it write      {_command('predict')} --ckpt_path last")
         more = f"--trainer.max_steps {2 * trainer.global_step}"
         print(f"train further     {_command('fit', but='--trainer.max_steps')} --ckpt_path last {more}")
 
+    def _report(self, trainer: Any) -> list[Finding]:
+        """Write it, and give back what is found in it. Where that fails, it says so in a line and hides no error."""
+        if not self.reports or not (self.folder / "config.yaml").exists():
+            return []
+        try:
+            from ..report.files import HTML, write
+
+            for logger in trainer.loggers:
+                if isinstance(logger, RunLog):
+                    logger.save()
+            _, (findings,) = write([self.folder], self.folder)
+        except Exception as error:
+            print(f"there is no report: {type(error).__name__}: {first_line(error)}", flush=True)
+            return []
+        print(f"report            {self.folder / HTML}", flush=True)
+        return findings
+
 
 def _command(verb: str, but: str = "--ckpt_path") -> str:
     """This command line with another verb, without the checkpoint and without the flag `but`."""
-    kept, skip = [], False
-    for word in sys.argv[2:]:
-        flag = word.split("=")[0]
-        if skip:
-            skip = False
-        elif flag in ("--ckpt_path", but):
-            skip = "=" not in word
-        else:
-            kept.append(word)
     python = "python" if shutil.which("python") == sys.executable else sys.executable
-    return shlex.join([python, "-m", __name__.split(".")[0], verb, *kept])
+    return shlex.join([python, "-m", __name__.split(".")[0], verb, *without(sys.argv[2:], "--ckpt_path", but)])

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import torch.distributed as dist
 from lightning.pytorch import Callback
+from torch import Tensor
+
+
+def logs(trainer: Any, step: int) -> bool:
+    """Whether the metrics of the optimizer step `step` are written."""
+    return step % trainer.log_every_n_steps == 0 or step == trainer.estimated_stepping_batches
 
 
 def is_log_step(trainer: Any) -> bool:
-    """Whether the optimizer step just done is one whose metrics are written."""
-    step = trainer.global_step
-    return step % trainer.log_every_n_steps == 0 or step == trainer.estimated_stepping_batches
+    """At the end of a batch: whether an optimizer step was just done, and one whose metrics are written."""
+    return not trainer.fit_loop._should_accumulate() and logs(trainer, trainer.global_step)
 
 
 class TrainingLog(Callback):
@@ -22,17 +28,10 @@ class TrainingLog(Callback):
     follows from all ranks' values in `module.metrics.of_ranks`. Those that come after it show them, or act upon them.
     """
 
-    _written_step = -1
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._written_step = trainer.global_step
-
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if step == self._written_step or not is_log_step(trainer):
+        if not is_log_step(trainer):
             return
-        self._written_step = step
-        metrics = pl_module.metrics.read(trainer.strategy.all_gather)
+        metrics = pl_module.metrics.read(_sum_over_ranks, pl_module.device, trainer.global_rank, trainer.world_size)
         pl_module.derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         pl_module.metrics.latest = metrics
@@ -40,8 +39,15 @@ class TrainingLog(Callback):
         place = callbacks.index(self)
         _tell(callbacks[:place], trainer, pl_module, metrics)
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+            logger.log_metrics(metrics, step=trainer.global_step)
         _tell(callbacks[place:], trainer, pl_module, metrics)
+
+
+def _sum_over_ranks(vector: Tensor) -> Tensor:
+    """Not by Lightning's `strategy.reduce`, which waits at a barrier first (2.6.6)."""
+    if dist.is_initialized():
+        dist.all_reduce(vector)
+    return vector
 
 
 def _tell(callbacks: list[Any], trainer: Any, module: Any, metrics: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Runs every rule over a run's history.
 
 A rule is a function of a `History` that yields `Finding`s, with `@rule` above it, in a module that rules/__init__.py
-imports. One that lacks what it needs yields nothing: too few steps, a metric that was not logged, a fact that is not
+names. One that lacks what it needs yields nothing: too few steps, a metric that was not logged, a fact that is not
 known. What a rule compares with is a constant beside it, with its reason.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from ..errors import first_line
 from ..history.run import History
 from .finding import LEVELS, Finding
+from .rules import ORDER
 
 Rule = Callable[[History], Iterable[Finding]]
 
@@ -31,7 +32,8 @@ def diagnose(history: History) -> list[Finding]:
     A finding that another one, at least as bad, explains is left out. A rule that raises is a finding of its own: it
     must not end a training.
     """
-    importlib.import_module(f"{__package__}.rules")
+    for name in ORDER:
+        importlib.import_module(f"{__package__}.rules.{name}")
     found: list[Finding] = []
     for name, function in RULES.items():
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ..history.run import History
 from . import robust
 from .finding import Change
@@ -11,12 +13,19 @@ from .finding import Change
 SETTLED_STEPS = 20  # after the warm-up; what comes before is a start, where loss and norms move by themselves
 FINE_TUNING = 0.1  # of the rate from scratch: OpenAI's guide (2021) names 0.02 to 0.2 of the pre-training's
 WARMUP_SHARE = 0.2  # of training at most
+WEIGHT = 0.02  # what a weight is at the start: transformers' usual initializer_range
+NOISY_TOKENS = 2000  # of an optimizer step: the loss of fewer differs by a tenth from batch to batch
 
 
 def max_steps(history: History) -> float:
     """Optimizer steps of the whole training; inf where no end is set."""
     steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
     return float(steps) if isinstance(steps, int | float) and steps > 0 else math.inf
+
+
+def running_s(history: History) -> float:
+    """Seconds in which the run was not starting or waiting for a restart."""
+    return sum(seconds for kind, seconds in history.goodput.items() if kind not in ("start", "restart"))
 
 
 def last_step(history: History) -> int:
@@ -53,16 +62,13 @@ def unigram_loss(history: History) -> float | None:
     return bits * loss.last / measured.last
 
 
-def usual_rate(history: History) -> float | None:
-    """Peak learning rate of AdamW for a model of this size.
+def usual_rate(history: History) -> float:
+    """Peak learning rate of AdamW for a model of this size, of 10 M parameters where it is not known.
 
     0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361, appendix D.6), to
-    be trusted within a factor of a few; a tenth of it from published weights. None where the size is not known.
+    be trusted within a factor of a few; a tenth of it from published weights.
     """
-    total = history.fact("parameters.total")
-    if not total:
-        return None
-    num = max(total - (history.fact("parameters.embedding") or 0), 1000)
+    num = max(history.fact("parameters.total", 1e7) - (history.fact("parameters.embedding") or 0), 1000)
     rate = max(0.003239 - 0.0001395 * math.log(num), 2e-5)  # the line ends at 10 B
     return rate * (1 if is_from_scratch(history) else FINE_TUNING)
 
@@ -83,7 +89,7 @@ def lower_rate(history: History, went_well_until: float | None = None) -> list[C
     now, usual, rates = peak_rate(history), usual_rate(history), history.metrics["train/learning_rate"].finite()
     if not now:
         return []
-    to = usual if usual and now > 3 * usual else now / 3
+    to = usual if now > 3 * usual else now / 3
     if went_well_until is not None and len(rates):
         then = robust.at(rates, went_well_until)
         if 0 < then < now / 2:  # it broke on the way up
@@ -100,13 +106,37 @@ def longer_warmup(history: History) -> list[Change]:
     return [Change("model.optim.warmup", now, to, note="steps")] if to > warmup_steps(history) else []
 
 
+def higher_rate(history: History) -> list[Change]:
+    now, to = peak_rate(history), robust.rounded(usual_rate(history))
+    return [Change("model.optim.learning_rate", now, to)] if now and now < to else []
+
+
+def travel(history: History) -> float:
+    """How far a weight can have come: AdamW moves it by the learning rate at most, step by step."""
+    rates = history.metrics["train/learning_rate"].finite()
+    return float((rates.values * np.diff(rates.steps, prepend=0)).sum()) if len(rates) else 0.0
+
+
+def larger_batch(history: History) -> list[Change]:
+    """Of NOISY_TOKENS and more, by a power of two."""
+    size, length = history.key("data.global_batch_size"), history.key("data.seq_len")
+    if not size or not length:
+        return []
+    times = 2 ** max(1, math.ceil(math.log2(NOISY_TOKENS / (size * length))))
+    return [Change("data.global_batch_size", size, times * size)]
+
+
+def batch_is_small(history: History) -> bool:
+    size, length = history.key("data.global_batch_size"), history.key("data.seq_len")
+    return bool(size and length and size * length < NOISY_TOKENS)
+
+
 def rate_is_high(history: History) -> bool:
-    """Beyond what a model of its size usually bears."""
-    now, usual = peak_rate(history), usual_rate(history)
-    return bool(now and usual and now > 10 * usual)
+    """One step moves a weight by its whole size; or beyond what a model of this size usually bears."""
+    now = peak_rate(history)
+    return bool(now and now > min(WEIGHT, 10 * usual_rate(history)))
 
 
 def rate_is_low(history: History) -> bool:
-    """Too low to get anywhere."""
-    now, usual = peak_rate(history), usual_rate(history)
-    return bool(now and usual and now < usual / 30)
+    """All steps together cannot have moved a weight by a tenth of its size."""
+    return bool(len(history.metrics["train/learning_rate"])) and travel(history) < WEIGHT / 10

@@ -7,6 +7,7 @@ A resumed run appends. Where it does steps again, the newer line counts.
 from __future__ import annotations
 
 import json
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,14 +56,15 @@ class Metrics:
     """
 
     limit: int = 0
-    _columns: dict[str, tuple[list[int], list[float], list[float]]] = field(default_factory=dict)
+    # steps, values, times: arrays, which NumPy copies at once where it would look at each entry of a list
+    _columns: dict[str, tuple[array[int], array[float], array[float]]] = field(default_factory=dict)
 
     def add(self, line: dict[str, Any]) -> None:
         step, time = int(line["step"]), float(line["time"])
         for name, value in line.items():
             if name in ("step", "time") or not isinstance(value, int | float):
                 continue
-            steps, values, times = self._columns.setdefault(name, ([], [], []))
+            steps, values, times = self._columns.get(name) or self._columns.setdefault(name, _empty())
             if steps and steps[-1] >= step:  # a resumed run does these steps again
                 for column in (values, times, steps):
                     del column[bisect_left(steps, step) :]
@@ -82,8 +84,12 @@ class Metrics:
 
     def __getitem__(self, name: str) -> Series:
         """Empty where the metric was never logged."""
-        steps, values, times = self._columns.get(name, ([], [], []))
+        steps, values, times = self._columns.get(name) or _empty()
         return Series(np.array(steps, dtype=np.int64), np.array(values), np.array(times))
+
+
+def _empty() -> tuple[array[int], array[float], array[float]]:
+    return array("q"), array("d"), array("d")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from . import goodput
 from .metrics import FILE, Metrics, read_lines, read_metrics
 
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
+DEFAULTS = "defaults.yaml"
 
 
 @dataclass
@@ -23,6 +24,7 @@ class History:
     Args:
         folder: The run's folder.
         config: The configuration, every key resolved.
+        defaults: The same keys as nobody has set them; {} where they were not written down.
         facts: What callbacks/facts.py found out at the start: parameters, machine, data, training.
         metrics: By name, over optimizer steps.
         environment: The newest attempt's environment.json.
@@ -33,6 +35,7 @@ class History:
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +74,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
     history = History(
         folder=folder,
         config=_read(folder / "config.yaml", yaml.safe_load),
+        defaults=_read(folder / DEFAULTS, yaml.safe_load),
         facts=_read(folder / FACTS, json.loads),
         metrics=read_metrics(folder, limit),
         environment=_read(folder / "environment.json", json.loads),

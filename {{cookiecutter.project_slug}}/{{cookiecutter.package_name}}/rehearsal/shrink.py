@@ -93,7 +93,7 @@ def shrink(
     notes: list[str] = []
     spec, num = fold_strategy(config["trainer"]["strategy"], strategy, processes, notes)
     data_parallel = data_parallel_size(_folded(strategy, spec), num)
-    config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal"}
+    config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
     _shrink_trainer(config["trainer"], spec, num, steps)
     _shrink_data(config["data"], folder, MICRO_BATCH_SIZE * data_parallel * ACCUMULATION, keep_data, steps)
     small = Small(config, num, data_parallel, steps, notes=notes)

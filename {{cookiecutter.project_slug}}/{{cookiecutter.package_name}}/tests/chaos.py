@@ -44,6 +44,7 @@ def argv(folder: Path, steps: int, strategy: str) -> list[str]:
         "fit",
         f"--config={PROJECT}/configs/strategy/{strategy}.yaml",
         f"--run.root={folder}/runs",
+        "--run.report=false",
         "--data.source=TextFiles",
         f"--data.source.paths=[{texts}/*.txt]",
         "--data.tokenizer=Bytes",

@@ -71,6 +71,7 @@ def flags(corpus: Path, cache: Path, tmp_path: Path) -> list[str]:
     """A complete small training on one CPU process, writing into this test's own folder."""
     return [
         f"--run.root={tmp_path / 'runs'}",
+        "--run.report=false",  # 5 MB and a second
         "--data.source=TextFiles",
         f"--data.source.paths=[{corpus}/*.txt]",
         "--data.tokenizer=Bytes",

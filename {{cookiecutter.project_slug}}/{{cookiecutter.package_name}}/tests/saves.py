@@ -126,7 +126,8 @@ class Trainings:
     def __init__(self, folder: Path, corpus: Path, cache: Path) -> None:
         self.folder = folder
         self.flags = [
-            f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
+            f"--run.root={folder / 'runs'}", "--run.report=false",
+            "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
             "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.global_batch_size=4",
             "--data.micro_batch_size=2", "--data.validation_share=0.15", "--data.test_share=0.15", "--data.prompts=[]",
             f"--model.architecture={SMALL_LLAMA}", "--trainer.accelerator=cpu", "--trainer.devices=2",

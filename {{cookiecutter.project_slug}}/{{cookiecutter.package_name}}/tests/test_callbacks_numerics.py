@@ -123,7 +123,7 @@ def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) ->
     guard._leaves_it_to_zero, guard._rolled_back = False, []
     seen = Seen(torch.tensor([loss, norm, math.inf, float(not math.isfinite(norm))]), step=3)
     try:
-        guard._act_on(trainer, seen)
+        guard._act_on(trainer, None, seen)
     except Ended as ended:
         return ended.code.name
     return "goes on"

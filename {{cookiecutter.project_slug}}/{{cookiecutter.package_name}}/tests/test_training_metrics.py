@@ -47,7 +47,6 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(
         "train/grad_norm": (norm, 1e-4),
         "train/learning_rate": ([learning_rate(step) for step in steps], 1e-9),
         "train/tokens": ([step * GLOBAL_BATCH * SEQ_LEN for step in steps], 1e-9),
-
     }
     assert 0 < sum(each > CLIP for each in norm)
     for name, (values, tolerance) in expected.items():

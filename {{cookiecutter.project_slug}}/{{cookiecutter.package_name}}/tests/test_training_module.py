@@ -21,6 +21,9 @@ ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {
 }
 
 
+CPU = torch.device("cpu")
+
+
 class Standalone(LanguageModule):
     """The module with data of fixed size, without a Trainer."""
 
@@ -110,9 +113,9 @@ def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     buffer.add("b", torch.tensor(4.0), weight=3.0)
     buffer.add("b", torch.tensor(8.0))
     buffer.put("host", 7.0)
-    two_ranks = buffer.read(lambda t: t + t)
+    two_ranks = buffer.read(lambda t: t + t, CPU)
     assert two_ranks == {"a": 3.0, "b": 5.0, "host": 7.0}
-    assert buffer.read(lambda t: t) == {}
+    assert buffer.read(lambda t: t, CPU) == {}
 
 
 def from_mask_building() -> bool:

@@ -1,3 +1,7 @@
-"""The rules, by what they look at. Importing this registers all of them with diagnosis/engine.py."""
+"""The rules, by what they look at."""
 
-from . import checkpoints, crashes, data, evaluation, experts, gradients, loss, memory, speed  # noqa: F401
+# diagnosis/engine.py asks them in this order; of equally bad and sure findings the earlier one is told first.
+ORDER = (
+    "crashes", "numbers", "loss", "level", "gradients", "data", "evaluation", "experts", "memory", "speed",
+    "checkpoints",
+)  # fmt: skip

@@ -15,9 +15,10 @@ from ..finding import Cause, Change, Finding
 # days on 16,384 GPUs (arXiv:2407.21783, table 5).
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16_384 / 419
 TOO_RARE = 4.0  # times the best interval: there it costs twice what it would at the best one
-DEAR = 0.1  # of the time
+DEAR, DEAR_AT_ONCE, SHORT_S = 0.1, 0.2, 60.0  # of the time; and in a run of seconds, which may spend more
+FEWEST = 4  # checkpoints of a run, however short
 LOST = 0.05  # of the time
-AT_LEAST_S = 600.0  # of training, before its costs are a share of anything
+MIN_POINTS = 10  # log steps, before their pace tells when training ends
 MARGIN_S = 60.0  # that a step and a save take
 
 
@@ -26,7 +27,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     """Against the best one, sqrt(2 C M) seconds for a save of C and a failure every M (Young, CACM 17(9), 1974)."""
     every, spent = history.key("last_checkpoint.every_n_steps"), history.goodput
     step_s = robust.median(history.metrics["perf/step_s"].finite().values)
-    total, done = sum(spent.values()), expected.last_step(history)
+    total, done = expected.running_s(history), expected.last_step(history)
     if not every or not total or not done or not math.isfinite(step_s) or step_s <= 0:
         return
     saves = max(1, done // every)
@@ -38,7 +39,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     if save_s <= 0:
         return
     best_s = math.sqrt(2 * save_s * between_s)
-    to = max(1, int(robust.rounded(best_s / step_s)))
+    to = max(1, int(robust.rounded(min(best_s / step_s, expected.max_steps(history) / FEWEST))))
     change = [Change("last_checkpoint.every_n_steps", every, to)]
     told = f"A save takes {save_s:.2g} s and comes every {every} steps, {every * step_s:.3g} s"
     rate = (
@@ -48,18 +49,19 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     )
     share = spent.get("checkpoint", 0.0) / total
     lost = spent.get("lost", 0.0) / total
-    if share > DEAR and to > every and saves >= 3:
+    if share > (DEAR if total > SHORT_S else DEAR_AT_ONCE) and to > every and saves >= 3:
         slower = [Change("last_checkpoint.asynchronous", False, True)]
         yield Finding(
             "checkpoint_too_dear",
             "warning",
-            "certain",
+            "certain" if total > SHORT_S else "likely",
             "checkpoints take too much of the time",
             f"{share:.0%} of {total:.0f} s. {told}; {rate}, so every {to} steps is about best.",
             [
                 Cause("They come too often.", change),
                 Cause("Training waits for each.", [] if history.key("last_checkpoint.asynchronous") else slower),
             ],
+            explains=("waits_for_data",),  # part of a save is counted as such
         )
     elif every * step_s > TOO_RARE * best_s and to < every and (lost > LOST or _to_come_s(history) > between_s / 10):
         yield Finding(
@@ -81,7 +83,7 @@ def _failures(history: History) -> int:
 def _to_come_s(history: History) -> float:
     """Seconds of the whole training, at this pace."""
     steps, pace = expected.max_steps(history), _pace_s(history)
-    return steps * pace if math.isfinite(steps) and pace else sum(history.goodput.values())
+    return steps * pace if math.isfinite(steps) and pace else expected.running_s(history)
 
 
 def _pace_s(history: History) -> float | None:
@@ -96,17 +98,17 @@ def _pace_s(history: History) -> float | None:
 def ends_too_late(history: History) -> Iterator[Finding]:
     """The job's time is up before the last step is done."""
     loss, steps, pace = history.metrics["train/loss"], expected.max_steps(history), _pace_s(history)
-    ends = _job_ends(history)
-    if ends is None or not math.isfinite(steps) or not pace or len(loss) < 5:
+    began, ends = history.environment.get("job_started"), _job_ends(history)
+    if began is None or ends is None or not math.isfinite(steps) or not pace or len(loss) < MIN_POINTS:
         return
     done, now = int(loss.steps[-1]), float(loss.times[-1])
     needed, left = (steps - done) * pace, ends - now
     if needed <= left or done >= steps:
         return
     limit = history.key("preemption.max_time") or history.key("trainer.max_time")
-    whole = history.metrics["train/loss"].times
+    jobs = math.ceil((now - began + needed) / (ends - began))
     reaches = int(done + max(left, 0) / pace)
-    longer = _clock(float(now - whole[0]) + 1.1 * needed + MARGIN_S)
+    longer = _clock(now - began + 1.1 * needed + MARGIN_S)
     keys = [Change("preemption.max_time", limit, longer)] if limit else []
     yield Finding(
         "ends_too_late",
@@ -114,7 +116,7 @@ def ends_too_late(history: History) -> Iterator[Finding]:
         "certain" if needed > 1.5 * left else "likely",
         "the job's time will not suffice",
         f"At step {done} of {steps:.0f} training needs {_clock(needed)} more and has {_clock(max(left, 0))}: it "
-        f"will stop around step {reaches} and save. {math.ceil(needed / max(left, pace))} such jobs would do.",
+        f"will stop around step {reaches} and save. {jobs} such jobs would do.",
         [
             Cause("The limit is too short for the steps.", keys),
             Cause("The steps are too many for the time.", [Change("trainer.max_steps", int(steps), reaches)]),
@@ -128,7 +130,7 @@ def _job_ends(history: History) -> float | None:
     limit = history.key("preemption.max_time") or history.key("trainer.max_time")
     began = environment.get("job_started")
     ends = [float(environment["job_ends"])] if environment.get("job_ends") else []
-    if limit and began and (seconds := _seconds(limit)):
+    if limit and began is not None and (seconds := _seconds(limit)):
         ends.append(began + seconds)
     return min(ends, default=None)
 
@@ -136,11 +138,8 @@ def _job_ends(history: History) -> float | None:
 def _seconds(limit: object) -> float | None:
     """Of DD:HH:MM:SS."""
     found = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(limit))
-    return (
-        sum(int(part) * unit for part, unit in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
-        if found
-        else None
-    )
+    units = (86400, 3600, 60, 1)
+    return sum(int(part) * unit for part, unit in zip(found.groups(), units, strict=True)) if found else None
 
 
 def _clock(seconds: float) -> str:

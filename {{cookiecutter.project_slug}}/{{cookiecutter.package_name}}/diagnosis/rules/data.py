@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...history.run import History
-from .. import robust
+from .. import expected, robust
 from ..engine import rule
 from ..finding import Cause, Change, Finding
 
@@ -39,7 +39,7 @@ def labels_masked(history: History) -> Iterator[Finding]:
             Cause("The template's markers were not found in the text, so that all of it counts as the prompt."),
             Cause("seq_len cuts the answers off.", _longer(history)),
         ],
-        steps=(int(counted.steps[0]), int(counted.steps[-1])) if len(counted) else None,
+        steps=robust.span(counted) if len(counted) else None,
         explains=("gradient_is_zero", "loss_stands_still", "loss_too_good", "clips_most_steps"),
     )
 
@@ -71,7 +71,7 @@ def data_is_constant(history: History) -> Iterator[Finding]:
             Cause("The source yields one text, or the tokenizer turns everything into one token (<unk>)."),
             Cause("Rows are filled with padding."),
         ],
-        explains=("loss_too_good", "loss_stands_still", "seen_too_often"),
+        explains=("duplicates_across_splits", "loss_too_good", "loss_stands_still", "seen_too_often"),
     )
 
 
@@ -132,14 +132,14 @@ def padding(history: History) -> Iterator[Finding]:
 @rule
 def chat_template_missing(history: History) -> Iterator[Finding]:
     """The tokenizer knows how a conversation is written, and the text is not written so."""
-    if history.fact("data.chat_share") != 0 or not history.key("model.pretrained"):
+    if history.fact("data.chat_share") != 0:
         return
     yield Finding(
         "chat_template_missing",
-        "warning",
+        "info" if expected.is_from_scratch(history) else "warning",
         "possible",
         "the chat template is not applied",
-        "The tokenizer has a chat template, and none of its markers is in the rows that were looked at.",
+        "The tokenizer has a chat template, and 0 % of the rows that were looked at have any of its markers.",
         [Cause("Messages went in as plain text: write each document with tokenizer.apply_chat_template.")],
     )
 

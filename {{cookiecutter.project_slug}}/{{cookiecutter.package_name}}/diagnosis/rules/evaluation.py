@@ -17,15 +17,16 @@ RISE = 0.02  # of the best validation loss, beyond which a later one is worse
 GAP = 0.25  # of the training loss, by which the validation loss is above it
 FALSE_START = 0.3  # of training without any validation: too late to stop what went wrong
 DEAR, CHEAP = 0.2, 0.05  # of the time: spent on validation, and what it should be
-FEW_TOKENS = 5_000  # of a split: the standard error of a mean loss with a deviation of 2 nats is 0.03 there
+SHORT_S, DEAR_AT_ONCE = 60.0, 0.4  # a run of seconds may spend more
+FEW_TOKENS = 2_000  # of a split: a mean loss of a deviation of 2 nats is off by 0.045 there, by chance alone
 
 
 @rule
 def overfits(history: History) -> Iterator[Finding]:
     """The validation loss has turned, and the training loss has not."""
     held_out, loss = history.metrics["eval/loss"].finite(), history.metrics["train/loss"].finite()
-    if len(held_out) < MIN_VALIDATIONS or len(loss) < MIN_VALIDATIONS:
-        return
+    if len(held_out) < MIN_VALIDATIONS or len(loss) < MIN_VALIDATIONS or history.key("data.repeat_first_batch"):
+        return  # or it is meant to
     best = int(np.argmin(held_out.values))
     since = held_out[best:]
     rise = held_out.last / since.values[0] - 1
@@ -100,7 +101,7 @@ def splits_differ(history: History) -> Iterator[Finding]:
             Cause("The validation split is of another kind of text."),
             Cause("The validation split is too small to tell.", _larger_split(history)),
         ],
-        steps=(int(held_out.steps[0]), int(held_out.steps[-1])),
+        steps=robust.span(held_out),
     )
 
 
@@ -108,7 +109,7 @@ def _larger_split(history: History) -> list[Change]:
     tokens, share = history.fact("data.validation_tokens"), history.key("data.validation_share")
     if not tokens or not share or tokens >= FEW_TOKENS:
         return []
-    return [Change("data.validation_share", share, robust.rounded(min(share * FEW_TOKENS / tokens, 0.2)))]
+    return [Change("data.validation_share", share, robust.rounded(min(4 * share * FEW_TOKENS / tokens, 0.2)))]
 
 
 @rule
@@ -123,10 +124,10 @@ def validation_too_small(history: History) -> Iterator[Finding]:
         return
     yield Finding(
         "validation_too_small",
-        "info",
-        "certain",
+        "warning",
+        "likely",
         "validation measures few tokens",
-        f"It has {tokens:,} tokens; below {FEW_TOKENS:,} its loss is off by some hundredths of a nat by chance.",
+        f"It has {tokens:,} tokens; its loss is off by some {2 / tokens**0.5:.2f} nats by chance alone.",
         [Cause("Hold out more.", _larger_split(history))],
     )
 
@@ -145,7 +146,7 @@ def validates_too_rarely(history: History) -> Iterator[Finding]:
     yield Finding(
         "validates_too_rarely",
         "warning" if planned < 2 else "info",
-        "certain",
+        "likely",
         "validation comes too rarely",
         f"It comes every {every} of {steps:.0f} steps: {planned or 'no'} time{'s' * (planned != 1)}. At step {done} "
         f"there were {len(history.metrics['eval/loss'])}.",
@@ -160,17 +161,17 @@ def _nice(steps: float) -> int:
 @rule
 def validation_too_dear(history: History) -> Iterator[Finding]:
     spent, every = history.goodput, history.key("trainer.val_check_interval")
-    total = sum(spent.values())
+    total = expected.running_s(history)
     trained = spent.get("productive", 0.0) + spent.get("data_wait", 0.0)
     share = spent.get("validation", 0.0) / max(total, 1e-9)
     number = len(history.metrics["eval/loss"])
-    if number < 2 or share < DEAR or not isinstance(every, int) or not trained:
+    if number < 2 or share < (DEAR if total > SHORT_S else DEAR_AT_ONCE) or not isinstance(every, int) or not trained:
         return
     each_s = spent["validation"] / number
     step_s = robust.median(history.metrics["perf/step_s"].finite().values)
     to = _nice(each_s / (CHEAP * step_s)) if step_s > 0 else 10 * every
-    steps, causes = expected.max_steps(history), []
-    if to <= steps / 4:
+    to, causes = int(min(to, max(expected.max_steps(history) // 4, 1))), []
+    if to > every:
         causes.append(Cause("It comes too often.", [Change("trainer.val_check_interval", every, to)]))
     batches = _batches(history)
     if batches and batches > 8:
@@ -180,10 +181,11 @@ def validation_too_dear(history: History) -> Iterator[Finding]:
     yield Finding(
         "validation_too_dear",
         "warning",
-        "certain",
+        "certain" if total > SHORT_S else "likely",
         "validation takes too much of the time",
         f"{share:.0%} of {total:.0f} s: {number} validations of {each_s:.1f} s, every {every} steps of {step_s:.3g} s.",
-        causes or [Cause("It comes too often.", [Change("trainer.val_check_interval", every, 4 * every)])],
+        causes or [Cause("It comes too often.")],
+        explains=("waits_for_data",),  # the loader starts anew after each
     )
 
 

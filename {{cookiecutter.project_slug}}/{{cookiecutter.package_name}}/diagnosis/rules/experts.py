@@ -50,7 +50,7 @@ def experts_unused(history: History) -> Iterator[Finding]:
         f"{robust.tail(unused):.0f} of at most {total} experts had none at the last log steps, up to step "
         f"{unused.steps[-1]}.",
         _balance(history),
-        steps=(int(unused.steps[0]), int(unused.steps[-1])),
+        steps=robust.span(unused),
         explains=("experts_overloaded",),
     )
 
@@ -67,5 +67,5 @@ def experts_overloaded(history: History) -> Iterator[Finding]:
         "one expert gets most of the tokens",
         f"The busiest expert has {robust.tail(load):.1f} times the mean, at the last log steps up to {load.steps[-1]}.",
         _balance(history),
-        steps=(int(load.steps[0]), int(load.steps[-1])),
+        steps=robust.span(load),
     )

@@ -12,12 +12,13 @@ from ..engine import rule
 from ..finding import Cause, Change, Finding
 
 MIN_POINTS = 10  # log steps after the start
-DRIFT = 4.0  # times the norm may grow after the warm-up; a healthy one moves by a factor of two
+DRIFT = 4.0  # times the norm may grow after the warm-up, and beyond half of an untrained model's: it falls first
 STEADY = 0.8  # of pairs of medians in which the later is higher: a trend, not noise
 MOST = 0.5  # of the steps
 FAR_ABOVE = 5.0  # times the clip value: there clipping decides the direction's length alone
 KEPT_QUANTILE = 0.9  # of the norms: a clip value above it touches outliers only
-EXPLODES = 100.0  # times the median
+SPIKES = 30.0  # times the median of the neighbours
+EXPLODES = 100.0  # of a mean loss over tokens; transformers have 0.1 to 10 from their first step on
 
 
 @rule
@@ -35,7 +36,7 @@ def gradient_is_zero(history: History) -> Iterator[Finding]:
             Cause("No label counts: all are -100 (see data/counted_share)."),
             Cause("Nothing joins the loss to the parameters: look for .detach() and no_grad in module.py."),
         ],
-        steps=(int(norm.steps[0]), int(norm.steps[-1])),
+        steps=robust.span(norm),
         explains=("loss_stands_still",),
     )
 
@@ -47,7 +48,8 @@ def gradient_norm_drifts(history: History) -> Iterator[Finding]:
     if len(norm) < 2 * MIN_POINTS:
         return
     first, last = robust.head(norm), robust.tail(norm)
-    if last < DRIFT * first or robust.rising_share(norm) < STEADY:
+    untrained = float(history.metrics["train/grad_norm"].finite().values[0])
+    if last < DRIFT * max(first, untrained / 2) or robust.rising_share(norm) < STEADY:
         return
     decay = history.key("model.optim.weight_decay")
     decays = [Change("model.optim.weight_decay", decay, 0.1)] if decay is not None and decay < 0.1 else []
@@ -61,23 +63,24 @@ def gradient_norm_drifts(history: History) -> Iterator[Finding]:
             Cause("The learning rate is too high for this stage.", expected.lower_rate(history)),
             Cause("Weights grow without limit.", decays),
         ],
-        steps=(int(norm.steps[0]), int(norm.steps[-1])),
+        steps=robust.span(norm),
     )
 
 
 @rule
 def gradient_explodes(history: History) -> Iterator[Finding]:
     """Single norms far beyond what is usual."""
-    norm = history.metrics["train/grad_norm"].finite()
+    norm = robust.later(history.metrics["train/grad_norm"].finite(), expected.settled_after(history))
     if len(norm) < MIN_POINTS:
         return
-    usual = robust.median(norm.values)
-    wild = norm[norm.values > EXPLODES * usual]
-    if not len(wild) or usual == 0:
+    usual = robust.running_median(norm.values, 9)
+    wild = norm[(norm.values > SPIKES * usual) | (norm.values > EXPLODES)]
+    if not len(wild):
         return
     top = int(np.argmax(wild.values))
+    usual = robust.median(norm.values)
     clip = history.key("trainer.gradient_clip_val")
-    clips = [] if clip else [Change("trainer.gradient_clip_val", clip, robust.rounded(2 * usual))]
+    clips = [] if clip else [Change("trainer.gradient_clip_val", clip, min(robust.rounded(2 * usual), 1.0))]
     unclipped = Cause("Nothing clips the gradients.", clips)
     rate = Cause("The learning rate is too high.", expected.lower_rate(history))
     yield Finding(
@@ -87,8 +90,14 @@ def gradient_explodes(history: History) -> Iterator[Finding]:
         "gradients explode",
         f"train/grad_norm was {wild.values[top]:.3g} at step {wild.steps[top]}, where {usual:.3g} is usual; "
         f"{len(wild)} log step{'s' * (len(wild) > 1)} in all.",
-        [*([unclipped] if clips else []), rate, Cause("Single samples are bad: look at those of that step.")],
-        steps=(int(wild.steps[0]), int(wild.steps[-1])),
+        [
+            *([rate] if expected.rate_is_high(history) else []),
+            *([unclipped] if clips else []),
+            Cause("The weights are too large: an initialisation, a scale or a missing norm in the model."),
+            Cause("Single samples are bad: look at those of that step."),
+        ],
+        steps=robust.span(wild),
+        explains=("clips_most_steps", "loss_knows_frequencies"),
     )
 
 
@@ -115,9 +124,9 @@ def clips_most_steps(history: History) -> Iterator[Finding]:
         f"norm is {usual:.3g}.",
         [
             Cause("The clip value is below this model's usual norm.", [Change("trainer.gradient_clip_val", clip, to)]),
-            Cause("The learning rate is too high.", expected.lower_rate(history)),
-        ],
-        steps=(int(norm.steps[0]), int(norm.steps[-1])),
+        ]
+        + ([Cause("The learning rate is too high.", expected.lower_rate(history))] * expected.rate_is_high(history)),
+        steps=robust.span(norm),
     )
 
 
@@ -138,7 +147,7 @@ def rate_above_peak(history: History) -> Iterator[Finding]:
             Cause("A callback or scheduler of yours sets the rate, or multiplies it a second time: see optim.py."),
             Cause("A resumed run took its schedule from another configuration."),
         ],
-        steps=(int(above.steps[0]), int(above.steps[-1])),
+        steps=robust.span(above),
     )
 
 
@@ -156,6 +165,6 @@ def rate_stays_zero(history: History) -> Iterator[Finding]:
         "the learning rate is 0",
         f"train/learning_rate is 0 at step {idle.steps[-1]} of {end:.0f}: these steps change nothing.",
         [Cause("The schedule is shorter than training, or multiplied by 0: see optim.py.")],
-        steps=(int(idle.steps[0]), int(idle.steps[-1])),
+        steps=robust.span(idle),
         explains=("loss_stands_still",),
     )

@@ -33,7 +33,7 @@ def memory_nearly_full(history: History) -> Iterator[Finding]:
         "memory is nearly full",
         f"memory/peak_share is {share.last:.1%} at step {share.steps[-1]}{told}.",
         [*_smaller_micro_batch(history), *_checkpointing(history)],
-        steps=(int(share.steps[0]), int(share.steps[-1])),
+        steps=robust.span(share),
     )
 
 
@@ -78,5 +78,5 @@ def memory_grows(history: History) -> Iterator[Finding]:
             Cause("Something keeps a tensor of every step: a list of losses, or a loss added up without .detach()."),
             Cause("Another process on the machine, or workers that read data, take more and more."),
         ],
-        steps=(int(used.steps[0]), int(used.steps[-1])),
+        steps=robust.span(used),
     )

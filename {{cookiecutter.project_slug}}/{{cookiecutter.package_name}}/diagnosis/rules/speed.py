@@ -14,9 +14,10 @@ from ..finding import Cause, Change, Finding
 
 MIN_POINTS = 4  # log steps after the first, which holds the warming up of kernels, allocator and file cache
 WAITS, WAITS_LONG = 0.1, 0.3  # of a step, for the next batch
+AT_LEAST_S = 0.015  # a step; less is the loop itself, and the ranks' count of tokens, which small steps cannot hide
 SLOW_RANK = 1.25  # times the median of the ranks; noise between equal machines is some hundredths
 SAME_RANK = 0.7  # of the log steps in which the slowest rank is one and the same
-SLOWER = 1.3  # times the step time at the start
+SLOWER, LONG_S = 1.5, 60.0  # times the step time at the start; over a minute at least
 OVERHEAD = 0.4  # of a step is neither waiting for data nor computing
 BACKWARD = 3.0  # times the forward: forward and backward together; 4 with full checkpointing
 FEW_TOKENS = {"cpu": 256, "gpu": 4096}  # of a micro-batch: below, kernels' launches cost more than their work
@@ -36,9 +37,12 @@ def _on_gpu(history: History) -> bool:
 @rule
 def waits_for_data(history: History) -> Iterator[Finding]:
     waits = _steady(history, "perf/data_wait_share")
-    if len(waits) < MIN_POINTS or robust.median(waits.values) < WAITS:
+    if len(waits) < MIN_POINTS:
         return
     share = robust.median(waits.values)
+    wait_s = share * robust.median(_steady(history, "perf/step_s").values)
+    if share < WAITS or wait_s < AT_LEAST_S:
+        return
     workers, ranks = history.key("data.num_workers", 0), history.fact("machine.world_size") or 1
     hosts = len(set(history.fact("machine.hosts") or [None]))
     free = (history.environment.get("cpu_count") or 8) * hosts // ranks
@@ -58,7 +62,7 @@ def waits_for_data(history: History) -> Iterator[Finding]:
                 [Change("data.cache_dir", history.key("data.cache_dir"), "/tmp/data_cache", note="any local disk")],
             ),
         ],
-        steps=(int(waits.steps[0]), int(waits.steps[-1])),
+        steps=robust.span(waits),
     )
 
 
@@ -94,9 +98,9 @@ def slow_rank(history: History) -> Iterator[Finding]:
         f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the slowest at "
         f"{counts.max()} of {len(which)} log steps.",
         [clocks, *causes] if throttled else causes,
-        steps=(int(of_it.steps[0]), int(of_it.steps[-1])),
+        steps=robust.span(of_it),
         ranks=[rank],
-        explains=("waits_for_others",),
+        explains=("waits_for_others", "waits_for_data"),
     )
 
 
@@ -139,14 +143,16 @@ def waits_for_others(history: History) -> Iterator[Finding]:
             Cause("The network between ranks is slow: see NCCL_DEBUG=INFO for the transport, and `doctor`."),
             Cause("Optimizer state fills each rank's step.", ddp),
         ],
-        steps=(int(step.steps[0]), int(step.steps[-1])),
+        steps=robust.span(step),
     )
 
 
 @rule
 def gets_slower(history: History) -> Iterator[Finding]:
     step = _steady(history, "perf/step_s")
-    if len(step) < 5 * MIN_POINTS or robust.tail(step) < SLOWER * robust.head(step) or robust.rising_share(step) < 0.75:
+    if len(step) < 2 or step.times[-1] - step.times[0] < LONG_S:
+        return
+    if len(step) < 5 * MIN_POINTS or robust.tail(step) < SLOWER * robust.head(step) or robust.rising_share(step) < 0.85:
         return
     hot = history.metrics["gpu/throttled"].finite()
     causes = [
@@ -163,7 +169,7 @@ def gets_slower(history: History) -> Iterator[Finding]:
         f"perf/step_s went from {robust.head(step):.3g} to {robust.tail(step):.3g} between steps {step.steps[0]} and "
         f"{step.steps[-1]}.",
         causes,
-        steps=(int(step.steps[0]), int(step.steps[-1])),
+        steps=robust.span(step),
     )
 
 
@@ -258,5 +264,5 @@ def clocks_held_down(history: History) -> Iterator[Finding]:
         f"Of {robust.median(held.values):.0%} of the ranks"
         + (f"; the hottest GPU has {heat.last:.0f} degrees." if len(heat) else "."),
         [Cause("Cooling, or the power limit: `nvidia-smi -q -d PERFORMANCE` on that machine names it.")],
-        steps=(int(held.steps[0]), int(held.steps[-1])),
+        steps=robust.span(held),
     )

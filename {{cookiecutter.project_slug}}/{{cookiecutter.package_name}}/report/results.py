@@ -1,0 +1,155 @@
+"""What came out of a run in figures, and of several runs side by side, with their spread."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from statistics import mean, stdev
+
+import numpy as np
+
+from ..history import goodput
+from ..history.metrics import Series, read_lines
+from ..history.run import History
+from .differences import groups
+from .tables import Table
+
+Of = Callable[[History], float | None]
+
+AT_TOKENS = ("train/loss", "eval/loss", "eval/bits_per_byte", "eval/token_accuracy")
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.0f} s"
+
+
+def _last(name: str) -> Of:
+    """NaN where it ended so."""
+    return lambda history: history.metrics[name].last if name in history.metrics else None
+
+
+def _least(name: str) -> Of:
+    return lambda history: _of(history.metrics[name], np.min)
+
+
+def _highest(name: str) -> Of:
+    return lambda history: _of(history.metrics[name], np.max)
+
+
+def _median(name: str) -> Of:
+    """Without the first value, which has the warming up in it."""
+    return lambda history: _of(
+        history.metrics[name], lambda values: np.median(values[1:] if len(values) > 1 else values)
+    )
+
+
+def _of(series: Series, what: Callable[[np.ndarray], float]) -> float | None:
+    values = series.finite().values
+    return float(what(values)) if len(values) else None
+
+
+def steps(history: History) -> int:
+    """The last optimizer step of which anything is known."""
+    ends = [int(history.metrics[name].steps[-1]) for name in history.metrics.names]
+    ends += [int(line["step"]) for line in read_lines(history.folder / goodput.FILE)[-1:]]
+    return max([*ends, *(int(crash.get("step") or 0) for crash in history.crashes)], default=0)
+
+
+def duration_s(history: History) -> float | None:
+    """Wall time over all attempts, and between them."""
+    return sum(history.goodput.values()) if history.goodput else None
+
+
+def attempts(history: History) -> int:
+    return len({line["attempt"] for line in read_lines(history.folder / goodput.FILE)})
+
+
+# What is told of every run, where it is known: name, form, what it is.
+FIGURES: tuple[tuple[str, Callable[[float], str], Of], ...] = (
+    ("optimizer steps", "{:,.0f}".format, steps),
+    ("tokens", lambda value: short(value), _last("train/tokens")),
+    ("train/loss, last", "{:.4f}".format, _last("train/loss")),
+    ("eval/loss, last", "{:.4f}".format, _last("eval/loss")),
+    ("eval/loss, best", "{:.4f}".format, _least("eval/loss")),
+    ("eval/bits_per_byte, last", "{:.4f}".format, _last("eval/bits_per_byte")),
+    ("tokens/s, median", "{:,.0f}".format, _median("perf/tokens_per_s")),
+    ("MFU, median", "{:.1%}".format, _median("perf/mfu")),
+    ("memory reserved, most", "{:.1f} GiB".format, _highest("memory/reserved_gib")),
+    ("goodput", "{:.0%}".format, lambda history: goodput.share(history.goodput) if history.goodput else None),
+    ("duration", clock, duration_s),
+    ("attempts", "{:.0f}".format, lambda history: attempts(history) or None),
+)
+TOLD_ABOVE = re.compile(r"(train|eval|test)/(loss|tokens|perplexity|bits_per_byte|grad_norm|learning_rate)")
+
+
+def short(value: float) -> str:
+    """1234567 as "1.23 M"."""
+    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:g}"
+
+
+def figures(history: History) -> list[tuple[str, str]]:
+    """Name and value of what is known of one run."""
+    known = [(name, form, of(history)) for name, form, of in FIGURES]
+    return [(name, form(value)) for name, form, value in known if value is not None]
+
+
+def side_by_side(histories: list[History], names: list[str]) -> list[Table]:
+    """Final figures, and those at equal tokens: a column for each run, or for each group of equal runs."""
+    own = {name for history in histories for name in history.metrics.names if re.match("(train|eval|test)/", name)}
+    more = [(name, lambda value: f"{value:.4g}", _last(name)) for name in sorted(own) if not TOLD_ABOVE.fullmatch(name)]
+    rows = [(name, form, [of(history) for history in histories]) for name, form, of in (*FIGURES, *more)]
+    tables = [_table("Final figures", rows, histories, names)]
+    ends = [_last("train/tokens")(history) for history in histories]
+    if all(ends) and len(histories) > 1:
+        least = min(end for end in ends if end)
+        rows = [(name, "{:.4f}".format, [_at_tokens(h, name, least) for h in histories]) for name in AT_TOKENS]
+        title = f"At equal tokens: {short(least)}, the most that all have seen"
+        tables.append(_table(title, rows, histories, names))
+    return tables
+
+
+def _table(title: str, rows: list, histories: list[History], names: list[str]) -> Table:
+    grouped = groups(histories)
+    repeated = len(grouped) < len(histories)
+    head = [", ".join([names[i] for i in g] if len(g) < 4 else [names[g[0]], f"{len(g) - 1} more"]) for g in grouped]
+    counts = [["runs", *(str(len(group)) for group in grouped)]] if repeated else []
+    cells = counts + [
+        [name, *(_spread([values[index] for index in group], form) for group in grouped)]
+        for name, form, values in rows
+        if any(value is not None for value in values)
+    ]
+    note = "Mean ± standard deviation over runs whose configurations differ in seeds alone." if repeated else ""
+    return Table(title, ["", *head], cells, note)
+
+
+def _spread(values: list[float | None], form: Callable[[float], str]) -> str:
+    """Over the runs of a group that have the value; one alone has no spread."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return form(known[0]) if known else "–"
+    missing = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+    return f"{form(mean(known))} ± {form(stdev(known))}{missing}"
+
+
+def _at_tokens(history: History, name: str, tokens: float) -> float | None:
+    """The newest value at or before `tokens` of training; None where there is none so early."""
+    series = history.metrics[name]
+    seen = series[tokens_at(history, series.steps) <= tokens * (1 + 1e-9)]
+    return seen.last if len(seen) else None
+
+
+def tokens_at(history: History, steps: np.ndarray) -> np.ndarray:
+    """(N,) steps to (N,) tokens, by what was logged; between two log steps on a straight line, from 0 at step 0."""
+    known = history.metrics["train/tokens"].finite()
+    if not len(known):
+        return np.full(len(steps), math.nan)
+    return np.interp(steps, [0, *known.steps], [0.0, *known.values])

@@ -1,0 +1,48 @@
+"""A run's folder as training would have left it, for tests of what reads it: quicker than to train."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HOSTILE = """<script>document.title = "owned"</script><img src=x onerror="alert(1)">'"></pre></script>&amp;"""
+
+
+def falling(steps: int) -> dict[str, list[float]]:
+    """A healthy loss, and what goes with it."""
+    return {
+        "train/loss": [2 + 5 * math.exp(-8 * i / steps) for i in range(steps)],
+        "train/grad_norm": [1.0 + 0.1 * (i % 3) for i in range(steps)],
+        "train/learning_rate": [1e-3] * steps,
+        "train/tokens": [4096.0 * (i + 1) for i in range(steps)],
+        "perf/tokens_per_s": [10_000.0] * steps,
+    }
+
+
+def write_run(
+    folder: Path,
+    metrics: dict[str, list[float]],
+    config: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+    **environment: Any,
+) -> Path:
+    """Metrics' values of steps 1, 2, …; NaN is written as training does."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config or {"run": {"name": folder.parent.name}}), "utf-8")
+    if defaults:
+        (folder / "defaults.yaml").write_text(yaml.safe_dump(defaults), "utf-8")
+    told = {"command": ["python", "-m", "trainer", "fit", "--ckpt_path", "last"], "host": "node1"}
+    (folder / "environment.json").write_text(json.dumps(told | environment), "utf-8")
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for i in range(max(map(len, metrics.values()), default=0)):
+            line = {name: values[i] for name, values in metrics.items() if i < len(values)}
+            file.write(json.dumps({"step": i + 1, "time": 1.8e9 + i, **line}) + "\n")
+    seconds = {"productive": 90.0, "start": 10.0}
+    (folder / "goodput.jsonl").write_text(
+        json.dumps({"attempt": 1.0, "time": 101.0, "from_step": 0, "step": 1, **seconds}) + "\n", "utf-8"
+    )
+    return folder
