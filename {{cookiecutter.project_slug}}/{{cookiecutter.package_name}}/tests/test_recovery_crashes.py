@@ -229,6 +229,7 @@ def test_two_processes_tell_of_a_crash_once(flags: list[str], tmp_path: Path, ra
     told = ended.stdout + ended.stderr
     assert ended.returncode == Exit.FAILED
     assert told.count("KeyError: 'labels'") == 1 and "Traceback" not in told, told
+    assert "training crashed" not in told, "as a finding too"
     assert told.count("the traceback is in") == 1
     assert set(crashes(only_run(tmp_path))) == {0, 1}
 
