@@ -180,6 +180,11 @@ def test_the_command_goes_on_in_the_runs_own_folder(tmp_path: Path) -> None:
     assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit"
 
 
+def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
+    assert "Go on" not in page.text and "No metric has been written down." in page.text and figures(page) == []
+
+
 def test_the_tools_start_without_torch(tmp_path: Path) -> None:
     runs = [str(write_run(tmp_path / "a" / name, falling(3))) for name in "12"]
     code = (
