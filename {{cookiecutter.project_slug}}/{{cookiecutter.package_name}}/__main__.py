@@ -12,6 +12,7 @@ import sys
 import traceback
 
 from .cluster import signals
+from .cluster.messages import MESSAGES
 from .cluster.watch import START_TIMEOUT_S, WATCH
 from .errors import Ended, Exit, InputError, another_rank_is_gone, is_first_on_node, reason
 
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
         return Exit.BAD_INPUT
     if VERBS[verb][0] == ".cli":
+        MESSAGES.listen()
         WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
         importlib.import_module(VERBS[verb][0], __package__).main(argv)

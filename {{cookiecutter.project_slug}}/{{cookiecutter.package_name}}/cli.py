@@ -32,6 +32,7 @@ from .callbacks.goodput import Goodput
 from .callbacks.hardware import Hardware
 from .callbacks.inputs import Inputs
 from .callbacks.ledger import SampleLedger
+from .callbacks.messages import WarningsOfRanks
 from .callbacks.numerics import Numerics
 from .callbacks.preemption import Preemption
 from .callbacks.random_state import RandomState
@@ -45,10 +46,13 @@ from .checkpoint.optimizer import ParameterNames
 from .checkpoint.resume import EveryFormat
 from .cluster import children  # noqa: F401  (how Lightning's own launcher ends)
 from .cluster.fingerprint import SameEnvironment
+from .cluster.messages import MESSAGES
 from .cluster.watch import WATCH
 from .data import DataModule
 from .errors import InputError, reason
-from .loggers import RunLog, WandB  # noqa: F401  (makes `class_path: WandB` known)
+from .loggers.run_log import RunLog
+from .loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
+from .loggers.wandb import WandB  # noqa: F401
 from .module import LanguageModule
 from .parallel import limits
 from .parallel.half import HalfParameters
@@ -69,6 +73,7 @@ ALWAYS_ON = {
     "hardware": Hardware,
     "inputs": Inputs,
     "experts": Experts,
+    "messages": WarningsOfRanks,
     "training_log": TrainingLog,
     "console": Console,
     "diagnosis": Diagnosis,
@@ -88,9 +93,7 @@ TRAINER_DEFAULTS = {
     "gradient_clip_val": 1.0,
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
-    "logger": [
-        {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "{run}", "name": "tensorboard", "version": ""}}
-    ],
+    "logger": [{"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}],
 }
 
 
@@ -128,6 +131,7 @@ class CLI(LightningCLI):
     dirpath: str  # of checkpoints, with "{run}" in it
 
     def __init__(self, args: list[str], run: bool) -> None:
+        MESSAGES.listen()
         super().__init__(
             LanguageModule,
             DataModule,
@@ -212,8 +216,8 @@ class CLI(LightningCLI):
         self.summary = Summary(self.run, reports)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
-        record, facts = Record(self.run, plain, self._defaults), Facts(self.run)
-        trainer.callbacks += [record, facts, self.summary]  # ty: ignore[missing-attribute]
+        facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
+        trainer.callbacks += [facts, record, self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
 from ..errors import Ended, Exit, InputError, check_least
+from ..loggers.wandb import WandB
 from ..parallel import weights
 
 
@@ -64,7 +65,7 @@ class LastCheckpoint(Checkpoint):
         Raises:
             Ended: it is not, and on_failed_save is "stop".
         """
-        self._settle()
+        self._settle(trainer)
         if trainer.global_step != self.saved_step:
             self._save(trainer, stops=self.on_failed_save == "stop")
         return trainer.global_step == self.saved_step
@@ -87,12 +88,13 @@ class LastCheckpoint(Checkpoint):
         if self._saver is None:
             self.save_now(trainer)
         elif trainer.global_step != self.saved_step:
-            self._settle()
+            self._settle(trainer)
             self._underway = self.folder / manifest.name(trainer.global_step)
+            _flush_loggers(trainer)
             self._saver.start(trainer, self._underway)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._settle()
+        self._settle(trainer)
         if trainer.global_step != self.saved_step and not _is_dry(trainer):
             self._save(trainer, stops=True)  # nothing comes after it that would try again
 
@@ -107,15 +109,16 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: L.Trainer, stops: bool) -> None:
         path = self.folder / manifest.name(trainer.global_step)
-        self._conclude(path, lambda: commit.save(trainer, path), stops)
+        _flush_loggers(trainer)
+        self._conclude(trainer, path, lambda: commit.save(trainer, path), stops)
 
-    def _settle(self) -> None:
+    def _settle(self, trainer: L.Trainer) -> None:
         """Wait for the save in the background, if there is one; on all ranks at the same step."""
         if self._saver is not None and self._underway is not None:
             path, self._underway = self._underway, None
-            self._conclude(path, self._saver.wait, stops=self.on_failed_save == "stop")
+            self._conclude(trainer, path, self._saver.wait, stops=self.on_failed_save == "stop")
 
-    def _conclude(self, path: Path, save: Callable[[], None], stops: bool) -> None:
+    def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool) -> None:
         """Have `path` saved, and delete what it outdates; or tell that it could not be."""
         try:
             save()
@@ -126,6 +129,7 @@ class LastCheckpoint(Checkpoint):
             rank_zero_warn(f"{sentence}; training goes on")
             return
         self.saved_step = manifest.step_of(path)
+        _announce(trainer, path)
         if weights.is_rank_zero():
             for old in outdated(path, self.keep, self.keep_every_hours):
                 commit.remove(old)
@@ -161,6 +165,19 @@ def _make_up_for_validation(trainer: Any) -> None:
 def _is_dry(trainer: Any) -> bool:
     """Whether it only tries a few batches and writes nothing (--trainer.fast_dev_run)."""
     return bool(trainer.fast_dev_run)
+
+
+def _flush_loggers(trainer: L.Trainer) -> None:
+    """A run that is killed goes on after this step: nothing up to it may only be in memory."""
+    for logger in trainer.loggers:
+        logger.save()
+
+
+def _announce(trainer: L.Trainer, path: Path) -> None:
+    """`path` has been committed: loggers may want it."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandB):
+            logger.on_checkpoint(path)
 
 
 def _failure(path: Path, error: commit.SaveError) -> str:
@@ -213,6 +230,7 @@ class BestCheckpoint(Checkpoint):
         except commit.SaveError as error:
             rank_zero_warn(f"{_failure(path, error)}; training goes on")
             return
+        _announce(trainer, path)
         if trainer.is_global_zero:
             for worse in self._ranked()[self.keep :]:
                 commit.remove(worse)

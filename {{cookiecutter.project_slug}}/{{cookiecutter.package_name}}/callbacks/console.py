@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-# (metric, how it is shown); what was not measured is left out
+# (metric, how it is shown, how gladly it is left out on a narrow terminal); what was not measured is left out anyway
 COLUMNS = (
-    ("train/loss", "loss {:.3f}"),
-    ("train/grad_norm", "norm {:.2f}"),
-    ("train/learning_rate", "lr {:.2e}"),
-    ("perf/tokens_per_s", "{:,.0f} tok/s"),
-    ("perf/data_wait_share", "wait {:.0%}"),
+    ("train/loss", "loss {:.3f}", 1),
+    ("train/grad_norm", "norm {:.2f}", 8),
+    ("train/learning_rate", "lr {:.2e}", 6),
+    ("perf/tokens_per_s", "{:,.0f} tok/s", 4),
+    ("perf/mfu", "mfu {:.0%}", 5),
+    ("perf/data_wait_share", "wait {:.0%}", 7),
 )
+HEALTH = 36  # characters of a finding's title
 
 
 class Console(Callback):
     """Progress of training and results of validation, by rank 0, at log steps; reads nothing from the device.
 
+    A terminal shows one line, renewed in place and never wrapped; a log file gets plain lines.
+
     Args:
         bar_width: Characters of the bar. 0 shows none.
         line_every_s: Seconds between lines when the output is no terminal. 0 prints one at every log step.
     """
+
+    worst = ""  # title of the worst open finding; callbacks/diagnosis.py keeps it
 
     def __init__(self, bar_width: int = 24, line_every_s: float = 10.0) -> None:
         self.bar_width = bar_width
@@ -47,13 +55,27 @@ class Console(Callback):
         if not self._terminal and not final and now - self._printed < self.line_every_s:
             return
         self._printed = now
-        parts = [f"step {step}/{total}" if total != float("inf") else f"step {step}"]
-        parts += [form.format(metrics[name]) for name, form in COLUMNS if name in metrics]
+        parts = [(f"step {step}/{total}" if total != float("inf") else f"step {step}", 0)]
+        parts += [(form.format(metrics[name]), rank) for name, form, rank in COLUMNS if name in metrics]
         if total != float("inf") and step > self._first_step:
             rate_s = (now - self._started) / (step - self._first_step)
-            parts.append(f"eta {_clock((total - step) * rate_s)}")
+            parts.append((f"eta {_clock((total - step) * rate_s)}", 2))
+        if "health/errors" in metrics:  # somebody looks
+            parts.append((textwrap.shorten(self.worst or "ok", HEALTH, placeholder="…"), 3))
         bar = self._bar(step / total) if total != float("inf") else ""
-        self._print(bar + "  ".join(parts), final=final)
+        self._print(self._fitted(bar, parts), final=final)
+
+    def _fitted(self, bar: str, parts: list[tuple[str, int]]) -> str:
+        """`bar` and as many of the parts as the terminal is wide, in their order."""
+        width = shutil.get_terminal_size().columns - 1 if self._terminal else sys.maxsize
+        while True:
+            line = bar + "  ".join(text for text, _ in parts)
+            if len(line) <= width or (not bar and len(parts) == 1):
+                return line[:width]
+            if bar:
+                bar = ""
+            else:
+                parts.remove(max(parts, key=lambda part: part[1]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         when = "before training" if trainer.sanity_checking else f"at step {trainer.global_step}"
@@ -68,10 +90,10 @@ class Console(Callback):
         self.say(f"{title}: {shown}")
 
     @rank_zero_only
-    def say(self, text: str) -> None:
-        """Print whole lines without tearing the progress line."""
+    def say(self, text: str, file: TextIO | None = None) -> None:
+        """Print whole lines, to stdout, without tearing the progress line."""
         clear = "\r\x1b[K" if self._terminal else ""
-        print(clear + text, flush=True)
+        print(clear + text, file=file, flush=True)
 
     def _print(self, line: str, *, final: bool) -> None:
         if self._terminal:

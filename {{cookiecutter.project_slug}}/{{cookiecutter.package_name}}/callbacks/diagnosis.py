@@ -15,6 +15,7 @@ from ..diagnosis.crash import noted
 from ..diagnosis.engine import diagnose
 from ..diagnosis.finding import Finding
 from ..history.run import History, look_again, read_run
+from ..loggers.wandb import WandB
 from .console import Console
 
 FILE = "findings.jsonl"
@@ -85,6 +86,11 @@ class Diagnosis(Callback):
         self._told |= {finding.identity for finding in new}
         for finding in new:
             self._write(finding, trainer.global_step)
+        for finding in (each for each in new if each.level == "error"):
+            for logger in (each for each in trainer.loggers if isinstance(each, WandB)):
+                logger.alert(finding.title, finding.evidence)
+        if console := _console(trainer):
+            console.worst = next((finding.title for finding in self._open if finding.level != "info"), "")
         if says and (serious := [finding for finding in new if finding.level != "info"]):
             more = f"python -m {__name__.split('.')[0]} diagnose {self.folder}"
             _say(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
@@ -98,9 +104,12 @@ class Diagnosis(Callback):
             print(f"diagnosis: {self.folder / FILE} cannot be written: {error}", flush=True)
 
 
+def _console(trainer: Any) -> Console | None:
+    return next((each for each in trainer.callbacks if isinstance(each, Console)), None)
+
+
 def _say(trainer: Any, text: str) -> None:
-    console = next((each for each in trainer.callbacks if isinstance(each, Console)), None)
-    if console is not None:
+    if console := _console(trainer):
         console.say(text)
     else:
         print(text, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import lightning as L
 import yaml
 from lightning.pytorch import Callback
 
+from ..loggers.run_log import Resumable
 from ..run import write_record
 
 
 class Record(Callback):
     """The resolved configuration and the environment, in the run's folder and as every logger's hyperparameters.
+
+    The environment has the git commit and the launch command.
 
     Args:
         folder: The run's folder.
@@ -28,7 +32,16 @@ class Record(Callback):
         self.defaults = defaults
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.is_global_zero:
-            write_record(self.folder, yaml.safe_dump(self.config, sort_keys=False), self.defaults())
+        if not trainer.is_global_zero:
+            return
+        write_record(self.folder, yaml.safe_dump(self.config, sort_keys=False), self.defaults())
+        known = {name: self.folder / f"{name}.json" for name in ("environment", "facts")}
+        facts = {name: json.loads(path.read_text("utf-8")) for name, path in known.items() if path.exists()}
         for logger in trainer.loggers:
-            logger.log_hyperparams(self.config)
+            logger.log_hyperparams(self.config | facts)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Where training goes on, tell the loggers that keep what was logged before."""
+        for logger in trainer.loggers:
+            if trainer.is_global_zero and trainer.global_step and isinstance(logger, Resumable):
+                logger.resume(self.folder, trainer.global_step)

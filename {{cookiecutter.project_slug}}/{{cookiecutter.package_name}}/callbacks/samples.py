@@ -7,7 +7,9 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
+
+from ..loggers.tensorboard import TensorBoard
+from ..loggers.wandb import WandB
 
 
 class Samples(Callback):
@@ -34,5 +36,5 @@ class Samples(Callback):
         with open(f"{self.folder}/samples.txt", "a", encoding="utf-8") as file:
             file.write(f"--- step {trainer.global_step}\n{text}\n")
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text("eval/sample", f"```\n{text}\n```", trainer.global_step)
+            if isinstance(logger, TensorBoard | WandB):
+                logger.log_sample(text, trainer.global_step)

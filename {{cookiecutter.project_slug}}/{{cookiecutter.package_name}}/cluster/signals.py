@@ -17,6 +17,7 @@ import threading
 import time
 
 from ..errors import Exit, is_first_on_node
+from .messages import MESSAGES
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 STARTED = "DIST_JOB_STARTED"  # Unix time, in seconds, at which the first process of this job started; set by launchers
@@ -76,6 +77,7 @@ def _answer(read: int) -> None:
                 if is_first_on_node():
                     name = signal.Signals(number).name
                     os.write(2, f"\n{name}: stopped with nothing to save; the same command goes on\n".encode())
+                MESSAGES.flush()
                 os._exit(Exit.REQUEUE)
             asked.number = asked.number or number
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Exit
+from .messages import MESSAGES
 from .verdict import stands, verdict_of
 
 START_TIMEOUT_S = 1800.0  # until a configuration has been read that says another
@@ -146,6 +147,7 @@ class Watch:
 
     def _tell(self, limit_s: float) -> None:
         self.ends = True
+        MESSAGES.flush()
         faulthandler.cancel_dump_traceback_later()
         own = self._word()
         head = f"\nno progress for {limit_s:g} s; rank {self.rank}: {own['place']}, {own['line']}; its stacks:\n"

@@ -26,6 +26,7 @@ from lightning.pytorch.cli import LightningCLI  # noqa: E402
 from ..__main__ import VERBS  # noqa: E402
 from ..cli import CLI  # noqa: E402
 from ..cluster import signals  # noqa: E402
+from ..cluster.messages import MESSAGES  # noqa: E402
 from ..cluster.watch import WATCH  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -94,6 +95,7 @@ def _attempt(job: Job, rank: int) -> str:
         return " ".join([f"{kind}: {first_line(error)}", *getattr(error, "__notes__", [])])
     finally:
         WATCH.disarm()
+        MESSAGES.flush()
 
 
 def _last_line(job: Job, rank: int) -> str:

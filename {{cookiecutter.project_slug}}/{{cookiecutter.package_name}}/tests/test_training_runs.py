@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
@@ -88,70 +87,3 @@ def test_early_stopping_by_its_preset(flags: list[str], tmp_path: Path) -> None:
     assert run("fit", *flags, "--trainer.val_check_interval=2") == 0
     # patience 3: the validation at step 2 sets the mark, those at 4, 6 and 8 do not beat it
     assert max(logged(only_run(tmp_path), "train/loss")) == 8
-
-
-def test_an_offline_wandb_run_holds_the_metrics_and_resumes_as_the_same_run(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import wandb
-
-    wandb.teardown()  # what an earlier test set up in this process
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    flags = [*flags, f"--config={CONFIGS}/logger/wandb.yaml"]
-    assert run("fit", *flags, "--trainer.max_steps=4", "--model.optim.warmup=1") == 0
-    wandb.finish()  # as the end of the process does
-    assert run("fit", *flags, "--ckpt_path=last", "--trainer.max_steps=6", "--model.optim.warmup=1") == 0
-    wandb.finish()
-    folder = only_run(tmp_path)
-    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(files) == 2 and all(file.name == f"run-{folder.name}.wandb" for file in files)
-    losses = logged(folder, "train/loss")
-    history = [record for file in files for record in wandb_history(file) if "train/loss" in record]
-    assert {int(r["trainer/global_step"]): float(r["train/loss"]) for r in history} == pytest.approx(losses)
-
-
-@pytest.mark.slow
-def test_a_wandb_service_that_is_away_does_not_stop_training(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import wandb
-
-    wandb.teardown()  # what an earlier test set up in this process
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
-    away = tmp_path / "away.yaml"
-    away.write_text(
-        "trainer:\n  logger:\n    - class_path: WandB\n"
-        "      init_args: {project: p, save_dir: '{run}', name: null, init_timeout_s: 3}\n"
-    )
-    with pytest.warns(UserWarning, match="logging offline"):
-        assert run("fit", *flags, f"--config={away}", "--trainer.max_steps=4") == 0
-    wandb.finish()
-    (file,) = only_run(tmp_path).glob("wandb/offline-run-*/run-*.wandb")
-    assert [r for r in wandb_history(file) if "train/loss" in r]
-
-
-def wandb_history(path: Path) -> list[dict[str, str]]:
-    """History records of an offline run: LevelDB log framing around protocol buffers (wandb 0.31 has no reader)."""
-    from wandb.proto import wandb_internal_pb2
-
-    content, block, header = path.read_bytes(), 32 * 1024, 7
-    position, parts, records = header, b"", []  # the file's own header comes first
-    while position + header <= len(content):
-        if block - position % block < header:  # a block's tail too short for a header is padding
-            position += block - position % block
-            continue
-        _, length, kind = struct.unpack("<IHB", content[position : position + header])
-        parts += content[position + header : position + header + length]
-        position += header + length
-        if kind in (1, 4):  # FULL, LAST; 2 and 3 are FIRST and MIDDLE
-            record = wandb_internal_pb2.Record()  # ty: ignore[missing-attribute]
-            record.ParseFromString(parts)
-            parts = b""
-            if record.HasField("history"):
-                items = record.history.item
-                records.append({item.key or "/".join(item.nested_key): item.value_json for item in items})
-    return records

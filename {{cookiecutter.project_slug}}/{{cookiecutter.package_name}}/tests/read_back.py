@@ -1,0 +1,73 @@
+"""What TensorBoard and WandB would show, read from their own files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+Points = dict[str, dict[int, list[float]]]  # name -> step -> what was logged there, oldest first
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """An offline run: LevelDB log framing around protocol buffers (wandb 0.31 has no reader)."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, block, header = path.read_bytes(), 32 * 1024, 7
+    position, parts, records = header, b"", []  # the file's own header comes first
+    while position + header <= len(content):
+        if block - position % block < header:  # a block's tail too short for a header is padding
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + header])
+        parts += content[position + header : position + header + length]
+        position += header + length
+        if kind in (1, 4):  # FULL, LAST; 2 and 3 are FIRST and MIDDLE
+            record = wandb_internal_pb2.Record()  # ty: ignore[missing-attribute]
+            record.ParseFromString(parts)
+            parts = b""
+            records.append(record)
+    return records
+
+
+def wandb_files(run: Path) -> list[Path]:
+    """A run's attempts, oldest first."""
+    return sorted(run.glob("wandb/*run-*/run-*.wandb"))
+
+
+def wandb_points(run: Path) -> Points:
+    """Of all attempts, by the x axis of the charts."""
+    points: Points = {}
+    for path in wandb_files(run):
+        for record in wandb_records(path):
+            items = [(i.key or "/".join(i.nested_key), json.loads(i.value_json)) for i in record.history.item]
+            step = dict(items).get("trainer/global_step", -1)
+            for name, value in items:
+                is_number = isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+                if is_number and not name.startswith(("_", "trainer/")):
+                    points.setdefault(name, {}).setdefault(int(step), []).append(float(value))
+    return points
+
+
+def wandb_config(path: Path) -> dict[str, Any]:
+    """The run's configuration, as the newest record of each key has it."""
+    config: dict[str, Any] = {}
+    for record in wandb_records(path):
+        for update in (*record.run.config.update, *record.config.update):
+            config[update.key or update.nested_key[0]] = json.loads(update.value_json)
+    return config
+
+
+def tensorboard(run: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run / "tensorboard"), {"scalars": 0, "tensors": 0}).Reload()  # 0: all of them
+
+
+def tensorboard_points(run: Path) -> Points:
+    events, points = tensorboard(run), {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            points.setdefault(name, {}).setdefault(event.step, []).append(event.value)
+    return points
