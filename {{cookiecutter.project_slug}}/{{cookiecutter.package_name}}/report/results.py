@@ -26,7 +26,7 @@ def clock(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.3g} s"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
 
 
 def _last(name: str) -> Of:
