@@ -17,7 +17,7 @@ from ..checkpoint import commit
 from ..diagnosis.finding import Finding
 from ..errors import Ended, InputError, first_line
 from ..history import goodput
-from ..loggers import RunLog
+from ..loggers.run_log import RunLog
 from ..report.commands import without
 from .checkpoint import LastCheckpoint
 

@@ -45,7 +45,7 @@ def wandb_points(run: Path) -> Points:
             step = dict(items).get("trainer/global_step", -1)
             for name, value in items:
                 is_number = isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
-                if is_number and not name.startswith(("_", "trainer/")):
+                if is_number and not name.startswith(("_", "trainer/", "eval/sample")):
                     points.setdefault(name, {}).setdefault(int(step), []).append(float(value))
     return points
 
