@@ -216,11 +216,8 @@ class CLI(LightningCLI):
         self.summary = Summary(self.run, reports)
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
-        trainer.callbacks += [  # ty: ignore[missing-attribute]
-            Facts(self.run),
-            Record(self.run, plain, self._defaults),
-            self.summary,
-        ]
+        facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
+        trainer.callbacks += [facts, record, self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))

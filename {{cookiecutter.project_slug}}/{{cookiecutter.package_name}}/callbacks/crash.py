@@ -43,11 +43,11 @@ class Crash(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CRASHES
-        self._first_step = 0
-        self._before = _Host()
+        self._first_step: int | None = None
+        self._before: _Host | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        self._before = _Host.now()  # Python and its libraries: there is no model yet
+        self._before = self._before or _Host.now()  # Python and its libraries: there is no model yet
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -71,13 +71,13 @@ class Crash(Callback):
             "time": time.time(),
             "attempt": attempt(),
             "step": trainer.global_step,
-            "first_step": self._first_step,
+            "first_step": trainer.global_step if self._first_step is None else self._first_step,
             "rank": rank,
             "host": platform.node(),
             "error": type(error).__name__,
             "message": str(error),
             "kind": kind,
-            "memory": _memory(trainer.strategy.root_device, self._before, str(error)),
+            "memory": _memory(trainer.strategy.root_device, self._before or _Host(), str(error)),
             "phase": phase,
             "place": WATCH.position(phase),
             "module": _innermost_module(frames, module),

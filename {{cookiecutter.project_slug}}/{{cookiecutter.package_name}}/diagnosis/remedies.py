@@ -26,6 +26,7 @@ class Held:
         needed: By a whole step, which may have been interrupted: measured or counted, whichever is more.
         limit: Of the device, or of the process. 0: not known.
         is_measured: As a whole; else all of it is counted.
+        is_partial: No step had been done, so that what is needed is partly counted.
     """
 
     training: Training
@@ -33,6 +34,7 @@ class Held:
     needed: dict[str, float]
     limit: float = 0.0
     is_measured: bool = False
+    is_partial: bool = False
 
     @property
     def total(self) -> float:
@@ -81,7 +83,7 @@ def held(training: Training, memory: dict[str, Any] | None = None, phase: str = 
     parts |= {part: left * counted[part] / of_tokens for part in OF_TOKENS}
     step = max(left + asked, of_tokens if is_first else 0.0)
     needed = parts | training.state() | {part: step * counted[part] / of_tokens for part in OF_TOKENS}
-    return Held(training, _sorted(parts), needed, limit, is_measured=True)
+    return Held(training, _sorted(parts), needed, limit, is_measured=True, is_partial=is_first)
 
 
 def _sorted(parts: dict[str, float]) -> dict[str, float]:
@@ -112,8 +114,9 @@ def remedies(memory: Held, accumulation: int, has_bf16: bool) -> list[Cause]:
 
 
 def _cause(memory: Held, sentence: str, key: str, now: Any, to: Any, saved: float) -> Cause:
-    enough = "enough by itself" if memory.missing and saved >= memory.missing else ""
-    return Cause(sentence, [Change(key, now, to, saves_gib=saved / GIB, note=enough)])
+    enough = "enough, as far as can be counted" if memory.is_partial else "enough by itself"
+    note = enough if memory.missing and saved >= memory.missing else ""
+    return Cause(sentence, [Change(key, now, to, saves_gib=saved / GIB, note=note)])
 
 
 def _smaller_micro_batch(memory: Held, accumulation: int) -> Iterator[Cause]:

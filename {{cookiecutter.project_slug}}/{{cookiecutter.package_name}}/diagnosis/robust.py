@@ -38,6 +38,12 @@ def tail(series: Series) -> float:
     return median(series.values[-window(series) :])
 
 
+def running_median(values: np.ndarray, width: int) -> np.ndarray:
+    """(N,) the median of each value and its neighbours, `width` (odd) in all."""
+    padded = np.pad(values, width // 2, mode="edge")
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
+
+
 def span(series: Series) -> tuple[int, int]:
     """The first and the last step."""
     return int(series.steps[0]), int(series.steps[-1])

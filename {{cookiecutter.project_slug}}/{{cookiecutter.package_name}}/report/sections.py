@@ -48,8 +48,8 @@ def status(history: History) -> str:
     of = f" of {last:,}" if isinstance(last, int) and last > 0 else ""
     if of and done >= last:
         return f"finished all {done:,} steps"
-    crash = history.crashes[-1] if history.crashes else {}
-    if crash and (crash.get("step") or 0) >= done:
+    crashes = [each for each in history.crashes if each.get("kind") != "peer"] or history.crashes
+    if crashes and ((crash := crashes[-1]).get("step") or 0) >= done:
         return f"crashed at step {done:,}{of}: {crash.get('error', 'no error')} on rank {crash.get('rank', '?')}"
     return f"stands at step {done:,}{of}"
 
@@ -142,7 +142,7 @@ def _incidents(incidents: list[dict[str, Any]]) -> list[Table | Text]:
 
 
 def _crashes(history: History) -> list[Table | Text]:
-    keys = ("step", "rank", "host", "error", "where")
+    keys = ("step", "rank", "host", "error", "module", "where")
     rows = [[shown(crash.get(key, "")) for key in keys] for crash in history.crashes]
     messages = [
         Text(f"Rank {crash.get('rank', '?')}, step {crash.get('step', '?')}", str(crash.get("message", ""))[:4000])

@@ -178,7 +178,7 @@ def test_what_is_so_already_or_impossible_is_not_proposed() -> None:
     files = [c.to for cause in remedies(held(LLAMA_7B), 1, True) for c in cause.changes if c.key == "config"]
     assert files == ["configs/strategy/fsdp2.yaml", "configs/strategy/zero2_offload.yaml"]
     third = Cut("zero", 8, stage=3, offload_optimizer=True)
-    assert "trainer.strategy.init_args.offload_parameters" in changes(replace(LLAMA_7B, cut=third))
+    assert "trainer.strategy.init_args.offload_parameters" in changes(replace(LLAMA_7B, cut=third, micro_batch_size=1))
     assert "trainer.strategy.init_args.stage" not in changes(replace(LLAMA_7B, cut=third))
     fp16 = remedies(held(replace(LLAMA_7B, precision="16-mixed")), 1, True)
     assert "configs/strategy/fsdp2.yaml" not in {c.to for cause in fp16 for c in cause.changes}, "limits/ refuses it"

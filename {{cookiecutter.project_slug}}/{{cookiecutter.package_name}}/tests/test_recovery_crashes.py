@@ -164,7 +164,7 @@ def test_ranks_that_crash_alike_are_told_once_and_others_too(tmp_path: Path, cap
 
 
 def test_an_attempt_after_the_crash_ends_the_finding(tmp_path: Path) -> None:
-    record = {"rank": 0, "kind": "other", "error": "KeyError", "message": "'x'", "time": 1000.0, "step": 3, "host": "a"}
+    record: dict[str, Any] = {"rank": 0, "kind": "other", "error": "KeyError", "message": "'x'", "time": 1000.0, "step": 3, "host": "a"}
     record |= {"place": "step 4", "module": "", "own_lines": []}
     later = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(2000))}
     assert [f.rule for f in diagnose(History(tmp_path, crashes=[record]))] == ["crashed"]

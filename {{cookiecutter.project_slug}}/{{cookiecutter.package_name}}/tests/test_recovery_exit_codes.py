@@ -31,6 +31,7 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had left
         ([1, 65], Exit.NON_FINITE),
         ([75, 2], Exit.BAD_INPUT),
+        ([1, 69, -6], Exit.OUT_OF_MEMORY),  # the peers' errors are about the one that had no memory left
         ([-9, 1], Exit.REQUEUE),  # the peer's error is about the killed one
         ([1, 71], Exit.REQUEUE),
         ([1, -6], Exit.FAILED),
@@ -75,7 +76,7 @@ def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.M
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.REQUEUE, Exit.MISMATCH])
+@pytest.mark.parametrize("code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.MISMATCH])
 def test_who_decided_to_end_is_not_started_again(launched: Launched, code: Exit) -> None:
     assert launched.run(f"exit {code:d}", f"exit {code:d}") == code
     assert launched.starts == 1 and launched.said == "", "rank 0 has said why"

@@ -54,7 +54,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
         yield Finding(
             "checkpoint_too_dear",
             "warning",
-            "certain",
+            "certain" if total > SHORT_S else "likely",
             "checkpoints take too much of the time",
             f"{share:.0%} of {total:.0f} s. {told}; {rate}, so every {to} steps is about best.",
             [

@@ -181,7 +181,7 @@ def validation_too_dear(history: History) -> Iterator[Finding]:
     yield Finding(
         "validation_too_dear",
         "warning",
-        "certain",
+        "certain" if total > SHORT_S else "likely",
         "validation takes too much of the time",
         f"{share:.0%} of {total:.0f} s: {number} validations of {each_s:.1f} s, every {every} steps of {step_s:.3g} s.",
         causes or [Cause("It comes too often.")],

@@ -12,7 +12,7 @@ from ..engine import rule
 from ..finding import Cause, Change, Finding
 
 MIN_POINTS = 10  # log steps after the start
-DRIFT = 4.0  # times the norm may grow after the warm-up; a healthy one moves by a factor of two
+DRIFT = 4.0  # times the norm may grow after the warm-up, and beyond half of an untrained model's: it falls first
 STEADY = 0.8  # of pairs of medians in which the later is higher: a trend, not noise
 MOST = 0.5  # of the steps
 FAR_ABOVE = 5.0  # times the clip value: there clipping decides the direction's length alone
@@ -48,7 +48,8 @@ def gradient_norm_drifts(history: History) -> Iterator[Finding]:
     if len(norm) < 2 * MIN_POINTS:
         return
     first, last = robust.head(norm), robust.tail(norm)
-    if last < DRIFT * first or robust.rising_share(norm) < STEADY:
+    untrained = float(history.metrics["train/grad_norm"].finite().values[0])
+    if last < DRIFT * max(first, untrained / 2) or robust.rising_share(norm) < STEADY:
         return
     decay = history.key("model.optim.weight_decay")
     decays = [Change("model.optim.weight_decay", decay, 0.1)] if decay is not None and decay < 0.1 else []
@@ -72,7 +73,7 @@ def gradient_explodes(history: History) -> Iterator[Finding]:
     norm = robust.later(history.metrics["train/grad_norm"].finite(), expected.settled_after(history))
     if len(norm) < MIN_POINTS:
         return
-    usual = np.median(np.lib.stride_tricks.sliding_window_view(np.pad(norm.values, 4, mode="edge"), 9), axis=1)
+    usual = robust.running_median(norm.values, 9)
     wild = norm[(norm.values > SPIKES * usual) | (norm.values > EXPLODES)]
     if not len(wild):
         return

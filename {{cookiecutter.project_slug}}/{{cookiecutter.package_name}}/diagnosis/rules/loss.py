@@ -17,10 +17,12 @@ from ..finding import Finding
 MIN_POINTS = 6  # log steps; fewer show no trend
 SIGMAS = 4.0  # of the noise between log steps; less is noise
 RISE = 0.05  # of the loss, beyond which a rise is one
-JUMP, EARLY_STEPS = 0.25, 50  # of the lowest loss so far; and steps after the start that are its first ones
+JUMP, EARLY_STEPS = 0.25, 20  # of the lowest loss so far; and steps after the start that are its first ones
+STAYS = 0.1  # of the lowest, at the next log step: weights that were thrown need more than one to come back
 SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise (numerics.spike_sigmas), and of the loss
 SPIKE_WINDOW = 9  # log steps of the running median
-OSCILLATES = 0.12  # noise between log steps, of the loss; batches of some thousand tokens have 0.01 to 0.05
+ALONE = 0.7  # of the entries above it have none beside them
+OSCILLATES = 0.06  # noise between log steps, of the loss; batches of a thousand tokens and more have 0.01 to 0.03
 
 
 def _loss(history: History) -> Series:
@@ -62,22 +64,21 @@ def loss_jumped_at_the_start(history: History) -> Iterator[Finding]:
     if len(loss) < MIN_POINTS:
         return
     early = loss[loss.steps <= max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])]
-    lowest = np.minimum.accumulate(early.values)  # so far
-    top = int(np.argmax(early.values - lowest))
-    jump = float(early.values[top] - lowest[top])
-    if (
-        jump <= max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
-        or early.values[top] < JUMP * early.values[0]
-    ):
+    values = early.values
+    lowest = np.minimum.accumulate(values)  # so far
+    stays = np.minimum(values[:-1], values[1:]) - lowest[:-1]  # at the next log step too: what does not is a spike
+    top = int(np.argmax(stays))
+    jump = float(values[top] - lowest[top])
+    if jump <= max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top]) or stays[top] < STAYS * lowest[top]:
         return
     yield Finding(
         "loss_jumped_at_the_start",
         "warning",
         "likely",
         "the loss jumped in the first steps",
-        f"train/loss was {lowest[top]:.4g}, then {early.values[top]:.4g} at step {early.steps[top]}, and is "
+        f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}, and is "
         f"{robust.tail(loss):.4g} at step {loss.steps[-1]}.",
-        too_hot(history, float(early.steps[max(int(np.argmax(early.values == lowest[top])), 0)]))[:2],
+        too_hot(history, float(early.steps[int(np.argmin(values[: top + 1]))]))[:2],
         steps=(int(loss.steps[0]), int(early.steps[top])),
         explains=("loss_spikes",),
     )
@@ -89,7 +90,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     loss = robust.later(_loss(history), expected.settled_after(history))
     if len(loss) < 2 * SPIKE_WINDOW:
         return
-    usual = _running_median(loss.values)
+    usual = robust.running_median(loss.values, SPIKE_WINDOW)
     above = loss.values - usual
     found = above > np.maximum(SPIKE_SIGMAS * robust.noise(above), SPIKE_SHARE * usual)
     spikes = loss[found]
@@ -98,7 +99,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         return
     worst = int(np.argmax(spikes.values))
     # Where the next log step is as good as before, the weights were not thrown: the samples were others.
-    alone = len(begins) == found.sum() and not expected.rate_is_high(history)
+    alone = len(begins) > ALONE * found.sum() and not expected.rate_is_high(history)
     causes = [*of_small_batch(history), *too_hot(history, math.inf)]
     yield Finding(
         "loss_spikes",
@@ -110,12 +111,6 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         [causes[-1], *causes[:-1]] if alone else causes,
         steps=robust.span(spikes),
     )
-
-
-def _running_median(values: np.ndarray) -> np.ndarray:
-    """(N,) the median of each entry's SPIKE_WINDOW neighbours."""
-    padded = np.pad(values, SPIKE_WINDOW // 2, mode="edge")
-    return np.median(np.lib.stride_tricks.sliding_window_view(padded, SPIKE_WINDOW), axis=1)
 
 
 @rule
