@@ -14,7 +14,6 @@ from lightning.pytorch import Callback
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from ..cluster.environment import git
-from ..history.metrics import FILE, read_lines
 from ..loggers.tensorboard import LAYOUT
 from ..rehearsal.workers import Workers
 from . import read_back
@@ -63,24 +62,13 @@ def offline() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [read_back.tensorboard_points, read_back.wandb_points], ids=["tensorboard", "wandb"])
 def test_every_metric_stands_at_its_steps_once_also_after_a_restart(restarted: Path, read: Any) -> None:
-    points, expected = read(restarted), newest_of(restarted)
+    points, expected = read(restarted), read_back.metrics(restarted)
     assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {5, 10}
     for step, metrics in expected.items():
         shown = {name: points[name][step][-1] for name in metrics}
         assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True), step  # TensorBoard has float32
     for name in (name for name in points if not name.startswith(MEASURED)):
         assert all(len(values) == 1 for values in points[name].values()), f"{name} stands twice"
-
-
-def newest_of(run: Path) -> dict[int, dict[str, float]]:
-    """Step -> metrics, of metrics.jsonl; what was done again counts as the newer attempt did it."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in read_lines(run / FILE):
-        step = line.pop("step")
-        steps = {at: metrics for at, metrics in steps.items() if at <= step}  # it went on from here
-        steps.setdefault(step, {}).update(line)
-        del steps[step]["time"]
-    return steps
 
 
 @pytest.mark.slow
