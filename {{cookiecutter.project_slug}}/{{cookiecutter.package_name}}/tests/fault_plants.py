@@ -78,7 +78,7 @@ def freeze_all_but_norms() -> None:
     _edit_model(freeze)
 
 
-def bias_router(biases: list[float]) -> None:
+def bias_router(biases: Sequence[float]) -> None:
     """What a router ends with that has learned to send everything to few experts; [experts] of DeepSeek-V3."""
 
     def bias(model: nn.Module) -> None:
@@ -166,7 +166,8 @@ def _edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
 
 def overshoot_schedule(step: int, factor: float) -> None:
     """An edited schedule that raises the learning rate after `step`."""
-    build = module_file.build_schedule
+    code: Any = module_file
+    build = code.build_schedule
 
     def build_schedule(optimizer: Any, *rest: Any) -> Any:
         built = build(optimizer, *rest)
@@ -176,7 +177,7 @@ def overshoot_schedule(step: int, factor: float) -> None:
         ]
         return built
 
-    module_file.build_schedule = build_schedule
+    code.build_schedule = build_schedule
 
 
 def compute_slowly(seconds: float, rank: int) -> None:

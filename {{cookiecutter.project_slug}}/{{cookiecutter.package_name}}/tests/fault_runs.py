@@ -145,7 +145,8 @@ FAULTS = [
              plant=partial(plants.make_nan, "model.layers.1.mlp", 60)),
     Training("router_collapse", [DEEPSEEK], "experts_unused", says="router has collapsed",
              plant=partial(plants.bias_router, [9, 9, 0, 0])),
-    Training("dead_expert", [DEEPSEEK], "experts_unused", says="1 of", plant=partial(plants.bias_router, [0, 0, 0, -9])),
+    Training("dead_expert", [DEEPSEEK], "experts_unused", says="1 of",
+             plant=partial(plants.bias_router, [0, 0, 0, -9])),
     # the data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_all_labels),
     Training("mostly_masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_most_labels),
@@ -183,7 +184,8 @@ FAULTS = [
              "last_checkpoint.every_n_steps", attempts=(_KILLED, _KILLED, ())),
     Training("out_of_time", ["--trainer.max_steps=20000", "--preemption.max_time=00:00:01:00"], "ends_too_late",
              "preemption.max_time", attempts=([plants.StopAt(100)],)),
-    Training("crash", [], "crashed", says="KeyError: 'logit'", plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),
+    Training("crash", [], "crashed", says="KeyError: 'logit'",
+             plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),
 ]  # fmt: skip
 
 
