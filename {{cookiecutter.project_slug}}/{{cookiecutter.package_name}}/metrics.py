@@ -63,11 +63,10 @@ class MetricBuffer:
     ) -> dict[str, float]:
         """Mean over ranks and time of every metric, then empty: one collective, one device-to-host transfer.
 
-        Sums are taken in float32, over at most 64 values at a time: a mean of n equal values is exact, any other
-        within some 1e-7 of itself.
+        Sums are taken in float64, where the device has it: no digit of float32 values is lost.
 
         Args:
-            all_reduce: (n,) of each rank, in float32, to their sum.
+            all_reduce: (n,) of each rank to their sum.
             device: Where the collective is done.
             rank: This process's.
             num_ranks: Of all.
@@ -78,11 +77,12 @@ class MetricBuffer:
         names = list(self._kept)
         if not (names or own or counts):
             return host
-        known = torch.zeros(len(names) + num_ranks * len(own))
-        known[: len(names)] = torch.tensor([self._weights[name] for name in names])
-        known[len(names) :].view(num_ranks, len(own))[rank] = torch.tensor(list(own.values()))  # the others': 0
+        dtype = _sum_dtype(device)
+        known = torch.zeros(len(names) + num_ranks * len(own), dtype=dtype)
+        known[: len(names)] = torch.tensor([self._weights[name] for name in names], dtype=dtype)
+        known[len(names) :].view(num_ranks, len(own))[rank] = torch.tensor(list(own.values()), dtype=dtype)  # others: 0
         on_device = [self._sum(name).to(device, non_blocking=True).reshape(1) for name in names]
-        on_device += [known.to(device, non_blocking=True), *(each.float() for each in counts.values())]
+        on_device += [known.to(device, non_blocking=True), *(each.to(dtype) for each in counts.values())]
         values = iter(all_reduce(torch.cat(on_device)).tolist())
         sums, weights = list(islice(values, len(names))), list(islice(values, len(names)))
         of_ranks = [list(islice(values, len(own))) for _ in range(num_ranks)]
@@ -94,11 +94,16 @@ class MetricBuffer:
         return means | host
 
     def _sum(self, name: str) -> Tensor:
-        """() float32.
+        """() of what is kept.
 
         Raises:
             InputError: a value is no longer what it was.
         """
         if any(value._version != version for value, version in self._kept[name]):
             raise InputError(f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py")
-        return torch.stack([value for value, _ in self._kept[name]]).sum(dtype=torch.float32)
+        values = torch.stack([value for value, _ in self._kept[name]])
+        return values.sum(dtype=_sum_dtype(values.device))
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

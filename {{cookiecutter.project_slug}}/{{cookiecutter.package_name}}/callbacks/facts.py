@@ -54,7 +54,7 @@ class Facts(Callback):
 def of_model(model: Any, size: Size) -> dict[str, Any]:
     config = text_config(model)
     return {
-        "class": type(model).__name__,
+        "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard gives it a new class
         "model_type": getattr(config, "model_type", None),
         "layers": size.layers,
         "width": size.width,

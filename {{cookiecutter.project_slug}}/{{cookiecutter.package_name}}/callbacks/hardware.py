@@ -104,7 +104,8 @@ class Sampler:
         self._uuid = str(torch.cuda.get_device_properties(device).uuid)
         self._every_s = every_s
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="gpu sampler", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="gpu sampler", daemon=True)
+        self.thread.start()
 
     def stop(self) -> None:
         self._stopped.set()

@@ -44,9 +44,7 @@ class Throughput(Callback):
         self._forward = ForwardClock(device)
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         self._flops = Size.of(getattr(pl_module, "model", pl_module)).flops_per_token(data.seq_len)
-        if device.type == "cuda":
-            found = peak(torch.cuda.get_device_name(device), str(trainer.precision))
-            self._peak_tflops = found[0] if found else None
+        self._peak_tflops = peak_of(device, str(trainer.precision))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         now = time.perf_counter()
@@ -105,6 +103,12 @@ class Throughput(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
         self._last_end = None
+
+
+def peak_of(device: torch.device, precision: str) -> float | None:
+    """TFLOP/s, where the table has it."""
+    found = peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    return found[0] if found else None
 
 
 class ForwardClock:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from ..history.metrics import Series
 from ..history.run import History
 from . import robust
 from .finding import Change
@@ -21,6 +22,16 @@ def max_steps(history: History) -> float:
     """Optimizer steps of the whole training; inf where no end is set."""
     steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
     return float(steps) if isinstance(steps, int | float) and steps > 0 else math.inf
+
+
+def steady(history: History, name: str) -> Series:
+    """Without what was measured first."""
+    return history.metrics[name].finite()[1:]
+
+
+def wait_s(history: History) -> np.ndarray:
+    """(N,) seconds of a step that rank 0 waits for its next batch."""
+    return steady(history, "perf/data_wait_share").values * robust.median(steady(history, "perf/step_s").values)
 
 
 def running_s(history: History) -> float:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..metrics import MetricBuffer
 from ..module import SMALL_DEEPSEEK_V3, LanguageModule
 from .conftest import CONFIGS, logged, only_run, run
+from .test_parallel_parity import MODELS
 
 ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {
     path.stem: yaml.safe_load(path.read_text())["model"]["architecture"] for path in CONFIGS.glob("model/*.yaml")
@@ -126,28 +128,37 @@ def from_mask_building() -> bool:
     return frame is not None
 
 
-def test_nothing_reads_the_device_between_log_steps(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[str] = []
-    for name in ("item", "tolist", "__float__", "__bool__"):
-        original = getattr(torch.Tensor, name)
+class Reads(TorchDispatchMode):
+    """Notes each operation that makes the host wait for the device: it reads a number, or needs one for a shape."""
 
-        def counted(tensor: torch.Tensor, original: Any = original, name: str = name) -> Any:
-            if not from_mask_building():
-                reads.append(name)
-            return original(tensor)
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal")
 
-        monkeypatch.setattr(torch.Tensor, name, counted)
-    counts = []
-    for every in (10, 5):
-        reads.clear()
-        steps = ["--trainer.max_steps=20", f"--trainer.log_every_n_steps={every}"]
-        off = ["--trainer.limit_val_batches=0", "--trainer.logger=false", "--last_checkpoint.every_n_steps=1000"]
-        off += ["--numerics.on_spike=skip", "--numerics.spike_window=8", "--numerics.spike_sigmas=1000"]  # at work too
-        assert run("fit", *flags, *steps, *off) == 0
-        counts.append(len(reads))
-    assert counts[1] - counts[0] == 2, "20 steps logged every 5 instead of every 10 read twice more"
-    short = len(reads)
-    reads.clear()
-    more = ["--trainer.max_steps=40", "--trainer.log_every_n_steps=10"]
-    assert run("fit", *flags, *more, *off) == 0
-    assert len(reads) == short, "as many log steps read as often, whatever the number of steps between"
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") in self.WAITING and not from_mask_building():
+            self.seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_nothing_reads_the_device_between_log_steps(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """With every callback that always runs. `tolist` is the one read that torch does not dispatch on a CPU."""
+    off = ["--trainer.limit_val_batches=0", "--trainer.logger=false", "--last_checkpoint.every_n_steps=1000"]
+    off += ["--numerics.on_spike=skip", "--numerics.spike_window=8", "--numerics.spike_sigmas=1000"]  # at work too
+    to_list = torch.Tensor.tolist
+
+    def reads(steps: int, every: int) -> int:
+        with Reads() as reads, monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "tolist", lambda tensor: reads.seen.append("tolist") or to_list(tensor))
+            sizes = [f"--trainer.max_steps={steps}", f"--trainer.log_every_n_steps={every}"]
+            assert run("fit", *flags, *sizes, *off, f"--model.architecture={MODELS[model]}") == 0
+        return len(reads.seen)
+
+    ten, five, longer = reads(20, 10), reads(20, 5), reads(40, 10)
+    assert five - ten == 2, "20 steps logged every 5 instead of every 10 read twice more"
+    assert longer == five, "as many log steps read as often, whatever the number of steps between"

@@ -1,0 +1,176 @@
+"""Loads of experts equal a count by hand of what the routers chose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..callbacks.experts import LOADS, Experts
+from ..history.metrics import read_metrics
+from ..metrics import MetricBuffer
+from ..parallel import blocks
+from .test_parallel_parity import Trainings, train  # noqa: F401  (`train` is a fixture)
+
+TINY = {
+    "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 32, "head_dim": 8,
+}  # fmt: skip
+DEEPSEEK = TINY | {
+    "model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "head_dim": 4,
+}  # fmt: skip
+SPARSE = {
+    "deepseek_v3": DEEPSEEK,
+    "qwen3_moe": TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": TINY | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+CHOSEN = 2 * 32 * 2  # sequences x tokens x experts of a token
+
+
+class Bench:
+    """A model under the callback, without a Trainer."""
+
+    def __init__(self, architecture: dict[str, Any], **block_options: Any) -> None:
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).train()
+        blocks.wrap_blocks(model, blocks.BlockConfig(**block_options))
+        self.module: Any = model
+        model.metrics = MetricBuffer()
+        self.trainer = SimpleNamespace(log_every_n_steps=3, global_step=0, estimated_stepping_batches=100)
+        self.trainer.fit_loop = SimpleNamespace(_should_accumulate=lambda: False)
+        self.callback = Experts()
+        self.callback.on_fit_start(self.trainer, model)  # ty: ignore[invalid-argument-type]
+
+    def step(self) -> Any:
+        trainer, callback = self.trainer, self.callback
+        callback.on_train_batch_start(trainer, self.module, {}, trainer.global_step)
+        ids = torch.randint(0, 50, (2, 32))
+        loss = self.module(input_ids=ids, use_cache=False).logits.sum()
+        callback.on_before_backward(trainer, self.module, loss)  # ty: ignore[invalid-argument-type]
+        loss.backward()
+        trainer.global_step += 1
+        callback.on_train_batch_end(trainer, self.module, None, {}, 0)  # ty: ignore[invalid-argument-type]
+
+    def read(self) -> dict[str, float]:
+        metrics = self.module.metrics.read(lambda t: t, torch.device("cpu"))
+        self.callback.on_log_step(self.trainer, self.module, metrics)
+        return metrics
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_kind_of_expert_is_found_and_counted_in_log_steps_alone(name: str) -> None:
+    bench = Bench(SPARSE[name])
+    layers = len(bench.callback._layers)
+    assert layers == (3 if name == "deepseek_v3" else 4) and all(num == 8 for _, num in bench.callback._layers)
+    counted = []
+    for _ in range(3):
+        bench.step()
+        counted.append(bench.callback._loads.sum().item() / layers / CHOSEN)
+    assert counted == [1, 1, 2], "the first, for compiled blocks, and the third, which is logged"
+    assert bench.read()["moe/expert_load_max_over_mean"] > 1
+    assert bench.callback._loads.sum() == 0
+
+
+def test_a_checkpointed_block_that_runs_again_counts_once() -> None:
+    bench = Bench(DEEPSEEK, checkpointing="full")
+    bench.step()
+    assert bench.callback._loads.sum(1).tolist() == [CHOSEN] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
+    checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda forward: compiled(forward, backend="aot_eager")
+    )  # seconds, not minutes
+    bench = Bench(DEEPSEEK | {"num_hidden_layers": 12}, checkpointing=checkpointing, compile=True)
+    graphs = []
+    for _ in range(6):
+        bench.step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1:] == [3] * 5, "a dense block, a sparse one that counts, a sparse one that does not"
+    assert not counters["graph_break"]
+    assert bench.callback._loads.sum(1).tolist() == [3 * CHOSEN] * 11
+
+
+def test_ratio_and_unused_are_of_the_sums() -> None:
+    bench = Bench(DEEPSEEK)
+    loads = [
+        [4, 0, 4, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 1, 1, 0],
+        [2, 1, 1, 1, 1, 1, 1, 0, 9],
+    ]  # the last: no expert
+    bench.module.metrics.totals = {LOADS: [float(load) for layer in loads for load in layer]}
+    metrics: dict[str, float] = {}
+    bench.callback.on_log_step(bench.trainer, bench.module, metrics)
+    assert metrics == {"moe/expert_load_max_over_mean": 4.0, "moe/unused_experts": 7}
+
+
+def test_a_dense_model_has_no_such_metrics() -> None:
+    bench = Bench(TINY | {"model_type": "llama"})
+    bench.step()
+    assert bench.read() == {}
+
+
+class Routing(Callback):
+    """Writes down what the routers choose in training, optimizer step by optimizer step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.lines: list[tuple[int, str, list[int]]] = []
+        self.file = self.folder / f"routing{trainer.global_rank}.json"
+        for name, module in pl_module.named_modules():
+            if type(module).__name__ == "DeepseekV3TopkRouter":
+                module.register_forward_hook(lambda router, _, out, name=name: self.note(router, trainer, name, out[2]))
+
+    def note(self, router: Any, trainer: Any, name: str, chosen: torch.Tensor) -> None:
+        if router.training:
+            self.lines.append((trainer.global_step + 1, name, chosen.flatten().tolist()))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.file.write_text(json.dumps(self.lines))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero3"])
+def test_loads_equal_a_count_of_what_the_routers_chose(
+    train: Trainings,  # noqa: F811
+    tmp_path: Path,
+    strategy: str,
+) -> None:
+    run = train.run("fit", "deepseek_v3", strategy, "--trainer.max_steps=6", callbacks=[Routing(tmp_path)])
+    metrics = read_metrics(run.run)
+    expected = list(by_hand(tmp_path))
+    assert metrics["moe/expert_load_max_over_mean"].values.tolist() == pytest.approx([r for r, _ in expected], rel=1e-6)
+    assert metrics["moe/unused_experts"].values.tolist() == [unused for _, unused in expected]
+    assert len(expected) == 6 and any(ratio > 1.05 for ratio, _ in expected)
+
+
+def by_hand(folder: Path, num_experts: int = 4) -> Iterator[tuple[float, int]]:
+    """(largest over mean of the worst layer, experts without a token) of each step, over all ranks."""
+    lines = [line for path in sorted(folder.glob("routing*.json")) for line in json.loads(path.read_text())]
+    for step in sorted({step for step, _, _ in lines}):
+        layers: dict[str, list[int]] = {}
+        for of, name, chosen in lines:
+            layers.setdefault(name, [])
+            layers[name] += chosen if of == step else []
+        loads = [[chosen.count(expert) for expert in range(num_experts)] for chosen in layers.values()]
+        yield max(max(each) * num_experts / sum(each) for each in loads), sum(each.count(0) for each in loads)
