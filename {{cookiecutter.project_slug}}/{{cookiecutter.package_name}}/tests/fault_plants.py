@@ -24,6 +24,7 @@ from ..module import LanguageModule
 from ..text.rows import PackedRows
 from ..text.tokenizers import Bytes
 
+H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
 )
@@ -233,3 +234,9 @@ def edit_metrics(run: Path, **columns: float) -> None:
     more = {name.replace("__", "/"): value for name, value in columns.items()}
     lines = [line | more if "perf/step_s" in line else line for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def act_as_gpus(run: Path, **columns: float) -> None:
+    """What GPUs would have written: bf16 at hand, and these metrics."""
+    edit_facts(run, machine=H100)
+    edit_metrics(run, **columns)
