@@ -24,6 +24,7 @@ from ..module import LanguageModule
 from ..text.rows import PackedRows
 from ..text.tokenizers import Bytes
 
+H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
 )
@@ -78,7 +79,7 @@ def freeze_all_but_norms() -> None:
     _edit_model(freeze)
 
 
-def bias_router(biases: list[float]) -> None:
+def bias_router(biases: Sequence[float]) -> None:
     """What a router ends with that has learned to send everything to few experts; [experts] of DeepSeek-V3."""
 
     def bias(model: nn.Module) -> None:
@@ -166,7 +167,8 @@ def _edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
 
 def overshoot_schedule(step: int, factor: float) -> None:
     """An edited schedule that raises the learning rate after `step`."""
-    build = module_file.build_schedule
+    code: Any = module_file
+    build = code.build_schedule
 
     def build_schedule(optimizer: Any, *rest: Any) -> Any:
         built = build(optimizer, *rest)
@@ -176,7 +178,7 @@ def overshoot_schedule(step: int, factor: float) -> None:
         ]
         return built
 
-    module_file.build_schedule = build_schedule
+    code.build_schedule = build_schedule
 
 
 def compute_slowly(seconds: float, rank: int) -> None:
@@ -232,3 +234,9 @@ def edit_metrics(run: Path, **columns: float) -> None:
     more = {name.replace("__", "/"): value for name, value in columns.items()}
     lines = [line | more if "perf/step_s" in line else line for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+def act_as_gpus(run: Path, **columns: float) -> None:
+    """What GPUs would have written: bf16 at hand, and these metrics."""
+    edit_facts(run, machine=H100)
+    edit_metrics(run, **columns)

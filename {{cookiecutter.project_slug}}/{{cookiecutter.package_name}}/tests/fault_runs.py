@@ -39,7 +39,8 @@ SHIFTED = ["--data.tokenizer=Pretrained", "--data.tokenizer.path={shifted}"]
 TINY = ["--data.global_batch_size=1", "--data.micro_batch_size=1", "--data.seq_len=8", "--trainer.limit_val_batches=20"]
 LONG = ["--data.global_batch_size=64", "--data.micro_batch_size=64", "--data.seq_len=256"]
 FOUR = ["--data.global_batch_size=4", "--data.micro_batch_size=4"]
-H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
+FSDP2 = ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/fsdp2.yaml"]
+BF16 = "--trainer.precision=bf16-true"
 
 # ---- the text: random sentences; there is something to learn in them, and something that cannot be -------------------
 
@@ -114,7 +115,7 @@ HEALTHY = [
     Training("constant", ["--model.optim.schedule=constant"]),
     Training("plateau", ["--model.optim.schedule=reduce_on_plateau"]),
     Training("ddp", DDP, ranks=2),
-    Training("fsdp2", ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/fsdp2.yaml"], ranks=2),
+    Training("fsdp2", FSDP2, ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/zero2.yaml"], ranks=2),
     Training("resumed", attempts=([PauseAfter(40)], ())),
     Training("short", ["--trainer.max_steps=20", f"{VALIDATE}=10"]),
@@ -145,7 +146,8 @@ FAULTS = [
              plant=partial(plants.make_nan, "model.layers.1.mlp", 60)),
     Training("router_collapse", [DEEPSEEK], "experts_unused", says="router has collapsed",
              plant=partial(plants.bias_router, [9, 9, 0, 0])),
-    Training("dead_expert", [DEEPSEEK], "experts_unused", says="1 of", plant=partial(plants.bias_router, [0, 0, 0, -9])),
+    Training("dead_expert", [DEEPSEEK], "experts_unused", says="1 of",
+             plant=partial(plants.bias_router, [0, 0, 0, -9])),
     # the data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_all_labels),
     Training("mostly_masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_most_labels),
@@ -161,13 +163,17 @@ FAULTS = [
     Training("dear_validation", [f"{VALIDATE}=2"], "validation_too_dear", VALIDATE[2:]),
     Training("starved_validation", ["--data.validation_share=0.005"], "validation_too_small", "data.validation_share"),
     # speed
-    Training("slow_rank", DDP, "slow_rank", says="rank 1 on ", ranks=2, plant=partial(plants.compute_slowly, 0.03, 1)),
+    Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2,
+             plant=partial(plants.compute_slowly, 0.03, 1)),
     Training("slow_loader", [], "waits_for_data", "data.num_workers", plant=partial(plants.read_slowly, 0.02)),
     Training("tiny_micro_batches", ["--data.micro_batch_size=1"], "tiny_micro_batch", "data.micro_batch_size"),
-    Training("fp32_on_gpu", [], "fp32_on_bf16", "trainer.precision", edit=partial(plants.edit_facts, machine=H100)),
-    Training("eager_attention", ["--trainer.precision=bf16-true"], "eager_attention",
+    Training("fp32_on_gpu", [], "fp32_on_bf16", "trainer.precision",
+             edit=partial(plants.edit_facts, machine=plants.H100)),
+    Training("eager_attention", [BF16], "eager_attention",
              "model.architecture.attn_implementation",
-             edit=partial(plants.edit_facts, machine=H100, model={"attention": "eager"})),
+             edit=partial(plants.edit_facts, machine=plants.H100, model={"attention": "eager"})),
+    Training("communication", [BF16, *FSDP2], "waits_for_others", "data.global_batch_size", ranks=2,
+             edit=partial(plants.act_as_gpus, gpu__utilization=0.99, perf__mfu=0.06)),
     Training("held_clocks", [], "clocks_held_down", says="Cooling",
              edit=partial(plants.edit_metrics, gpu__throttled=1.0, gpu__temperature_c=91.0)),
     # memory
@@ -183,7 +189,8 @@ FAULTS = [
              "last_checkpoint.every_n_steps", attempts=(_KILLED, _KILLED, ())),
     Training("out_of_time", ["--trainer.max_steps=20000", "--preemption.max_time=00:00:01:00"], "ends_too_late",
              "preemption.max_time", attempts=([plants.StopAt(100)],)),
-    Training("crash", [], "crashed", says="KeyError: 'logit'", plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),
+    Training("crash", [], "crashed", says="KeyError: 'logit'",
+             plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),
 ]  # fmt: skip
 
 
