@@ -86,7 +86,7 @@ class Console(Callback):
         self._show_results("test", pl_module.eval_metrics)
 
     def _show_results(self, title: str, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in metrics.items())
+        shown = "  ".join(f"{name.split('/')[1]} {figure(value)}" for name, value in metrics.items())
         self.say(f"{title}: {shown}")
 
     @rank_zero_only
@@ -106,6 +106,11 @@ class Console(Callback):
             return ""
         filled = round(share * self.bar_width)
         return "━" * filled + "╌" * (self.bar_width - filled) + "  "
+
+
+def figure(value: float) -> str:
+    """Four digits; the perplexity of a model that has diverged has hundreds."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
 def _clock(seconds: float) -> str:

@@ -20,6 +20,7 @@ from ..history import goodput
 from ..loggers.run_log import RunLog
 from ..report.commands import without
 from .checkpoint import LastCheckpoint
+from .console import figure
 
 TOLD = 3  # findings
 
@@ -72,11 +73,11 @@ class Summary(Callback):
         data, last = pl_module.data, pl_module.eval_metrics
         print(f"\nfinished after step {trainer.global_step}")
         for name, value in last.items():
-            first = f"{self.first[name]:.4f} at the start -> " if name in self.first else ""
+            first = f"{figure(self.first[name])} at the start -> " if name in self.first else ""
             baseline = ""
             if name == "eval/bits_per_byte" and data.unigram_bits_per_byte:
                 baseline = f"   (a unigram model of the same tokens: {data.unigram_bits_per_byte:.4f})"
-            print(f"  {name:<22}{first}{value:.4f}{baseline}")
+            print(f"  {name:<22}{first}{figure(value)}{baseline}")
         samples = self.folder / "samples.txt"
         if samples.exists():
             print("a sample of what it writes:")

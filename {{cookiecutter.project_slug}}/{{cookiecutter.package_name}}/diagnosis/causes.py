@@ -6,6 +6,7 @@ from ..history.run import History
 from . import expected
 from .finding import Cause, Change
 
+HOPELESS = 100  # times the usual rate: more than any warm-up makes bearable
 ROOM = 0.6  # of the memory: below it the micro-batch can be larger
 
 
@@ -17,7 +18,8 @@ def too_hot(history: History, went_well_until: float) -> list[Cause]:
     short = Cause("The warm-up is too short.", expected.longer_warmup(history))
     causes = [rate]
     if short.changes and went_well_until <= expected.settled_after(history) + 2 * expected.SETTLED_STEPS:
-        causes = [short, rate] if expected.warmup_steps(history) < 2 else [rate, short]
+        no_warmup, hopeless = expected.warmup_steps(history) < 2, now and now > HOPELESS * usual
+        causes = [short, rate] if no_warmup and not hopeless else [rate, short]
     if not history.key("trainer.gradient_clip_val", 1.0):
         causes.append(Cause("Nothing clips the gradients.", [Change("trainer.gradient_clip_val", None, 1.0)]))
     if str(history.key("trainer.precision", "")).startswith("16"):

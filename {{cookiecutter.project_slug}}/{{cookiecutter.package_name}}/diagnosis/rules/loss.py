@@ -19,6 +19,7 @@ SIGMAS = 4.0  # of the noise between log steps; less is noise
 RISE = 0.05  # of the loss, beyond which a rise is one
 JUMP, EARLY_STEPS = 0.25, 20  # of the lowest loss so far; and steps after the start that are its first ones
 STAYS = 0.1  # of the lowest, at the next log step: weights that were thrown need more than one to come back
+LOST = 2.0  # times where it began: no noise between batches does that
 SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise (numerics.spike_sigmas), and of the loss
 SPIKE_WINDOW = 9  # log steps of the running median
 LEAST = 0.5  # nats: near zero all noise is large beside it
@@ -41,7 +42,7 @@ def loss_rises(history: History) -> Iterator[Finding]:
     begins, end = float(loss.values[0]), robust.tail(loss)
     limit = max(SIGMAS * robust.noise(loss.values), RISE * abs(few.values[best]))
     rise = end - float(few.values[best])
-    if rise <= limit or best >= len(few) - 3:
+    if (rise <= limit or best >= len(few) - 3) and end <= LOST * max(begins, LEAST):
         return
     is_lost = end > begins or rise > 0.5 * max(begins - float(few.values[best]), 0.0)
     at_best = int(few.steps[best])
@@ -51,7 +52,7 @@ def loss_rises(history: History) -> Iterator[Finding]:
         f"(it began at {begins:.4g}).",
         too_hot(history, at_best),
         steps=(at_best, int(loss.steps[-1])),
-        explains=("loss_oscillates", "loss_spikes", "loss_jumped_at_the_start", "loss_stands_still"),
+        explains=("loss_oscillates", "loss_spikes", "loss_jumped_at_the_start", "loss_stands_still", "experts_unused"),
     )  # fmt: skip
 
 
