@@ -153,6 +153,17 @@ def test_the_metrics_page_names_what_the_code_logs(reference: ModuleType) -> Non
     assert set(re.findall(r"`((?:train|perf|eval|test)/\w+)`", first_cells)) == logged
 
 
+def test_the_diagnosis_page_names_every_finding_and_every_planted_fault(reference: ModuleType) -> None:
+    """In its tables; of the rules what they yield, of the faults what the project's own test makes."""
+    cells = re.findall(r"^\| `([\w.]+)` \|", text_of(DOCS / "diagnosis.md"), re.MULTILINE)
+    rules = "".join(path.read_text(encoding="utf-8") for path in (reference.PACKAGE / "diagnosis/rules").glob("*.py"))
+    found = re.findall(r'Finding\(\s*"(\w+)"', rules)
+    runs = (reference.PACKAGE / "tests/fault_runs.py").read_text(encoding="utf-8")
+    planted = re.findall(r'Training\("([\w.]+)"', runs.split("\nFAULTS = [")[1])
+    assert len(found) > 30 and len(planted) > 20
+    assert sorted(cells) == sorted([*found, *planted])
+
+
 def test_the_site_builds(tmp_path: Path) -> None:
     for name in ("docs", "zensical.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

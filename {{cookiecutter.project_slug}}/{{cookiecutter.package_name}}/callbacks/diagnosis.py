@@ -11,9 +11,9 @@ import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from ..diagnosis.crash import noted
 from ..diagnosis.engine import diagnose
 from ..diagnosis.finding import Finding
+from ..errors import Ended, InputError
 from ..history.run import History, look_again, read_run
 from ..loggers.wandb import WandB
 from .console import Console
@@ -69,7 +69,8 @@ class Diagnosis(Callback):
         self._look(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._look(trainer, says=noted(exception) is None)  # the process's last words will have all of them
+        is_crash = isinstance(exception, Exception) and not isinstance(exception, InputError | Ended)
+        self._look(trainer, says=not is_crash)  # of a crash the process's last words have all of them
 
     def _add(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._history is not None:

@@ -51,12 +51,14 @@ class Summary(Callback):
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Say how to go on, where there is something to go on from; the error itself is told elsewhere."""
+        """Say how to go on, where there is something to go on from, and report; the error itself is told elsewhere."""
         if trainer.state.fn != "fit" or isinstance(exception, InputError):
             return
+        if not isinstance(exception, Ended):
+            self._tell_how_to_go_on(trainer)
         self._report(trainer)
-        if isinstance(exception, Ended):
-            return
+
+    def _tell_how_to_go_on(self, trainer: Any) -> None:
         savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
         if any(commit.newest(saver.folder) for saver in savers):
             print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}", flush=True)

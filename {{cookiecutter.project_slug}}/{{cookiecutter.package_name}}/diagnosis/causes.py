@@ -6,6 +6,8 @@ from ..history.run import History
 from . import expected
 from .finding import Cause, Change
 
+ROOM = 0.6  # of the memory: below it the micro-batch can be larger
+
 
 def too_hot(history: History, went_well_until: float) -> list[Cause]:
     """What makes steps too large, in the order of what this run's settings suggest."""
@@ -39,3 +41,12 @@ def skip_spikes() -> Change:
 
 def bf16(history: History) -> Change:
     return Change("trainer.precision", history.key("trainer.precision"), "bf16-mixed")
+
+
+def larger_micro_batch(history: History) -> list[Change]:
+    """As large as memory allows by what the present one takes, and the accumulation can give."""
+    size, accumulation = history.key("data.micro_batch_size"), history.fact("data.accumulation") or 1
+    share = history.metrics["memory/peak_share"].finite()
+    room = ROOM / max(share.last, 0.01) if len(share) else 4.0
+    times = max((each for each in range(1, accumulation + 1) if accumulation % each == 0 and each <= room), default=1)
+    return [Change("data.micro_batch_size", size, times * size)] if size and times > 1 else []

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from ..history.metrics import Series
 from ..history.run import History
 from . import robust
 from .finding import Change
@@ -21,6 +22,16 @@ def max_steps(history: History) -> float:
     """Optimizer steps of the whole training; inf where no end is set."""
     steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
     return float(steps) if isinstance(steps, int | float) and steps > 0 else math.inf
+
+
+def steady(history: History, name: str) -> Series:
+    """Without what was measured first."""
+    return history.metrics[name].finite()[1:]
+
+
+def wait_s(history: History) -> np.ndarray:
+    """(N,) seconds of a step that rank 0 waits for its next batch."""
+    return steady(history, "perf/data_wait_share").values * robust.median(steady(history, "perf/step_s").values)
 
 
 def running_s(history: History) -> float:
@@ -84,16 +95,14 @@ def lower_rate(history: History, went_well_until: float | None = None) -> list[C
     """A learning rate that would not do what this one did.
 
     Args:
-        went_well_until: A step; if the rate was still rising then, half of what it was is proposed.
+        went_well_until: A step; if it lies in the warm-up, half of what the rate was then is proposed at most.
     """
     now, usual, rates = peak_rate(history), usual_rate(history), history.metrics["train/learning_rate"].finite()
     if not now:
         return []
     to = usual if now > 3 * usual else now / 3
-    if went_well_until is not None and len(rates):
-        then = robust.at(rates, went_well_until)
-        if 0 < then < now / 2:  # it broke on the way up
-            to = min(to, then / 2)
+    if went_well_until is not None and went_well_until < warmup_steps(history) and len(rates):
+        to = min(to, robust.at(rates, went_well_until) / 2)  # it broke on the way up
     return [Change("model.optim.learning_rate", now, robust.rounded(to))]
 
 

@@ -122,23 +122,31 @@ class Training:
         return (2 * block + self.vocab_size * self.width) / self.cut.tp * w
 
     def activations(self) -> float:
-        """What the blocks keep from forward to backward, by count."""
+        """What the blocks keep, by count, and in backward one block's gradients beside it."""
+        return self.kept() + self.tokens * self._block
+
+    def kept(self) -> float:
+        """By the blocks, from forward to backward."""
+        matrices = (self.parameters - self.embedding) / self.cut.shards
+        cast = 2 * matrices if self.half and self.weight_bytes == 4 else 0  # autocast's copies
+        if self.checkpointing == "none":
+            return self.tokens * self.layers * self._block + cast
+        slim = ceil(self.layers / self.checkpoint_every)
+        its_input = self.width * (2 if self.half and self.precision.endswith("true") else 4)
+        kept = its_input if self.checkpointing == "full" else self._block * SELECTIVE
+        whole = self.layers - slim + 1  # the one that backward computes again
+        return self.tokens * (whole * self._block + slim * kept) + cast
+
+    @property
+    def _block(self) -> float:
+        """Of one block and token."""
         e = 2 if self.half else 4
-        cast = 2 * (self.parameters - self.embedding) / self.cut.shards if self.weight_bytes == 4 and self.half else 0
         norms = 4 * self.width * 4  # two of them, input and result
         attention = 5 * self.width * e  # queries, keys, values, result, and the result as the projection takes it
         if self.eager_attention:
-            attention += self.heads * self.seq_len * (4 + (e if e == 2 else 0))  # probabilities, and cast
+            attention += self.heads * self.seq_len * (4 if e == 4 else 6)  # probabilities, and cast
         mlp = 4 * self.mlp_width * e  # gate, its activation, up, their product
-        block = norms + (attention + mlp) / self.cut.tp
-        kept = {"full": self.width * (2 if self.precision.endswith("true") and self.half else 4)}.get(
-            self.checkpointing, block * SELECTIVE
-        )
-        whole, slim = self.layers, 0
-        if self.checkpointing != "none":
-            slim = ceil(self.layers / self.checkpoint_every)
-            whole = self.layers - slim + 1  # the one that backward computes again
-        return self.tokens * (whole * block + slim * kept) + cast
+        return norms + (attention + mlp) / self.cut.tp
 
     def logits(self) -> float:
         """The loss's, (B, T, V)."""

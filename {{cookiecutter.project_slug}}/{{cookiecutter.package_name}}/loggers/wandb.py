@@ -104,8 +104,8 @@ class WandB(Resumable, WandbLogger):
     def _told(self) -> int:
         """The last step that WandB has; -1 where nothing is sure.
 
-        Its process writes in blocks of 32 KiB and ends at once when this one is killed: only after `finish` is all of
-        an offline run on the disk.
+        Its process writes in blocks of 32 KiB and ends at once when this one is killed: only after `_finish` is all
+        of an offline run on the disk.
         """
         if self._wandb_init["mode"] == "online":
             experiment: Any = self.experiment
@@ -120,7 +120,10 @@ class WandB(Resumable, WandbLogger):
         """Close the run, in `finish_timeout_s` at most; also at the process's end, before wandb itself does."""
         atexit.unregister(self._finish)
         if self._experiment is not None and not self._failed:
+            import wandb
+
             self._attempt(self._experiment.finish)
+            self._attempt(wandb.teardown)  # waits for its process, which may still write the file (0.31)
             if self._wandb_init["mode"] == "offline" and not self._failed:
                 self._marker.write_text(str(self._newest), "utf-8")
 

@@ -34,9 +34,9 @@ def checkpoints(history: History) -> list[Path]:
 
 
 def resume(history: History) -> tuple[str, str]:
-    """What the command does, and the command: the run's own, with its folder named. Empty where it was not written."""
+    """What the command does, and the command: the run's own, with its folder named. Empty where it is not known."""
     words = history.environment.get("command") or []
-    if not words:
+    if "fit" not in words:  # a worker of a rehearsal, or nothing
         return "", ""
     done, last = steps(history), history.key("trainer.max_steps", -1)
     if not any(manifest.torn(path) is None for path in checkpoints(history)):

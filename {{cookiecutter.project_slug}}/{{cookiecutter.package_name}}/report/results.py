@@ -26,7 +26,7 @@ def clock(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.0f} s"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
 
 
 def _last(name: str) -> Of:
@@ -70,17 +70,17 @@ def attempts(history: History) -> int:
     return len({line["attempt"] for line in read_lines(history.folder / goodput.FILE)})
 
 
-# What is told of every run, where it is known: name, form, what it is.
+# What is told of every run, where it is known: name, form, value. Of a metric the last one, of a speed the median.
 FIGURES: tuple[tuple[str, Callable[[float], str], Of], ...] = (
     ("optimizer steps", "{:,.0f}".format, steps),
     ("tokens", lambda value: short(value), _last("train/tokens")),
-    ("train/loss, last", "{:.4f}".format, _last("train/loss")),
-    ("eval/loss, last", "{:.4f}".format, _last("eval/loss")),
+    ("train/loss", "{:.4f}".format, _last("train/loss")),
+    ("eval/loss", "{:.4f}".format, _last("eval/loss")),
     ("eval/loss, best", "{:.4f}".format, _least("eval/loss")),
-    ("eval/bits_per_byte, last", "{:.4f}".format, _last("eval/bits_per_byte")),
-    ("tokens/s, median", "{:,.0f}".format, _median("perf/tokens_per_s")),
-    ("MFU, median", "{:.1%}".format, _median("perf/mfu")),
-    ("memory reserved, most", "{:.1f} GiB".format, _highest("memory/reserved_gib")),
+    ("eval/bits_per_byte", "{:.4f}".format, _last("eval/bits_per_byte")),
+    ("tokens/s", "{:,.0f}".format, _median("perf/tokens_per_s")),
+    ("MFU", "{:.1%}".format, _median("perf/mfu")),
+    ("memory, most", "{:.1f} GiB".format, _highest("memory/reserved_gib")),
     ("goodput", "{:.0%}".format, lambda history: goodput.share(history.goodput) if history.goodput else None),
     ("duration", clock, duration_s),
     ("attempts", "{:.0f}".format, lambda history: attempts(history) or None),

@@ -122,7 +122,7 @@ def a_run(
         rest: `History`'s other fields.
     """
     config = {"trainer.max_steps": steps, "trainer.val_check_interval": max(steps // 10, 1), **CONFIG, **(config or {})}
-    history = History(Path("runs/a/b"), nested(config), facts=nested(FACTS | (facts or {})), metrics=Metrics())
+    history = History(Path("runs/a/b"), config=nested(config), facts=nested(FACTS | (facts or {})), metrics=Metrics())
     history.environment = {"job_started": 0.0, "cpu_count": 16}
     history.goodput = {"start": 60.0, "productive": 0.5 * steps * upto, "validation": 0.01 * steps, "checkpoint": 20.0}
     for kind, frequency in ((COLUMNS, every), (EVAL, steps // 10)):

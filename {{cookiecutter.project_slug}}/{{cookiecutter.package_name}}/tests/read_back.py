@@ -1,4 +1,4 @@
-"""What TensorBoard and WandB would show, read from their own files."""
+"""What TensorBoard and WandB would show, read from their own files. The template's own tests use it too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from pathlib import Path
 from typing import Any
 
 Points = dict[str, dict[int, list[float]]]  # name -> step -> what was logged there, oldest first
+
+
+def metrics(run: Path) -> dict[int, dict[str, float]]:
+    """Step -> metrics.jsonl; what was done again counts as the newer attempt did it."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text("utf-8").splitlines()):
+        step, _ = line.pop("step"), line.pop("time")
+        steps = {at: values for at, values in steps.items() if at <= step}  # it went on from here
+        steps.setdefault(step, {}).update(line)
+    return steps
 
 
 def wandb_records(path: Path) -> list[Any]:
@@ -45,7 +55,7 @@ def wandb_points(run: Path) -> Points:
             step = dict(items).get("trainer/global_step", -1)
             for name, value in items:
                 is_number = isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
-                if is_number and not name.startswith(("_", "trainer/")):
+                if is_number and not name.startswith(("_", "trainer/", "eval/sample")):
                     points.setdefault(name, {}).setdefault(int(step), []).append(float(value))
     return points
 

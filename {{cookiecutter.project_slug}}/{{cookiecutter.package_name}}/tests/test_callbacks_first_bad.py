@@ -91,8 +91,14 @@ def test_every_strategy_names_the_module_that_made_it(train: Train, strategy: st
     assert incident["first_bad"]["module"].endswith(NORM.removeprefix("model."))
 
 
-@pytest.mark.parametrize("what", ["output", "gradient", "weight"])
-def test_one_process_names_it(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+COMPILED = pytest.param("output", ["--model.blocks.compile=true"], marks=pytest.mark.slow)
+CHECKPOINTED = ("gradient", ["--model.blocks.checkpointing=full"])
+
+
+@pytest.mark.parametrize(("what", "more"), [("output", []), ("gradient", []), ("weight", []), COMPILED, CHECKPOINTED])
+def test_one_process_names_it(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, more: list[str]
+) -> None:
     original = LanguageModule.training_step
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -108,7 +114,7 @@ def test_one_process_names_it(flags: list[str], tmp_path: Path, monkeypatch: pyt
         return original(self, batch, batch_idx)
 
     monkeypatch.setattr(LanguageModule, "training_step", training_step)
-    assert run("fit", *flags, *QUICK) == Exit.NON_FINITE
+    assert run("fit", *flags, *QUICK, *more) == Exit.NON_FINITE
     (incident,) = read_incidents(only_run(tmp_path))
     found = incident["first_bad"]
     assert found["what"] == what

@@ -87,7 +87,7 @@ class Warns(Callback):
 
         weights.from_all_ranks = counted  # ty: ignore[invalid-assignment]
 
-    def on_before_zero_grad(self, trainer: L.Trainer, *args: Any) -> None:
+    def on_before_zero_grad(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == 3:
             self.gathers = 0
             warnings.warn("all say this", stacklevel=1)

@@ -148,7 +148,7 @@ def test_activations_are_about_what_autograd_keeps(
     training = training_of(read_run(only_run(tmp_path)))
     assert training is not None
     log_probabilities = training.logits() / 3  # of the three tensors, the one that forward keeps
-    ratio = sum(kept.values()) / (training.activations() + log_probabilities)
+    ratio = sum(kept.values()) / (training.kept() + log_probabilities)
     print(f"{model} {precision}: autograd keeps {sum(kept.values()) / 2**20:.2f} MiB, {ratio:.2f} of what is counted")
     assert 0.5 < ratio < 2.0
 

@@ -69,6 +69,7 @@ def finish() -> None:
     import wandb
 
     wandb.finish()
+    wandb.teardown()
 
 
 class GoAway(Callback):
@@ -201,9 +202,8 @@ def test_alerts_tell_of_a_crash_and_of_the_end_and_are_a_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeRun()
-    fake.finish = lambda: None  # ty: ignore[missing-attribute]
+    monkeypatch.setattr(WandB, "_finish", lambda _: None)
     logger = logger_of(fake, tmp_path, monkeypatch, alerts=True)
-    monkeypatch.setattr(WandB, "_told", lambda self: -1)
     logger._trains = True
     logger.finalize("success")
     logger.finalize("success")  # of the validation after training: nothing new

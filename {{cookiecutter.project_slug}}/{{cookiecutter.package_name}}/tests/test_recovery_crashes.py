@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback
 
 from ..__main__ import command
+from ..callbacks import crash as noting
 from ..diagnosis import crash
 from ..diagnosis.engine import diagnose
 from ..errors import Exit, is_out_of_memory
@@ -22,10 +23,9 @@ from ..history.metrics import Metrics
 from ..history.run import History, read_run
 from ..rehearsal.workers import Workers
 from .conftest import OF_ANOTHER_RUN, PACKAGE, PROJECT, only_run, run
+from .injury import Training
 
-CUDA = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.75 GiB."
-)
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.75 GiB."
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
 )
@@ -115,6 +115,18 @@ def test_memory_that_ran_out_is_told_with_what_would_free_some(
     assert "optimizer state" not in capfd.readouterr().err, "which the first step would have made"
 
 
+def test_a_gpus_memory_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    figures = {"mem_get_info": (1 * gib, 80 * gib), "max_memory_reserved": 77 * gib, "memory_reserved": 76 * gib}
+    figures |= {"max_memory_allocated": 70 * gib, "memory_allocated": 40 * gib}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    memory = noting._memory(torch.device("cuda", 0), noting._Host(), CUDA)
+    assert (memory["total_gib"], memory["asked_gib"], memory["outside_gib"]) == (80.0, 2.0, 3.0)
+    assert memory["used_gib"] == 80.0, "77 reserved and 3 outside"
+    assert memory["pieces_gib"] == 7.0, "reserved, and held by no tensor"
+
+
 def test_a_diagnosis_that_fails_leaves_the_traceback(
     flags: list[str], capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +176,15 @@ def test_ranks_that_crash_alike_are_told_once_and_others_too(tmp_path: Path, cap
 
 
 def test_an_attempt_after_the_crash_ends_the_finding(tmp_path: Path) -> None:
-    record: dict[str, Any] = {"rank": 0, "kind": "other", "error": "KeyError", "message": "'x'", "time": 1000.0, "step": 3, "host": "a"}
+    record: dict[str, Any] = {
+        "rank": 0,
+        "kind": "other",
+        "error": "KeyError",
+        "message": "'x'",
+        "time": 1000.0,
+        "step": 3,
+        "host": "a",
+    }
     record |= {"place": "step 4", "module": "", "own_lines": []}
     later = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(2000))}
     assert [f.rule for f in diagnose(History(tmp_path, crashes=[record]))] == ["crashed"]
@@ -209,8 +229,23 @@ def test_two_processes_tell_of_a_crash_once(flags: list[str], tmp_path: Path, ra
     told = ended.stdout + ended.stderr
     assert ended.returncode == Exit.FAILED
     assert told.count("KeyError: 'labels'") == 1 and "Traceback" not in told, told
+    assert "training crashed" not in told, "as a finding too"
     assert told.count("the traceback is in") == 1
     assert set(crashes(only_run(tmp_path))) == {0, 1}
+
+
+@pytest.mark.slow
+def test_the_launcher_restarts_what_had_fitted_and_nothing_else(flags: list[str], tmp_path: Path) -> None:
+    run("prepare", *flags)
+    memory = {"error": "OutOfMemoryError", "message": "'Tried to allocate 2.00 GiB'", "rank": 1}
+    for step, code, starts in ((0, Exit.OUT_OF_MEMORY, 1), (1, Exit.FAILED, 2)):
+        argv = broken([*flags, "--trainer.strategy=ddp"], **memory, step=step)
+        with Training(tmp_path / f"at{step}", argv, NPROC="2", MAX_RESTARTS="1") as training:
+            assert training.end() == code, training.log.read_text()
+        told = training.log.read_text()
+        assert told.count("ERROR    out of memory") == starts and "Traceback" not in told, told
+        folder = tmp_path / "runs" / "default" / f"at{step}" / "crash"
+        assert len(list(folder.glob("rank1*.json"))) == starts, "of the attempt before, too"
 
 
 UNDER_A_LIMIT = f"""

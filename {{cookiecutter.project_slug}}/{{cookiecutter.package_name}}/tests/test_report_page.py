@@ -21,6 +21,7 @@ from ..history.run import read_run
 from ..report import curves, files
 from ..report.commands import resume
 from ..report.differences import from_defaults
+from ..report.page import Html, _document, tag
 from .conftest import PACKAGE, PROJECT, only_run, run
 from .written import HOSTILE, falling, write_run
 
@@ -99,6 +100,12 @@ def test_whatever_comes_from_a_run_is_text(tmp_path: Path) -> None:
     assert "<b>" not in markdown and "<script>" not in re.sub("(`{3,})text\n.*?\n\\1", "", markdown, flags=re.DOTALL)
 
 
+def test_neither_an_attribute_nor_data_can_end_what_they_stand_in() -> None:
+    assert tag("p", "<i>", title='"><b>') == '<p title="&quot;&gt;&lt;b&gt;">&lt;i&gt;</p>'
+    page = Elements(_document("<i>", Html("<p>"), json.dumps("</script><b>")))
+    assert json.loads(page.scripts[0]) == "</script><b>" and "b" not in [name for name, _ in page.elements]
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(tmp_path: Path, steps: int) -> None:
     metrics = falling(steps) | {"perf/mfu": [math.nan] * steps}
@@ -168,7 +175,7 @@ def test_the_configuration_is_told_by_what_differs_from_the_defaults(tmp_path: P
 def test_the_command_goes_on_in_the_runs_own_folder(tmp_path: Path) -> None:
     config = {"run": {"name": "a"}, "trainer": {"max_steps": 10}}
     history = read_run(write_run(tmp_path / "a" / "id 1", falling(10), config))
-    assert resume(history)[1] == "python -m trainer fit", "nothing to go on from"
+    assert resume(history)[1] == "python -m trainer fit --trainer.max_steps=10", "nothing to go on from"
     checkpoint = history.folder / "checkpoints" / "step00000010.ckpt"
     checkpoint.mkdir(parents=True)
     from ..checkpoint import manifest
@@ -177,7 +184,12 @@ def test_the_command_goes_on_in_the_runs_own_folder(tmp_path: Path) -> None:
     (checkpoint / "manifest.json").write_text(manifest.rendered(whole), encoding="utf-8")
     assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit --trainer.max_steps 20"
     history.config["trainer"]["max_steps"] = 11
-    assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit"
+    assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit --trainer.max_steps=10"
+
+
+def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
+    assert "Go on" not in page.text and "No metric has been written down." in page.text and figures(page) == []
 
 
 def test_the_tools_start_without_torch(tmp_path: Path) -> None:
@@ -215,10 +227,11 @@ def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
         monkeypatch.setattr(files, "page", lambda *_: 1 / 0)
     stop = f"{PACKAGE}.tests.conftest.StopAfter"
     with pytest.raises(RuntimeError, match="stopped by the test"):
-        run("fit", *flags, "--run.report=true", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=2")
+        run("fit", *flags, "--run.report=true", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=4")
     folder, shown = only_run(tmp_path), capfd.readouterr().out
     assert (folder / "report.html").exists() != broken
     assert ("there is no report: ZeroDivisionError" in shown) == broken
     if not broken:
-        text = Elements((folder / "report.html").read_text(encoding="utf-8")).text
-        assert "at step 2 of 20" in text, "what was logged last is in it"
+        page = Elements((folder / "report.html").read_text(encoding="utf-8"))
+        assert "It crashed at step 4 of 20: RuntimeError on rank 0." in page.text
+        assert figures(page)[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"

@@ -16,9 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..callbacks.throughput import Throughput
 from ..history.metrics import read_metrics
 from ..rehearsal.record import RunRecord
 from ..rehearsal.recorder import fingerprint
@@ -30,14 +32,22 @@ PEAK, WARMUP, ALL_STEPS, FLOOR, BETAS, EPS, DECAY = 0.01, 5, 20, 0.1, (0.9, 0.95
 STEPS = 8  # that are computed
 
 
+PEAK_TFLOPS = 0.25  # that a device is said to have: a CPU has none, and so no MFU
+
+
+class WithAPeak(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        (throughput,) = (each for each in trainer.callbacks if isinstance(each, Throughput))
+        throughput._peak_tflops = PEAK_TFLOPS
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp2_ep", "zero2"])
+def run(request: pytest.FixtureRequest, train: Trainings) -> RunRecord:  # noqa: F811
+    return train.run("fit", "deepseek_v3", request.param, callbacks=[WithAPeak()])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "zero2"])
-def test_loss_norm_and_tokens_equal_an_independent_computation(
-    train: Trainings,  # noqa: F811
-    cache: Path,
-    strategy: str,
-) -> None:
-    run = train("deepseek_v3", strategy)
+def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, cache: Path) -> None:
     metrics = read_metrics(run.run)
     loss, norm = zip(*by_hand(run, cache), strict=True)
     steps = range(1, STEPS + 1)
@@ -48,10 +58,35 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(
         "train/learning_rate": ([learning_rate(step) for step in steps], 1e-9),
         "train/tokens": ([step * GLOBAL_BATCH * SEQ_LEN for step in steps], 1e-9),
     }
-    assert 0 < sum(each > CLIP for each in norm)
     for name, (values, tolerance) in expected.items():
         assert metrics[name].steps.tolist() == list(range(1, ALL_STEPS + 1)), name
         assert metrics[name].values[:STEPS].tolist() == pytest.approx(list(values), rel=tolerance), name
+    clipped = metrics["health/clipped_share"]  # the guard reads a step's norm one step later, but for DeepSpeed's
+    assert clipped.values[: STEPS - 1].tolist() == [float(each > CLIP) for each in norm][: STEPS - 1]
+    assert 0 < clipped.values.sum() and clipped.steps[0] in (1, 2)
+
+
+@pytest.mark.slow
+def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord) -> None:
+    """The clock is that of the lines in metrics.jsonl; the count is of the weights in the first checkpoint."""
+    metrics = read_metrics(run.run)
+    mfu, times = metrics["perf/mfu"], metrics["train/loss"].times
+    step_s = np.diff(times)[[*range(1, 8), *range(10, 18)]]  # without the first step, and those beside a validation
+    per_device = GLOBAL_BATCH * SEQ_LEN / np.median(step_s) / 2
+    expected = per_device * operations_of_a_token(run.start) / 1e12 / PEAK_TFLOPS
+    assert np.median(mfu.values) == pytest.approx(expected, rel=0.15)
+    tflops = metrics["perf/tokens_per_s_per_device"].values * operations_of_a_token(run.start) / 1e12
+    assert metrics["perf/model_tflops"].values == pytest.approx(tflops, rel=1e-9)
+    assert mfu.values == pytest.approx(tflops / PEAK_TFLOPS, rel=1e-9)
+
+
+def operations_of_a_token(weights: dict[str, Tensor]) -> float:
+    """6 N + 12 L d T: N without the table of embeddings, which is looked up, and with 2 of 4 experts."""
+    counted = 0.0
+    for name, tensor in weights.items():
+        if "embed_tokens" not in name and "correction_bias" not in name:
+            counted += tensor.numel() * (0.5 if ".mlp.experts." in name else 1.0)
+    return 6 * counted + 12 * 2 * 32 * SEQ_LEN
 
 
 def by_hand(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:

@@ -3,5 +3,5 @@
 # diagnosis/engine.py asks them in this order; of equally bad and sure findings the earlier one is told first.
 ORDER = (
     "crashes", "numbers", "loss", "level", "gradients", "data", "evaluation", "experts", "memory", "speed",
-    "checkpoints",
+    "communication", "checkpoints",
 )  # fmt: skip

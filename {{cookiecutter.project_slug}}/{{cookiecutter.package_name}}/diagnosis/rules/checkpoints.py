@@ -43,7 +43,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     change = [Change("last_checkpoint.every_n_steps", every, to)]
     told = f"A save takes {save_s:.2g} s and comes every {every} steps, {every * step_s:.3g} s"
     rate = (
-        f"the run failed {failures} time{'s' * (failures > 1)} in {total / 3600:.1f} h"
+        f"the run failed {failures} time{'s' * (failures > 1)} in {total / 60:.1f} min"
         if failures
         else f"{ranks} such devices fail about every {between_s / 3600:,.0f} h"
     )
@@ -52,9 +52,7 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
     if share > (DEAR if total > SHORT_S else DEAR_AT_ONCE) and to > every and saves >= 3:
         slower = [Change("last_checkpoint.asynchronous", False, True)]
         yield Finding(
-            "checkpoint_too_dear",
-            "warning",
-            "certain" if total > SHORT_S else "likely",
+            "checkpoint_too_dear", "warning", "certain" if total > SHORT_S else "likely",
             "checkpoints take too much of the time",
             f"{share:.0%} of {total:.0f} s. {told}; {rate}, so every {to} steps is about best.",
             [
@@ -62,17 +60,14 @@ def checkpoint_interval(history: History) -> Iterator[Finding]:
                 Cause("Training waits for each.", [] if history.key("last_checkpoint.asynchronous") else slower),
             ],
             explains=("waits_for_data",),  # part of a save is counted as such
-        )
+        )  # fmt: skip
     elif every * step_s > TOO_RARE * best_s and to < every and (lost > LOST or _to_come_s(history) > between_s / 10):
         yield Finding(
-            "checkpoint_too_rare",
-            "warning",
-            "certain" if lost > LOST else "likely",
-            "checkpoints come too rarely",
+            "checkpoint_too_rare", "warning", "certain" if lost > LOST else "likely", "checkpoints come too rarely",
             f"{told}; {rate}"
             + (f", and {lost:.0%} of the time went into steps that were done again." if lost else "."),
             [Cause(f"A failure costs {every * step_s / 2:.0f} s of training on average.", change)],
-        )
+        )  # fmt: skip
 
 
 def _failures(history: History) -> int:
@@ -111,17 +106,14 @@ def ends_too_late(history: History) -> Iterator[Finding]:
     longer = _clock(now - began + 1.1 * needed + MARGIN_S)
     keys = [Change("preemption.max_time", limit, longer)] if limit else []
     yield Finding(
-        "ends_too_late",
-        "warning",
-        "certain" if needed > 1.5 * left else "likely",
-        "the job's time will not suffice",
+        "ends_too_late", "warning", "certain" if needed > 1.5 * left else "likely", "the job's time will not suffice",
         f"At step {done} of {steps:.0f} training needs {_clock(needed)} more and has {_clock(max(left, 0))}: it "
         f"will stop around step {reaches} and save. {jobs} such jobs would do.",
         [
             Cause("The limit is too short for the steps.", keys),
             Cause("The steps are too many for the time.", [Change("trainer.max_steps", int(steps), reaches)]),
         ],
-    )
+    )  # fmt: skip
 
 
 def _job_ends(history: History) -> float | None:

@@ -29,9 +29,7 @@ def labels_masked(history: History) -> Iterator[Finding]:
         return
     nothing = share == 0
     yield Finding(
-        "labels_masked",
-        "error" if nothing else "warning",
-        "certain" if nothing else "likely",
+        "labels_masked", "error" if nothing else "warning", "certain" if nothing else "likely",
         "no label counts" if nothing else "few labels count",
         f"{share:.2%} of the labels are not -100" + (f"; train/loss is {loss.last:.4g}." if len(loss) else "."),
         [
@@ -40,8 +38,8 @@ def labels_masked(history: History) -> Iterator[Finding]:
             Cause("seq_len cuts the answers off.", _longer(history)),
         ],
         steps=robust.span(counted) if len(counted) else None,
-        explains=("gradient_is_zero", "loss_stands_still", "loss_too_good", "clips_most_steps"),
-    )
+        explains=("gradient_is_zero", "loss_stands_still", "loss_too_good", "clips_most_steps", "loss_oscillates"),
+    )  # fmt: skip
 
 
 def _longer(history: History) -> list[Change]:
@@ -62,17 +60,14 @@ def data_is_constant(history: History) -> Iterator[Finding]:
     told = f"{distinct} different tokens in the rows that were looked at" if distinct is not None else ""
     told = told or f"{seen:.0f} different tokens in a micro-batch of {size}"
     yield Finding(
-        "data_is_constant",
-        "error",
-        "certain",
-        "the data say the same again and again",
+        "data_is_constant", "error", "certain", "the data say the same again and again",
         f"There are {told}.",
         [
             Cause("The source yields one text, or the tokenizer turns everything into one token (<unk>)."),
             Cause("Rows are filled with padding."),
         ],
         explains=("duplicates_across_splits", "loss_too_good", "loss_stands_still", "seen_too_often"),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -81,9 +76,7 @@ def duplicates_across_splits(history: History) -> Iterator[Finding]:
     if not share or share <= DUPLICATES:
         return
     yield Finding(
-        "duplicates_across_splits",
-        "error" if share > 0.5 else "warning",
-        "certain",
+        "duplicates_across_splits", "error" if share > 0.5 else "warning", "certain",
         "the validation split has text of the train split",
         f"{share:.1%} of the validation split's rows that were looked at stand in the train split as well.",
         [
@@ -93,7 +86,7 @@ def duplicates_across_splits(history: History) -> Iterator[Finding]:
             )
         ],
         explains=("loss_too_good",),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -103,15 +96,12 @@ def labels_not_shifted(history: History) -> Iterator[Finding]:
     if not share or share < UNSHIFTED:
         return
     yield Finding(
-        "labels_not_shifted",
-        "error",
-        "certain",
-        "labels repeat the inputs",
+        "labels_not_shifted", "error", "certain", "labels repeat the inputs",
         f"{share:.0%} of the labels are the input token at the same place: nothing is predicted, and the loss tells "
         "nothing.",
         [Cause("Labels must be the inputs moved by one: labels[:, t] = tokens[:, t + 1] (text/rows.py).")],
         explains=("loss_too_good",),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -120,13 +110,10 @@ def padding(history: History) -> Iterator[Finding]:
     if not share or share <= PADDED:
         return
     yield Finding(
-        "padding",
-        "warning",
-        "certain",
-        "much of every batch is padding",
+        "padding", "warning", "certain", "much of every batch is padding",
         f"{share:.0%} of the tokens are padding: packed rows would train {1 / (1 - share):.1f} times as fast.",
         [Cause("Rows are padded to their length, not packed: take text/rows.py's, or pack in your own data module.")],
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -135,13 +122,11 @@ def chat_template_missing(history: History) -> Iterator[Finding]:
     if history.fact("data.chat_share") != 0:
         return
     yield Finding(
-        "chat_template_missing",
-        "info" if expected.is_from_scratch(history) else "warning",
-        "possible",
+        "chat_template_missing", "info" if expected.is_from_scratch(history) else "warning", "possible",
         "the chat template is not applied",
         "The tokenizer has a chat template, and 0 % of the rows that were looked at have any of its markers.",
         [Cause("Messages went in as plain text: write each document with tokenizer.apply_chat_template.")],
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -150,10 +135,7 @@ def seen_too_often(history: History) -> Iterator[Finding]:
     if not size or not len(tokens) or tokens.last <= SEEN * size or history.key("data.repeat_first_batch"):
         return
     yield Finding(
-        "seen_too_often",
-        "info",
-        "certain",
-        "the data have been seen many times",
+        "seen_too_often", "info", "certain", "the data have been seen many times",
         f"{tokens.last:,.0f} tokens were trained on, of a split of {size:,}: {tokens.last / size:.1f} times.",
         [Cause("There is too little text for so many steps: beyond 4 times it gives less and less than new text.")],
-    )
+    )  # fmt: skip

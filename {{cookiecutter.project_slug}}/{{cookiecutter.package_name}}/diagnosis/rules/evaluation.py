@@ -14,7 +14,6 @@ from ..finding import Cause, Change, Finding
 
 MIN_VALIDATIONS = 4
 RISE = 0.02  # of the best validation loss, beyond which a later one is worse
-GAP = 0.25  # of the training loss, by which the validation loss is above it
 FALSE_START = 0.3  # of training without any validation: too late to stop what went wrong
 DEAR, CHEAP = 0.2, 0.05  # of the time: spent on validation, and what it should be
 SHORT_S, DEAR_AT_ONCE = 60.0, 0.4  # a run of seconds may spend more
@@ -49,15 +48,12 @@ def overfits(history: History) -> Iterator[Finding]:
     if seen and seen > 2:
         causes.insert(1, Cause(f"Every token was seen {seen:.1f} times: more data, or a smaller model."))
     yield Finding(
-        "overfits",
-        "warning",
-        "certain" if rise > 5 * RISE else "likely",
-        "the model overfits",
+        "overfits", "warning", "certain" if rise > 5 * RISE else "likely", "the model overfits",
         f"eval/loss was {since.values[0]:.4g} at step {step} and is {held_out.last:.4g} at step {held_out.steps[-1]}, "
         f"while train/loss fell from {robust.tail(before):.4g} to {robust.tail(loss):.4g}.",
         causes,
         steps=(step, int(held_out.steps[-1])),
-    )
+    )  # fmt: skip
 
 
 def _more_decay(history: History) -> list[Change]:
@@ -75,36 +71,6 @@ def _plain(number: float) -> int | None:
     return int(number) if math.isfinite(number) else None
 
 
-@rule
-def splits_differ(history: History) -> Iterator[Finding]:
-    """Validation is far worse than training, from early on, and not because it turned."""
-    held_out, loss = history.metrics["eval/loss"].finite(), history.metrics["train/loss"].finite()
-    uniform = expected.uniform_loss(history)
-    if len(held_out) < 2 or len(loss) < MIN_VALIDATIONS or not len(loss[loss.steps <= held_out.steps[0]]):
-        return
-    gaps = [
-        value - robust.tail(loss[loss.steps <= step])
-        for step, value in zip(held_out.steps, held_out.values, strict=True)
-    ]
-    first, level = gaps[0], robust.tail(loss[loss.steps <= held_out.steps[0]])
-    begins_high = uniform is not None and level > 0.9 * uniform  # nothing is learned yet: it cannot differ
-    if begins_high or min(gaps) < GAP * level or first < GAP * level or (_epochs(history) or 0) > 2:
-        return
-    yield Finding(
-        "splits_differ",
-        "warning",
-        "possible",
-        "validation is much worse than training, from the start",
-        f"eval/loss was {held_out.values[0]:.4g} at step {held_out.steps[0]}, where train/loss was {level:.4g}; at "
-        f"step {held_out.steps[-1]} it is {held_out.last:.4g}.",
-        [
-            Cause("The validation split is of another kind of text."),
-            Cause("The validation split is too small to tell.", _larger_split(history)),
-        ],
-        steps=robust.span(held_out),
-    )
-
-
 def _larger_split(history: History) -> list[Change]:
     tokens, share = history.fact("data.validation_tokens"), history.key("data.validation_share")
     if not tokens or not share or tokens >= FEW_TOKENS:
@@ -114,22 +80,19 @@ def _larger_split(history: History) -> list[Change]:
 
 @rule
 def validation_too_small(history: History) -> Iterator[Finding]:
-    tokens = history.fact("data.validation_tokens")
-    limited = history.key("trainer.limit_val_batches")
-    if isinstance(limited, int) and not isinstance(limited, bool) and tokens:
-        ranks = history.fact("machine.data_parallel_size", 1)
-        size = history.key("data.micro_batch_size", 0) * history.key("data.seq_len", 0)
-        tokens = min(tokens, limited * ranks * size or tokens)
+    tokens, limited = history.fact("data.validation_tokens"), history.key("trainer.limit_val_batches")
+    causes = [Cause("Hold out more.", _larger_split(history))]
+    if isinstance(limited, int) and tokens and (batches := _batches(history)) and limited < batches:
+        tokens = int(tokens * limited / batches)
+        more = min(batches, math.ceil(4 * limited * FEW_TOKENS / max(tokens, 1)))
+        causes = [Cause("It is cut short.", [Change("trainer.limit_val_batches", limited, more)])]
     if not tokens or tokens >= FEW_TOKENS or limited == 0:
         return
     yield Finding(
-        "validation_too_small",
-        "warning",
-        "likely",
-        "validation measures few tokens",
+        "validation_too_small", "warning", "likely", "validation measures few tokens",
         f"It has {tokens:,} tokens; its loss is off by some {2 / tokens**0.5:.2f} nats by chance alone.",
-        [Cause("Hold out more.", _larger_split(history))],
-    )
+        causes,
+    )  # fmt: skip
 
 
 @rule
@@ -144,14 +107,11 @@ def validates_too_rarely(history: History) -> Iterator[Finding]:
         return
     planned = int(steps // every)
     yield Finding(
-        "validates_too_rarely",
-        "warning" if planned < 2 else "info",
-        "likely",
-        "validation comes too rarely",
+        "validates_too_rarely", "warning" if planned < 2 else "info", "likely", "validation comes too rarely",
         f"It comes every {every} of {steps:.0f} steps: {planned or 'no'} time{'s' * (planned != 1)}. At step {done} "
         f"there were {len(history.metrics['eval/loss'])}.",
         [Cause("val_check_interval is too long.", [Change("trainer.val_check_interval", every, _nice(steps / 10))])],
-    )
+    )  # fmt: skip
 
 
 def _nice(steps: float) -> int:
@@ -179,14 +139,12 @@ def validation_too_dear(history: History) -> Iterator[Finding]:
         change = Change("trainer.limit_val_batches", None, fewer, note="batches of each rank")
         causes.append(Cause("The validation split is larger than it needs to be.", [change]))
     yield Finding(
-        "validation_too_dear",
-        "warning",
-        "certain" if total > SHORT_S else "likely",
+        "validation_too_dear", "warning", "certain" if total > SHORT_S else "likely",
         "validation takes too much of the time",
         f"{share:.0%} of {total:.0f} s: {number} validations of {each_s:.1f} s, every {every} steps of {step_s:.3g} s.",
         causes or [Cause("It comes too often.")],
         explains=("waits_for_data",),  # the loader starts anew after each
-    )
+    )  # fmt: skip
 
 
 def _batches(history: History) -> int | None:

@@ -43,16 +43,14 @@ def experts_unused(history: History) -> Iterator[Finding]:
     if share <= DEAD:
         return
     yield Finding(
-        "experts_unused",
-        "error" if share >= COLLAPSED else "warning",
+        "experts_unused", "error" if share >= COLLAPSED else "warning",
         "certain" if robust.median(unused.values) > DEAD * total else "likely",
         "experts get no tokens",
         f"{robust.tail(unused):.0f} of at most {total} experts had none at the last log steps, up to step "
         f"{unused.steps[-1]}.",
         _balance(history),
-        steps=robust.span(unused),
-        explains=("experts_overloaded",),
-    )
+        steps=robust.span(unused), explains=("experts_overloaded",),
+    )  # fmt: skip
 
 
 @rule
@@ -61,11 +59,8 @@ def experts_overloaded(history: History) -> Iterator[Finding]:
     if len(load) < MIN_POINTS or robust.tail(load) < OVERLOADED:
         return
     yield Finding(
-        "experts_overloaded",
-        "warning",
-        "likely",
-        "one expert gets most of the tokens",
+        "experts_overloaded", "warning", "likely", "one expert gets most of the tokens",
         f"The busiest expert has {robust.tail(load):.1f} times the mean, at the last log steps up to {load.steps[-1]}.",
         _balance(history),
         steps=robust.span(load),
-    )
+    )  # fmt: skip

@@ -27,18 +27,14 @@ def gradient_is_zero(history: History) -> Iterator[Finding]:
     if len(norm) < 3 or robust.tail(norm) > 0:
         return
     yield Finding(
-        "gradient_is_zero",
-        "error",
-        "certain",
-        "no gradient reaches the parameters",
+        "gradient_is_zero", "error", "certain", "no gradient reaches the parameters",
         f"train/grad_norm is 0 at the last {robust.window(norm)} log steps, up to step {norm.steps[-1]}.",
         [
             Cause("No label counts: all are -100 (see data/counted_share)."),
             Cause("Nothing joins the loss to the parameters: look for .detach() and no_grad in module.py."),
         ],
-        steps=robust.span(norm),
-        explains=("loss_stands_still",),
-    )
+        steps=robust.span(norm), explains=("loss_stands_still",),
+    )  # fmt: skip
 
 
 @rule
@@ -54,17 +50,14 @@ def gradient_norm_drifts(history: History) -> Iterator[Finding]:
     decay = history.key("model.optim.weight_decay")
     decays = [Change("model.optim.weight_decay", decay, 0.1)] if decay is not None and decay < 0.1 else []
     yield Finding(
-        "gradient_norm_drifts",
-        "warning",
-        "likely",
-        "the gradient norm grows and grows",
+        "gradient_norm_drifts", "warning", "likely", "the gradient norm grows and grows",
         f"train/grad_norm went from {first:.3g} to {last:.3g} between steps {norm.steps[0]} and {norm.steps[-1]}.",
         [
             Cause("The learning rate is too high for this stage.", expected.lower_rate(history)),
             Cause("Weights grow without limit.", decays),
         ],
         steps=robust.span(norm),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -84,10 +77,7 @@ def gradient_explodes(history: History) -> Iterator[Finding]:
     unclipped = Cause("Nothing clips the gradients.", clips)
     rate = Cause("The learning rate is too high.", expected.lower_rate(history))
     yield Finding(
-        "gradient_explodes",
-        "warning",
-        "likely",
-        "gradients explode",
+        "gradient_explodes", "warning", "likely", "gradients explode",
         f"train/grad_norm was {wild.values[top]:.3g} at step {wild.steps[top]}, where {usual:.3g} is usual; "
         f"{len(wild)} log step{'s' * (len(wild) > 1)} in all.",
         [
@@ -96,9 +86,8 @@ def gradient_explodes(history: History) -> Iterator[Finding]:
             Cause("The weights are too large: an initialisation, a scale or a missing norm in the model."),
             Cause("Single samples are bad: look at those of that step."),
         ],
-        steps=robust.span(wild),
-        explains=("clips_most_steps", "loss_knows_frequencies"),
-    )
+        steps=robust.span(wild), explains=("clips_most_steps", "loss_knows_frequencies"),
+    )  # fmt: skip
 
 
 @rule
@@ -116,10 +105,7 @@ def clips_most_steps(history: History) -> Iterator[Finding]:
     far = usual > FAR_ABOVE * clip
     to = robust.rounded(float(np.quantile(norm.values, KEPT_QUANTILE)), 2)
     yield Finding(
-        "clips_most_steps",
-        "warning" if far else "info",
-        "certain",
-        "most steps are clipped",
+        "clips_most_steps", "warning" if far else "info", "certain", "most steps are clipped",
         f"{clipped:.0%} of the steps since {norm.steps[0]} were above trainer.gradient_clip_val {clip:g}; the usual "
         f"norm is {usual:.3g}.",
         [
@@ -127,7 +113,7 @@ def clips_most_steps(history: History) -> Iterator[Finding]:
         ]
         + ([Cause("The learning rate is too high.", expected.lower_rate(history))] * expected.rate_is_high(history)),
         steps=robust.span(norm),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -137,9 +123,7 @@ def rate_above_peak(history: History) -> Iterator[Finding]:
         return
     above = rate[rate.values > 1.01 * peak]
     yield Finding(
-        "rate_above_peak",
-        "error" if above.values.max() > 2 * peak else "warning",
-        "certain",
+        "rate_above_peak", "error" if above.values.max() > 2 * peak else "warning", "certain",
         "the learning rate is above its schedule's peak",
         f"train/learning_rate was {above.values.max():.3g} at step {above.steps[int(np.argmax(above.values))]}; "
         f"model.optim.learning_rate is {peak:.3g}.",
@@ -148,23 +132,4 @@ def rate_above_peak(history: History) -> Iterator[Finding]:
             Cause("A resumed run took its schedule from another configuration."),
         ],
         steps=robust.span(above),
-    )
-
-
-@rule
-def rate_stays_zero(history: History) -> Iterator[Finding]:
-    """The schedule has ended, or never began, and training goes on."""
-    rate, end = history.metrics["train/learning_rate"].finite(), expected.max_steps(history)
-    idle = rate[rate.steps < min(end, np.inf) * 0.9]
-    if len(idle) < 2 * MIN_POINTS or robust.tail(idle) > 0:
-        return
-    yield Finding(
-        "rate_stays_zero",
-        "error",
-        "certain",
-        "the learning rate is 0",
-        f"train/learning_rate is 0 at step {idle.steps[-1]} of {end:.0f}: these steps change nothing.",
-        [Cause("The schedule is shorter than training, or multiplied by 0: see optim.py.")],
-        steps=robust.span(idle),
-        explains=("loss_stands_still",),
-    )
+    )  # fmt: skip

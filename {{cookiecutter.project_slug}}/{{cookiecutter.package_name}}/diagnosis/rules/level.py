@@ -38,15 +38,13 @@ def loss_stands_still(history: History) -> Iterator[Finding]:
         return
     causes = list(_why_it_stands(history))
     yield Finding(
-        "loss_stands_still",
-        "error",
-        "certain" if fall < STANDS_STILL / 3 * begins else "likely",
+        "loss_stands_still", "error", "certain" if fall < STANDS_STILL / 3 * begins else "likely",
         "the loss does not fall",
         f"train/loss was {begins:.4g} at step {loss.steps[0]} and is {robust.tail(loss):.4g} at step {loss.steps[-1]}"
         + (f"; a model that knows nothing has {uniform:.4g}, ln(vocabulary)." if uniform else "."),
         causes,
         steps=robust.span(loss),
-    )
+    )  # fmt: skip
 
 
 def _why_it_stands(history: History) -> Iterator[Cause]:
@@ -94,15 +92,12 @@ def loss_starts_too_high(history: History) -> Iterator[Finding]:
         [Change("data.tokenizer.path", history.key("data.tokenizer.path"), history.key("model.pretrained"))],
     )
     yield Finding(
-        "loss_starts_too_high",
-        "error" if pretrained else "warning",
-        "likely",
+        "loss_starts_too_high", "error" if pretrained else "warning", "likely",
         "the loss begins higher than that of a model that knows nothing",
         f"train/loss was {begins:.4g} at step {loss.steps[0]}; ln(vocabulary) is {uniform:.4g}.",
         [tokenizer if pretrained else range_, Cause("Labels and inputs do not belong together (data.py).")],
-        steps=robust.span(loss[:1]),
-        explains=("loss_jumped_at_the_start", "clips_most_steps"),
-    )
+        steps=robust.span(loss[:1]), explains=("loss_jumped_at_the_start", "clips_most_steps"),
+    )  # fmt: skip
 
 
 @rule
@@ -120,14 +115,11 @@ def loss_knows_frequencies(history: History) -> Iterator[Finding]:
     rate = [Cause("The learning rate is too low.", expected.higher_rate(history))] if low else too_hot(history, 0)[:1]
     context = Cause("The model does not see earlier tokens: look at its attention mask and its positions.")
     yield Finding(
-        "loss_knows_frequencies",
-        "warning",
-        "likely",
-        "the model has learned how often tokens occur, and nothing else",
+        "loss_knows_frequencies", "warning", "likely", "the model has learned how often tokens occur, and nothing else",
         f"train/loss is {robust.tail(late):.4g} since step {late.steps[0]}; a unigram model has {unigram:.4g}.",
         [*rate, context] if low or expected.rate_is_high(history) else [context, *rate],
         steps=robust.span(late),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -141,11 +133,8 @@ def loss_too_good(history: History) -> Iterator[Finding]:
     same = Cause("The validation split has the training split's text.")
     dull = Cause("The text repeats itself: it may be as easy as that.")
     yield Finding(
-        "loss_too_good",
-        "info",
-        "possible",
-        "the validation loss is too good to be true",
+        "loss_too_good", "info", "possible", "the validation loss is too good to be true",
         f"eval/bits_per_byte is {bits.last:.3g} at step {bits.steps[-1]}; the best models need 0.5 and more.",
         [same, leak, dull] if share else [leak, dull, same],
         steps=robust.span(bits[-1:]),
-    )
+    )  # fmt: skip

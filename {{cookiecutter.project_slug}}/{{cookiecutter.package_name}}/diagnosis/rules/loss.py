@@ -21,6 +21,7 @@ JUMP, EARLY_STEPS = 0.25, 20  # of the lowest loss so far; and steps after the s
 STAYS = 0.1  # of the lowest, at the next log step: weights that were thrown need more than one to come back
 SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise (numerics.spike_sigmas), and of the loss
 SPIKE_WINDOW = 9  # log steps of the running median
+LEAST = 0.5  # nats: near zero all noise is large beside it
 ALONE = 0.7  # of the entries above it have none beside them
 OSCILLATES = 0.06  # noise between log steps, of the loss; batches of a thousand tokens and more have 0.01 to 0.03
 
@@ -45,16 +46,13 @@ def loss_rises(history: History) -> Iterator[Finding]:
     is_lost = end > begins or rise > 0.5 * max(begins - float(few.values[best]), 0.0)
     at_best = int(few.steps[best])
     yield Finding(
-        "loss_rises",
-        "error" if is_lost else "warning",
-        "certain" if end > begins else "likely",
-        "the loss diverges",
+        "loss_rises", "error" if is_lost else "warning", "certain" if end > begins else "likely", "the loss diverges",
         f"train/loss was {few.values[best]:.4g} around step {at_best} and is {end:.4g} at step {loss.steps[-1]} "
         f"(it began at {begins:.4g}).",
         too_hot(history, at_best),
         steps=(at_best, int(loss.steps[-1])),
         explains=("loss_oscillates", "loss_spikes", "loss_jumped_at_the_start", "loss_stands_still"),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -72,16 +70,12 @@ def loss_jumped_at_the_start(history: History) -> Iterator[Finding]:
     if jump <= max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top]) or stays[top] < STAYS * lowest[top]:
         return
     yield Finding(
-        "loss_jumped_at_the_start",
-        "warning",
-        "likely",
-        "the loss jumped in the first steps",
+        "loss_jumped_at_the_start", "warning", "likely", "the loss jumped in the first steps",
         f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}, and is "
         f"{robust.tail(loss):.4g} at step {loss.steps[-1]}.",
         too_hot(history, float(early.steps[int(np.argmin(values[: top + 1]))]))[:2],
-        steps=(int(loss.steps[0]), int(early.steps[top])),
-        explains=("loss_spikes",),
-    )
+        steps=(int(loss.steps[0]), int(early.steps[top])), explains=("loss_spikes",),
+    )  # fmt: skip
 
 
 @rule
@@ -102,15 +96,12 @@ def loss_spikes(history: History) -> Iterator[Finding]:
     alone = len(begins) > ALONE * found.sum() and not expected.rate_is_high(history)
     causes = [*of_small_batch(history), *too_hot(history, math.inf)]
     yield Finding(
-        "loss_spikes",
-        "warning",
-        "likely",
-        "the loss has spikes",
+        "loss_spikes", "warning", "likely", "the loss has spikes",
         f"{len(begins)} spikes; the worst is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}, where "
         f"{usual[np.flatnonzero(found)[worst]]:.4g} was usual.",
         [causes[-1], *causes[:-1]] if alone else causes,
         steps=robust.span(spikes),
-    )
+    )  # fmt: skip
 
 
 @rule
@@ -120,15 +111,12 @@ def loss_oscillates(history: History) -> Iterator[Finding]:
         return
     half = loss[len(loss) // 2 :]
     shake, level = robust.noise(half.values), robust.median(half.values)
-    if shake < OSCILLATES * level or level < 0.1:  # near zero everything is large beside it
+    if shake < OSCILLATES * level or level < LEAST:
         return
     yield Finding(
-        "loss_oscillates",
-        "warning",
-        "likely",
-        "the loss oscillates",
+        "loss_oscillates", "warning", "likely", "the loss oscillates",
         f"From one log step to the next train/loss moves by {shake:.2g} around {level:.3g} (steps {half.steps[0]} to "
         f"{half.steps[-1]}).",
         [*of_small_batch(history), *too_hot(history, math.inf)],
         steps=robust.span(half),
-    )
+    )  # fmt: skip

@@ -27,14 +27,11 @@ def memory_nearly_full(history: History) -> Iterator[Finding]:
     told = f"; {reserved.last:.1f} GiB reserved" if len(reserved) else ""
     told += f", {allocated.last:.1f} allocated" if len(allocated) else ""
     yield Finding(
-        "memory_nearly_full",
-        "warning",
-        "certain",
-        "memory is nearly full",
+        "memory_nearly_full", "warning", "certain", "memory is nearly full",
         f"memory/peak_share is {share.last:.1%} at step {share.steps[-1]}{told}.",
         [*_smaller_micro_batch(history), *_checkpointing(history)],
         steps=robust.span(share),
-    )
+    )  # fmt: skip
 
 
 def _smaller_micro_batch(history: History) -> Iterator[Cause]:
@@ -68,10 +65,7 @@ def memory_grows(history: History) -> Iterator[Finding]:
     total = last / share.last if len(share) and share.last > 0 else None
     full = f"; full at step {int(used.steps[-1] + (total - last) / rate):,}" if total and rate > 0 else ""
     yield Finding(
-        "memory_grows",
-        "warning",
-        "likely",
-        "memory grows from step to step",
+        "memory_grows", "warning", "likely", "memory grows from step to step",
         f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {used.steps[0]} and {used.steps[-1]}, "
         f"{1024 * rate:.3g} MiB a step{full}.",
         [
@@ -79,4 +73,4 @@ def memory_grows(history: History) -> Iterator[Finding]:
             Cause("Another process on the machine, or workers that read data, take more and more."),
         ],
         steps=robust.span(used),
-    )
+    )  # fmt: skip

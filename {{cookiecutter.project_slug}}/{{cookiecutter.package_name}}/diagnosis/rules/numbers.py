@@ -35,16 +35,12 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     if bad:
         parts.append(f"the first bad {bad['what']} is that of {bad['module']}")
     yield Finding(
-        "loss_not_finite",
-        "error" if stopped or not seen or len(seen) > 3 else "warning",
-        "certain",
+        "loss_not_finite", "error" if stopped or not seen or len(seen) > 3 else "warning", "certain",
         "the loss or the gradient is not finite",
         "; ".join(parts) + ".",
         _why_not_finite(history, first, bad, ranks, seen),
-        steps=(first, last),
-        ranks=ranks,
-        explains=("loss_rises", "loss_spikes", "loss_jumped_at_the_start"),
-    )
+        steps=(first, last), ranks=ranks, explains=("loss_rises", "loss_spikes", "loss_jumped_at_the_start"),
+    )  # fmt: skip
 
 
 def _why_not_finite(history: History, first: int, bad: dict | None, ranks: list[int], seen: list) -> list[Cause]:
