@@ -145,7 +145,9 @@ class Collectives(Callback):
 
     def counted(self, name: str, real: Any) -> Any:
         def one_more(*args: Any, **options: Any) -> Any:
-            self.count[name] += 1
+            # The vote on preemption is a whole number, and cast by the clock.
+            is_vote = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.int64
+            self.count[name] += not is_vote
             return real(*args, **options)
 
         return one_more
