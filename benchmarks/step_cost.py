@@ -48,7 +48,7 @@ from transformers import get_scheduler  # noqa: E402
 
 WARM, STEPS, LOG_EVERY = 100, 600, 10
 BATCH, SEQ_LEN, CLIP = 8, 32, 1.0
-RECORDING = {"Facts", "Throughput", "Hardware", "Experts", "TrainingLog", "Console", "Messages", "Diagnosis"}
+RECORDING = {"Facts", "Throughput", "Hardware", "Inputs", "Experts", "TrainingLog", "Console", "Messages", "Diagnosis"}
 CORPUS = "the quick brown fox jumps over the lazy dog. "
 
 
