@@ -141,18 +141,6 @@ def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any,
         parser.parse_string(text)
 
 
-def test_the_metrics_page_names_what_the_code_logs(reference: ModuleType) -> None:
-    page = text_of(DOCS / "metrics.md")
-    files = [path for path in reference.PACKAGE.rglob("*.py") if "tests" not in path.relative_to(ROOT).parts]
-    source = "".join(path.read_text(encoding="utf-8") for path in files)
-    logged = set(re.findall(r'"((?:train|perf|eval)/[a-z_]+)"', source))
-    measured = re.findall(r'f"\{prefix\}/(\w+)"', source)
-    logged |= {f"{split}/{name}" for split in ("eval", "test") for name in measured}
-    assert len(logged) > 12
-    first_cells = "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE))
-    assert set(re.findall(r"`((?:train|perf|eval|test)/\w+)`", first_cells)) == logged
-
-
 def test_the_diagnosis_page_names_every_finding_and_every_planted_fault(reference: ModuleType) -> None:
     """In its tables; of the rules what they yield, of the faults what the project's own test makes."""
     cells = re.findall(r"^\| `([\w.]+)` \|", text_of(DOCS / "diagnosis.md"), re.MULTILINE)
