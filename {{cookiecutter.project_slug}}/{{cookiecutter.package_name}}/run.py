@@ -139,8 +139,10 @@ def write_record(run: Path, config_yaml: str, defaults_yaml: str) -> None:
 
 
 def write_numbered(path: Path, text: str) -> None:
-    """Write a file of the run's; that of an earlier attempt is kept beside it, as `<name>.<n>.<ending>`."""
+    """Write a file of the run's, whole or not at all; an earlier attempt's is kept, as `<name>.<n>.<ending>`."""
+    aside = path.parent / f".{path.name}.tmp"
+    aside.write_text(text, encoding="utf-8")
     if path.exists():
         earlier = len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
         path.rename(path.parent / f"{path.stem}.{earlier}{path.suffix}")
-    path.write_text(text, encoding="utf-8")
+    aside.rename(path)

@@ -81,7 +81,10 @@ class Diagnosis(Callback):
         if self._history is None:
             return
         self._looked = time.monotonic()
-        look_again(self._history)
+        try:
+            look_again(self._history)
+        except OSError as error:  # a file server that stutters must not end training: what was read before is judged
+            print(f"diagnosis: {self.folder} cannot be read: {error}", flush=True)
         self._open = diagnose(self._history)
         new = [finding for finding in self._open if finding.identity not in self._told]
         self._told |= {finding.identity for finding in new}

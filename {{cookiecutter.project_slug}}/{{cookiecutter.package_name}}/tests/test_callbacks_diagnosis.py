@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ..callbacks import diagnosis
 from ..callbacks.diagnosis import FILE, Diagnosis
 from ..diagnosis.finding import Finding
 from ..history.metrics import read_lines
@@ -74,6 +75,18 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: pytest.Captur
     callback = Diagnosis(folder=str(tmp_path / "gone"))
     callback._write(Finding("r", "error", "certain", "t", "e"), 3)
     assert "findings.jsonl" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_read_does_not_end_training(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stutter(history: Any) -> None:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(diagnosis, "look_again", stutter)
+    assert run("fit", *flags, *LOW, "--trainer.max_steps=60") == 0
+    out = capsys.readouterr().out
+    assert "cannot be read: Stale file handle" in out and "the loss does not fall" in out
 
 
 def test_a_line_of_findings_is_complete(tmp_path: Path) -> None:
