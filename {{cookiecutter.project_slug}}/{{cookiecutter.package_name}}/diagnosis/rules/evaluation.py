@@ -14,7 +14,7 @@ from ..finding import Cause, Change, Finding
 
 MIN_VALIDATIONS = 4
 RISE = 0.02  # of the best validation loss, beyond which a later one is worse
-FALSE_START = 0.3  # of training without any validation: too late to stop what went wrong
+FALSE_START = 0.34  # of training without any validation: too late to stop what went wrong; three in all are enough
 DEAR, CHEAP = 0.2, 0.05  # of the time: spent on validation, and what it should be
 SHORT_S, DEAR_AT_ONCE = 60.0, 0.4  # a run of seconds may spend more
 FEW_TOKENS = 2_000  # of a split: a mean loss of a deviation of 2 nats is off by 0.045 there, by chance alone
@@ -101,7 +101,7 @@ def validates_too_rarely(history: History) -> Iterator[Finding]:
     steps, every = expected.max_steps(history), history.key("trainer.val_check_interval")
     off = history.key("trainer.limit_val_batches") == 0 or not history.key("data.validation_share", 1)
     done = expected.last_step(history)
-    if not math.isfinite(steps) or not isinstance(every, int) or steps < 50:
+    if not math.isfinite(steps) or not isinstance(every, int) or steps < 100:  # those are tries
         return
     if off or every <= FALSE_START * steps:
         return
