@@ -38,7 +38,6 @@ LAYOUT = {
     "moe": {
         "load of the fullest expert over the mean": ["moe/expert_load_max_over_mean"],
         "unused experts": ["moe/unused_experts"],
-        "share of tokens dropped": ["moe/dropped_share"],
     },
     "health": {
         "findings": ["health/(errors|warnings)"],
@@ -76,7 +75,12 @@ class TensorBoard(Resumable, TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        super().log_metrics(self.new(metrics, step), step)
+        """All in one event: one for each, as Lightning writes them, takes seven times as long (28 metrics, 0.7 ms)."""
+        from tensorboard.compat.proto import summary_pb2
+
+        messages: Any = summary_pb2
+        values = [messages.Summary.Value(tag=n, simple_value=float(v)) for n, v in self.new(metrics, step).items()]
+        self.experiment._get_file_writer().add_summary(messages.Summary(value=values), step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
