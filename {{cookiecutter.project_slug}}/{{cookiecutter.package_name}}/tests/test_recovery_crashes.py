@@ -277,6 +277,8 @@ def test_a_real_lack_of_memory_is_explained_and_the_first_advice_helps(flags: li
     def train(*more: str) -> subprocess.CompletedProcess:
         argv = [sys.executable, "-c", UNDER_A_LIMIT, "0.6", "fit", *flags, *more]
         environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
+        # The limit is one of addresses: without these each thread reserves some tens of MiB that nothing uses.
+        environment |= {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         return subprocess.run(argv, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=200)
 
     ended = train()
