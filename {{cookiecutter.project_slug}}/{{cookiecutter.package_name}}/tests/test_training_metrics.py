@@ -93,7 +93,7 @@ def by_hand(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     """(loss, gradient norm before clipping) of the first steps."""
     model = rebuilt(run)
     batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]
-    rows = rows_by_hash(cache, batches[0][0])
+    rows = rows_by_hash(cache, {hashed for batch in batches for hashed in batch})
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
     for step, batch in enumerate(batches[:STEPS], start=1):
         losses = torch.cat([losses_of(model, *rows[hashed]) for hashed in batch])
@@ -115,15 +115,18 @@ def rebuilt(run: RunRecord) -> Any:
     return model
 
 
-def rows_by_hash(cache: Path, one_of_them: str) -> dict[str, tuple[Tensor, int]]:
-    """Hash of a row's input -> its T + 1 tokens, and how many of its labels count; of the cache that has `one`."""
+def rows_by_hash(cache: Path, wanted: set[str]) -> dict[str, tuple[Tensor, int]]:
+    """Hash of a row's input -> its T + 1 tokens, and how many of its labels count; of the cache that has all `wanted`.
+
+    Other tests' caches have some of them.
+    """
     for path in cache.glob("*/train.bin"):
         tokens = torch.from_numpy(np.fromfile(path, dtype=np.uint16).astype(np.int64))
         rows = [tokens[start : start + SEQ_LEN + 1] for start in range(0, len(tokens) - SEQ_LEN, SEQ_LEN)]
         found = {fingerprint(row[:-1]): (row, 4 + int(row[:-1].sum()) * 7 % 28) for row in rows}
-        if one_of_them in found:
+        if wanted <= found.keys():
             return found
-    raise AssertionError("no cache has the row that the run began with")
+    raise AssertionError("no cache has the rows of the run")
 
 
 def losses_of(model: Any, row: Tensor, counted: int) -> Tensor:
