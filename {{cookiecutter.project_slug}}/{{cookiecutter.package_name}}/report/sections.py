@@ -18,6 +18,7 @@ from .tables import Table, shown
 
 ROWS = 20  # of incidents, of checkpoints
 SAMPLES = 6
+OF_AN_ATTEMPT = ("time", "command", "job_started", "job_ends")  # another each time, and told elsewhere
 ENVIRONMENT = ("time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python", "git_commit")
 PACKAGES = ("torch", "lightning", "transformers", "deepspeed")
 
@@ -87,7 +88,7 @@ def of_several(histories: list[History], names: list[str]) -> list[Section]:
     rows = [[key, *map(shown, values)] for key, values in configs]
     none = "" if rows else "The configurations are equal."
     environments = [
-        {k: v for k, v in differences.flat(h.environment).items() if k not in ("time", "command")} for h in histories
+        {k: v for k, v in differences.flat(h.environment).items() if k not in OF_AN_ATTEMPT} for h in histories
     ]
     other = [[key, *map(shown, values)] for key, values in differences.between(environments)]
     return [

@@ -90,7 +90,7 @@ def test_a_crash_is_told_in_a_sentence_and_its_traceback_is_kept(
     assert text.startswith("Traceback") and "KeyError: 'labels'" in text
     (record,) = read_run(folder).crashes
     assert (record["kind"], record["step"], record["error"]) == ("other", 1, "KeyError")
-    assert record["memory"]["used_gib"] > record["memory"]["outside_gib"] > 0
+    assert record["memory"]["used_gib"] >= record["memory"]["outside_gib"] > 0  # a small model fits into freed memory
     (finding,) = [each for each in diagnose(read_run(folder)) if each.rule == "crashed"]
     assert "KeyError: 'labels'" in finding.evidence and finding.steps == (2, 2)
 

@@ -45,6 +45,7 @@ def test_a_layer_left_out_of_the_tensor_parallel_plan_is_named(tmp_path: Path, c
     assert "in the forward pass of model.model.layers.0.mlp.down_proj" in printed
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_counted_twice_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = rehearse(faults.gradients_reduced_twice, "tp", "each gradient", tmp_path, capsys)
     assert "1 of 21 parameters differ" in printed
@@ -56,11 +57,13 @@ def test_a_sampler_that_repeats_is_found(tmp_path: Path, capsys: pytest.CaptureF
     assert "step 1 of rank 1 repeats a sample of step 1 of rank 0" in printed
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_seed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = rehearse(faults.unseeded_parameter, "ddp", "starting weights", tmp_path, capsys)
     assert "first in model.model.norm.weight" in printed
 
 
+@pytest.mark.slow
 def test_dropout_that_begins_anew_after_a_resume_is_found(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = rehearse(faults.random_state_not_saved, "ddp", "kill and resume", tmp_path, capsys)
     assert "from step 3 on: rank 0 resumes step 3 with another random state, so dropout is drawn anew" in printed
