@@ -30,7 +30,7 @@ test: $(READY)  ## every test: the template's, then the default project's own
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
 	$(MAKE) --no-print-directory -C build/test/my-trainer test-all RUN='$(CURDIR)/.venv/bin/python'
 
-test-quick: $(READY) dev  ## the tests that take a minute or two, the project's run in place
+test-quick: $(READY) dev  ## the tests that take a few minutes, the project's run in place
 	.venv/bin/python -m pytest -m "not slow" tests
 	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python'
 

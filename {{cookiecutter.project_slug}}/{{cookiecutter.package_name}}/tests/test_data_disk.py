@@ -68,6 +68,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_older_cache_usable(texts: Pat
     data.require()
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_is_told_as_a_full_disk(texts: Path, tmp_path: Path) -> None:
     (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
     cache_dir = tmp_path / "cache"

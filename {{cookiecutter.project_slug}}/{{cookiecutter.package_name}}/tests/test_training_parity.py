@@ -46,7 +46,7 @@ def test_micro_batch_size_does_not_change_the_loss(flags: list[str], tmp_path: P
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("stop_after", [7, 10, 13])
+@pytest.mark.parametrize("stop_after", [7, *(pytest.param(step, marks=pytest.mark.slow) for step in (10, 13))])
 def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(
     flags: list[str], tmp_path: Path, stop_after: int
 ) -> None:
