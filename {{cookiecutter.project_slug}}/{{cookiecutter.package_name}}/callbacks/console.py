@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 import time
+from functools import partial
 from typing import Any, TextIO
 
 import lightning as L
@@ -106,6 +107,16 @@ class Console(Callback):
             return ""
         filled = round(share * self.bar_width)
         return "━" * filled + "╌" * (self.bar_width - filled) + "  "
+
+
+def say(trainer: Any, text: str, file: TextIO | None = None) -> None:
+    """Print whole lines on this rank, through the trainer's console if it has one."""
+    console = console_of(trainer)
+    (console.say if console else partial(print, flush=True))(text, file=file)
+
+
+def console_of(trainer: Any) -> Console | None:
+    return next((each for each in trainer.callbacks if isinstance(each, Console)), None)
 
 
 def figure(value: float) -> str:

@@ -16,7 +16,7 @@ from ..diagnosis.finding import Finding
 from ..errors import Ended, InputError
 from ..history.run import History, look_again, read_run
 from ..loggers.wandb import WandB
-from .console import Console
+from .console import console_of, say
 
 FILE = "findings.jsonl"
 KEPT = 2000  # entries of a metric: the rules take 20 ms over so many
@@ -93,11 +93,11 @@ class Diagnosis(Callback):
         for finding in (each for each in new if each.level == "error"):
             for logger in (each for each in trainer.loggers if isinstance(each, WandB)):
                 logger.alert(finding.title, finding.evidence)
-        if console := _console(trainer):
+        if console := console_of(trainer):
             console.worst = next((finding.title for finding in self._open if finding.level != "info"), "")
         if says and (serious := [finding for finding in new if finding.level != "info"]):
             more = f"python -m {__name__.split('.')[0]} diagnose {self.folder}"
-            _say(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
+            say(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
 
     def _write(self, finding: Finding, step: int) -> None:
         line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}
@@ -106,14 +106,3 @@ class Diagnosis(Callback):
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk must not end training here: checkpoints decide
             print(f"diagnosis: {self.folder / FILE} cannot be written: {error}", flush=True)
-
-
-def _console(trainer: Any) -> Console | None:
-    return next((each for each in trainer.callbacks if isinstance(each, Console)), None)
-
-
-def _say(trainer: Any, text: str) -> None:
-    if console := _console(trainer):
-        console.say(text)
-    else:
-        print(text, flush=True)

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from ..cluster.messages import MESSAGES
 from ..parallel import weights
-from .console import Console
+from .console import say
 from .training_log import is_log_step
 
 
@@ -51,8 +51,7 @@ class WarningsOfRanks(Callback):
         """Collective."""
         ranks = weights.from_all_ranks(MESSAGES.take())
         if trainer.is_global_zero and (lines := told_once(ranks, MESSAGES.told)):
-            console = next((each for each in trainer.callbacks if isinstance(each, Console)), None)
-            (console.say if console else print)("\n".join(lines), file=sys.stderr)
+            say(trainer, "\n".join(lines), file=sys.stderr)
 
 
 def told_once(ranks: list[list[str]], told: set[str]) -> list[str]:

@@ -39,6 +39,12 @@ def running_s(history: History) -> float:
     return sum(seconds for kind, seconds in history.goodput.items() if kind not in ("start", "restart"))
 
 
+def epochs(history: History) -> float | None:
+    """How often each token of the train split has been seen."""
+    tokens, size = history.metrics["train/tokens"].finite(), history.fact("data.train_tokens")
+    return tokens.last / size if len(tokens) and size else None
+
+
 def last_step(history: History) -> int:
     loss = history.metrics["train/loss"]
     return int(loss.steps[-1]) if len(loss) else 0

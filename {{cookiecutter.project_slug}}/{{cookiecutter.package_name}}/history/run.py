@@ -16,6 +16,8 @@ from .metrics import FILE, Metrics, read_lines, read_metrics
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS = "defaults.yaml"
 
+OF_A_RUN = ("config.yaml", FILE)  # of which a run's folder has one at least
+
 
 @dataclass
 class History:
@@ -67,7 +69,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
     Raises:
         InputError: it is no run's folder.
     """
-    if not (folder / "config.yaml").exists() and not (folder / FILE).exists():
+    if not is_run(folder):
         raise InputError(
             f"{folder} is not the folder of a run: it has neither config.yaml nor {FILE}; give runs/<name>/<id>"
         )
@@ -81,6 +83,10 @@ def read_run(folder: Path, limit: int = 0) -> History:
     )
     look_again(history)
     return history
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in OF_A_RUN)
 
 
 def look_again(history: History) -> None:

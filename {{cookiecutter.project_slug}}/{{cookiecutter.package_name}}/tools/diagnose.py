@@ -12,7 +12,7 @@ from ..diagnosis.engine import RULES, diagnose
 from ..diagnosis.finding import LEVELS, Finding, as_text
 from ..errors import InputError
 from ..history.metrics import FILE
-from ..history.run import FACTS, History, read_run
+from ..history.run import FACTS, OF_A_RUN, History, is_run, read_run
 
 
 def main(argv: list[str]) -> None:
@@ -47,14 +47,7 @@ def newest(folder: Path) -> Path:
     runs = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if is_run(path)]
     if not runs:
         raise InputError(f"{folder} is no run's folder, and has none in it; give runs/<name>/<id>")
-    return max(runs, key=lambda run: max((run / name).stat().st_mtime for name in FILES if (run / name).exists()))
-
-
-FILES = ("config.yaml", FILE)  # of which a run has one at least
-
-
-def is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in FILES)
+    return max(runs, key=lambda run: max((run / name).stat().st_mtime for name in OF_A_RUN if (run / name).exists()))
 
 
 def _as_dict(history: History, findings: list[Finding]) -> dict[str, Any]:

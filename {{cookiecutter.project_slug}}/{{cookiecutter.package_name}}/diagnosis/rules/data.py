@@ -132,10 +132,11 @@ def chat_template_missing(history: History) -> Iterator[Finding]:
 @rule
 def seen_too_often(history: History) -> Iterator[Finding]:
     tokens, size = history.metrics["train/tokens"].finite(), history.fact("data.train_tokens")
-    if not size or not len(tokens) or tokens.last <= SEEN * size or history.key("data.repeat_first_batch"):
+    times = expected.epochs(history)
+    if times is None or times <= SEEN or history.key("data.repeat_first_batch"):
         return
     yield Finding(
         "seen_too_often", "info", "certain", "the data have been seen many times",
-        f"{tokens.last:,.0f} tokens were trained on, of a split of {size:,}: {tokens.last / size:.1f} times.",
+        f"{tokens.last:,.0f} tokens were trained on, of a split of {size:,}: {times:.1f} times.",
         [Cause("There is too little text for so many steps: beyond 4 times it gives less and less than new text.")],
     )  # fmt: skip

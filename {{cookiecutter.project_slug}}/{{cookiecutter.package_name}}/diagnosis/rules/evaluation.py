@@ -35,7 +35,7 @@ def overfits(history: History) -> Iterator[Finding]:
     before = loss[loss.steps <= since.steps[0]]
     if not len(before) or robust.tail(loss) >= robust.tail(before):
         return  # both rise: it diverges
-    step, seen = int(since.steps[0]), _epochs(history)
+    step, seen = int(since.steps[0]), expected.epochs(history)
     causes = [
         Cause(
             f"It has learned all that carries over by step {step}: stop there (best-step{step} is kept), or earlier by "
@@ -59,12 +59,6 @@ def overfits(history: History) -> Iterator[Finding]:
 def _more_decay(history: History) -> list[Change]:
     now = history.key("model.optim.weight_decay")
     return [] if now is None else [Change("model.optim.weight_decay", now, min(max(0.1, 3 * now), 0.3))]
-
-
-def _epochs(history: History) -> float | None:
-    """How often each token of the train split has been seen."""
-    tokens, size = history.metrics["train/tokens"].finite(), history.fact("data.train_tokens")
-    return tokens.last / size if len(tokens) and size else None
 
 
 def _plain(number: float) -> int | None:
