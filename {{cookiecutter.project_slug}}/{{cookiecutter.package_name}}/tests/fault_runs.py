@@ -187,7 +187,7 @@ FAULTS = [
              "last_checkpoint.every_n_steps"),
     Training("rare_checkpoints", ["--last_checkpoint.every_n_steps=1000"], "checkpoint_too_rare",
              "last_checkpoint.every_n_steps", attempts=(_KILLED, _KILLED, ())),
-    Training("out_of_time", ["--trainer.max_steps=1000000", "--preemption.max_time=00:00:01:00"], "ends_too_late",
+    Training("out_of_time", ["--trainer.max_steps=10000000", "--preemption.max_time=00:00:10:00"], "ends_too_late",
              "preemption.max_time", attempts=([plants.StopAt(100)],)),
     Training("crash", [], "crashed", says="KeyError: 'logit'",
              plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),

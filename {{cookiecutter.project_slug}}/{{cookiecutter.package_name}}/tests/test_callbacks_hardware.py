@@ -81,7 +81,7 @@ def test_what_the_gpu_does_not_tell_is_left_out_and_said(sample: Callable[[Any],
 
 def test_a_gpu_that_never_answers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
-    monkeypatch.setitem(sys.modules, "pynvml", fake(nvmlDeviceGetPowerUsage=lambda _: time.sleep(5)))
+    monkeypatch.setitem(sys.modules, "pynvml", fake(nvmlDeviceGetPowerUsage=lambda _: time.sleep(5) or 0))
     began = time.perf_counter()
     sampler = Sampler(torch.device("cuda", 0), every_s=60.0)
     assert "gpu/power_w" not in sampler.newest
