@@ -44,8 +44,11 @@ check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hook
 	.venv/bin/ruff check --no-respect-gitignore hooks tests docs benchmarks build/dev/trainer_dev
 	.venv/bin/ty check --no-respect-ignore-files --python .venv hooks tests docs build/dev/trainer_dev
 
-bench: $(READY) dev  ## what the project costs per step, beside a hand-written loop
-	.venv/bin/python benchmarks/step_cost.py
+bench: $(READY) dev build/peers  ## measure the project beside a hand-written loop and its peers (PART="step dist data …")
+	.venv/bin/python -m benchmarks $(PART)
+
+build/peers: benchmarks/peers.txt
+	@.venv/bin/python -m pip install --quiet --no-deps --upgrade --target build/peers -r benchmarks/peers.txt && touch build/peers
 
 docs: $(READY)  ## build the documentation site, its reference page from the code
 	.venv/bin/python docs/reference.py

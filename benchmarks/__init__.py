@@ -1,0 +1,25 @@
+"""The project beside a hand-written loop and its peers: `make bench PART="step data"`.
+
+arms.py      runs what is compared: in a new order each round, in one process
+record.py    what was measured, as JSON with all that it depends on, and the table made from it
+loops/       the same training by hand, by the project, by each peer
+<part>.py    what one part compares, and its targets
+results/     the newest JSON of each part, and their tables
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# `make bench` links the un-rendered project into build/dev as trainer_dev, and installs the peers into build/peers,
+# apart from the environment that the project is tested in.
+sys.path.insert(0, str(ROOT / "build" / "dev"))
+sys.path.append(str(ROOT / "build" / "peers"))
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads add noise and nothing else to small models

@@ -1,0 +1,57 @@
+"""python -m benchmarks [PART …]: measure, write results/<part>.json, print its table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from . import ROOT
+from .record import Options, table, write
+
+PARTS = {
+    "step": "what a training loop costs per step, on one process",
+    "dist": "two processes against the same strategy written by hand",
+    "model": "the loss in chunks, compilation block by block",
+    "data": "reading, tokenizing, packing",
+    "checkpoint": "how long saving keeps training waiting",
+    "startup": "until help, a refusal, the first step",
+    "growth": "how cost grows: metrics, callbacks, tensors, ranks, lengths, steps",
+    "gpu": "model FLOPs utilization, memory; needs an NVIDIA GPU, but for --quick",
+}
+DEFAULT = ["step", "data", "checkpoint", "startup"]
+
+
+def main() -> int:
+    lines = "\n".join(f"  {name:<12}{what}" for name, what in PARTS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=f"{__doc__}\n\nparts:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(DEFAULT)}")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="run every line, with little work: it measures nothing")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON files")
+    given = parser.parse_args()
+    if unknown := [part for part in given.parts if part not in PARTS]:
+        parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: at least 1")
+    if given.quick and given.output == parser.get_default("output"):
+        parser.error("--quick measures nothing that may stand in results: give another --output")
+    warnings.filterwarnings("ignore")
+    options = Options(rounds=given.rounds, quick=given.quick)
+    for part in given.parts or DEFAULT:
+        print(f"{part}: {PARTS[part]}", flush=True)
+        load = os.getloadavg()[0]
+        result = importlib.import_module(f"benchmarks.{part}").run(options)
+        path = write(result, options, load, given.output)
+        print(f"\n{table(path)}\nwritten to {path}\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
