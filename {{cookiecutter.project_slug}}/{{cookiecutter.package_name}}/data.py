@@ -189,8 +189,8 @@ class DataModule(L.LightningDataModule):
         """
         if WINDOW in batch:
             strategy: Any = self.trainer and self.trainer.strategy
-            tokens = strategy.reduce(batch.pop(WINDOW), reduce_op="mean") / self.accumulation
-            self._tokens = tokens.clamp(min=1)
+            tokens = strategy.reduce(batch.pop(WINDOW), reduce_op="mean")
+            self._tokens = (tokens / self.accumulation if self.accumulation > 1 else tokens).clamp(min=1)
         training = self.trainer is not None and self.trainer.training
         return batch | {"tokens_per_micro_batch": self._tokens} if training else batch
 

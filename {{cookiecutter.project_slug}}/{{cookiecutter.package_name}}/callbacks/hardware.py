@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import Callback
 
 from ..cluster.environment import memory_limit
-from .training_log import is_log_step
 
 GIB = 2**30
 # Clocks lowered by the hardware, by heat, or by the board's power supply (nvml.h, nvmlClocksEventReason*). The power
@@ -55,16 +54,14 @@ class Hardware(Callback):
         if pl_module.device.type == "cuda" and self.gpu_every_s and torch.version.hip is None:
             self._gpu = Sampler(pl_module.device, self.gpu_every_s)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not is_log_step(trainer):
-            return
-        device = pl_module.device
+    def before_log_step(self, trainer: Any, module: Any) -> None:
+        device = module.device
         memory = of_gpu(device) if device.type == "cuda" else of_host(trainer.num_devices)
         values = dict(zip(MEMORY, memory, strict=True))
         if device.type == "cuda":  # all ranks put the same names, or they would not fit together
             values |= dict.fromkeys(GPU, math.nan) | (self._gpu.newest if self._gpu else {})
         for name, value in values.items():
-            pl_module.metrics.put_of_rank(name, value)
+            module.metrics.put_of_rank(name, value)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         for name, join in (MEMORY | GPU).items():

@@ -148,8 +148,8 @@ class LazyLoader(DataLoader):
             yield from batches
             return
         while window := list(islice(batches, self.window)):
-            counted = sum((batch["labels"] != NOT_COUNTED).sum() for batch in window)
-            yield window[0] | {WINDOW: torch.as_tensor(counted, dtype=torch.float32)}
+            counted = sum(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED) for batch in window)
+            yield window[0] | {WINDOW: torch.tensor(counted, dtype=torch.float32)}
             yield from window[1:]
 
 
