@@ -22,7 +22,7 @@ from ..text.rows import PackedRows
 from .conftest import logged, only_run, run
 from .test_parallel_parity import Trainings, train  # noqa: F401  (`train` is a fixture)
 
-SLOW_S = 0.2
+SLOW_S = 0.7  # longer than three steps or a validation take on a machine that is busy
 
 
 def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(

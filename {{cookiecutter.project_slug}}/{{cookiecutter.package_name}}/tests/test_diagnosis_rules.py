@@ -106,7 +106,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"facts": {"data.distinct_tokens": 26}},
     ),
     "duplicates_across_splits": ({"facts": {"data.duplicate_share": 0.1}}, {"facts": {"data.duplicate_share": 0.005}}),
-    "padding": ({"facts": {"data.pad_share": 0.5}}, {"facts": {"data.pad_share": 0.05}}),
     "chat_template_missing": (
         {"facts": {"data.chat_share": 0.0}, "config": {"model.pretrained": "some/model"}},
         {"facts": {"data.chat_share": 0.9}, "config": {"model.pretrained": "some/model"}},

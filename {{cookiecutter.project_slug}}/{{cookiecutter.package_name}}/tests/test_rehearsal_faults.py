@@ -33,6 +33,7 @@ def test_a_loss_averaged_per_rank_is_found(tmp_path: Path, capsys: pytest.Captur
     assert "tokens_per_micro_batch" in printed
 
 
+@pytest.mark.slow
 def test_a_layer_that_fsdp_leaves_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = rehearse(faults.layer_outside_of_fsdp, "fsdp2", "ranks agree", tmp_path, capsys)
     assert "layers.1.mlp.gate_proj.weight on rank 1 differs from rank 0's after step 1" in printed
@@ -69,6 +70,7 @@ def test_dropout_that_begins_anew_after_a_resume_is_found(tmp_path: Path, capsys
     assert "from step 3 on: rank 0 resumes step 3 with another random state, so dropout is drawn anew" in printed
 
 
+@pytest.mark.slow
 def test_a_buffer_that_differs_by_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     printed = rehearse(faults.buffer_by_rank, "fsdp2", "ranks agree", tmp_path, capsys)
     assert "temperature on rank 1 differs from rank 0's before the first step" in printed

@@ -14,7 +14,6 @@ CONSTANT = 0.02  # of a micro-batch's tokens are distinct, at most
 FEW_DISTINCT = 4  # token ids
 DUPLICATES = 0.01  # of the validation split: above it the validation loss no longer tells about unseen text
 UNSHIFTED = 0.8  # of the labels; text repeats a token at once in a tenth of its places at most
-PADDED = 0.2  # of the tokens
 SEEN = 4.0  # epochs, up to which repeated text is as good as new (Muennighoff et al., arXiv:2305.16264)
 
 
@@ -101,18 +100,6 @@ def labels_not_shifted(history: History) -> Iterator[Finding]:
         "nothing.",
         [Cause("Labels must be the inputs moved by one: labels[:, t] = tokens[:, t + 1] (text/rows.py).")],
         explains=("loss_too_good",),
-    )  # fmt: skip
-
-
-@rule
-def padding(history: History) -> Iterator[Finding]:
-    share = history.fact("data.pad_share")
-    if not share or share <= PADDED:
-        return
-    yield Finding(
-        "padding", "warning", "certain", "much of every batch is padding",
-        f"{share:.0%} of the tokens are padding: packed rows would train {1 / (1 - share):.1f} times as fast.",
-        [Cause("Rows are padded to their length, not packed: take text/rows.py's, or pack in your own data module.")],
     )  # fmt: skip
 
 
