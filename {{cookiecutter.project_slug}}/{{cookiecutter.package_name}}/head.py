@@ -45,7 +45,7 @@ def sums_over_tokens(
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # ty: ignore
     if head is None or not chunk or labels.numel() <= chunk:
         return sums(forward(), labels)
-    layer, results = head.forward, []
+    layer, kept, states = head.forward, [], []
 
     def in_chunks(hidden: Tensor) -> Tensor:
         def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -57,18 +57,23 @@ def sums_over_tokens(
             result = _GradientsAtOnce.apply(lambda part, of_it: sums(layer(part), of_it), parts, hidden, *trained)
         else:
             result = sum(torch.stack([s.float() for s in sums(layer(part), of_it)]) for part, of_it in parts)
-        results.append((result, result._version))
+        kept.append(result)  # alive, so that no other tensor gets its address
+        states.append(_state(result))
         return result
 
     with patch.object(head, "forward", in_chunks):
         returned = forward()
-    unchanged = [(r.data_ptr(), version) for r, version in results] == [(returned.data_ptr(), returned._version)]
-    if not unchanged:  # told by address and version: looking at values would wait for the device
+    if states != [_state(returned)]:
         raise InputError(
             f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
             " set model.loss_chunk null"
         )
     return returned.unbind()
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Another after every operation: address and version, because to look at values is to wait for the device."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 class _GradientsAtOnce(torch.autograd.Function):
