@@ -48,10 +48,9 @@ def sums_over_tokens(
     layer, kept, states = head.forward, [], []
 
     def in_chunks(hidden: Tensor) -> Tensor:
-        def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-            return tensor.split(chunk, dim=1)
-
-        parts = zip(pieces(hidden.reshape(1, -1, hidden.shape[-1])), pieces(labels.reshape(1, -1)), strict=True)
+        num = -(-labels.numel() // chunk)  # of equal size: compiled sums are compiled for one shape
+        rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
+        parts = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
         trained = [p for p in head.parameters() if p.requires_grad]
         if torch.is_grad_enabled():
             result = _GradientsAtOnce.apply(lambda part, of_it: sums(layer(part), of_it), parts, hidden, *trained)
