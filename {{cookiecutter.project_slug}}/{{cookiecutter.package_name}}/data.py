@@ -193,7 +193,7 @@ class DataModule(L.LightningDataModule):
             if dist.is_initialized():  # not by Lightning's `strategy.reduce`, which waits at a barrier first (2.6.6)
                 dist.all_reduce(tokens)
                 tokens /= dist.get_world_size()
-            self._tokens = (tokens / self.accumulation).clamp(min=1)
+            self._tokens = (tokens / self.accumulation if self.accumulation > 1 else tokens).clamp(min=1)
         training = self.trainer is not None and self.trainer.training
         return batch | {"tokens_per_micro_batch": self._tokens} if training else batch
 
