@@ -154,7 +154,7 @@ class LanguageModule(L.LightningModule):
         `use_cache=False` and no attention mask: only so does transformers read document boundaries off the
         positions; with either, packed documents see each other.
         """
-        with known_documents(self.model, batch) as known:
+        with known_documents(self.model, batch, self.blocks.compile) as known:
             tokens, positions = batch["input_ids"], batch["position_ids"]
             return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
 
