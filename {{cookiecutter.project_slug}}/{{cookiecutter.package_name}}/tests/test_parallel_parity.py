@@ -228,6 +228,15 @@ SHORT = "--trainer.max_steps=6"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_ep", "hsdp"])
+def test_reducing_gradients_once_changes_no_number(train: Trainings, strategy: str) -> None:
+    once = train("deepseek_v3", strategy, "--trainer.strategy.init_args.reduce_each_micro_batch=false", SHORT)
+    plain = train("deepseek_v3", "one", SHORT)
+    assert once.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert once.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
     [*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in ("fsdp2", "tp", "zero2"))],
