@@ -59,6 +59,7 @@ def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = Fa
     """
     from transformers import masking_utils
 
+    masks: Any = masking_utils
     bounds, (num_rows, seq_len) = batch.get(BOUNDS), batch["input_ids"].shape
     is_flash = "flash" in (getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
     if bounds is None:
@@ -67,13 +68,13 @@ def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = Fa
         yield {}
         return
     apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
-    looks = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _documents if apart else _none
+    looks = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = _documents if apart else _none
     try:
         varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": seq_len, "max_length_k": seq_len}
         yield varlen if is_flash and apart else {}
     finally:
-        masking_utils.find_packed_sequence_indices = looks
+        masks.find_packed_sequence_indices = looks
 
 
 def _documents(position_ids: Tensor) -> Tensor:
@@ -95,7 +96,8 @@ def cast_experts() -> None:
     """
     from transformers.integrations import moe
 
-    grouped_mm = moe._grouped_mm
+    experts: Any = moe
+    grouped_mm = experts._grouped_mm
 
     def cast_and_multiply(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         device = weight.device.type
@@ -103,4 +105,4 @@ def cast_experts() -> None:
             weight = weight.to(torch.get_autocast_dtype(device))
         return grouped_mm(input, weight, offs)
 
-    moe._grouped_mm = cast_and_multiply
+    experts._grouped_mm = cast_and_multiply

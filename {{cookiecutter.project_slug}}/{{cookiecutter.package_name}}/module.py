@@ -102,7 +102,7 @@ class LanguageModule(L.LightningModule):
         """Build the model once, when the data, and with it the vocabulary, is known, and put it in its place."""
         if not hasattr(self, "model"):
             self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
-            if self.blocks.compile:  # the passes over the logits become two: at a large vocabulary a third of their time
+            if self.blocks.compile:  # one pass over the logits forward, one backward, where there are a dozen
                 self.sums = torch.compile(self.sums)
 
     def build_model(self, data: Any) -> nn.Module:

@@ -68,7 +68,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     work()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    events, most = list(profiler.profiler.kineto_results.experimental_event_tree()), 0  # ty: ignore
+    events, most = list(profiler.profiler.kineto_results.experimental_event_tree()), 0
     while events:
         event = events.pop()
         events += event.children
@@ -101,7 +101,8 @@ def test_chunks_have_the_sums_and_gradients_of_the_whole(frozen: bool) -> None:
         sums = step(model, tokens, chunk)
         with torch.inference_mode():
             assert torch.allclose(step(model, tokens, chunk)[0], sums[0])
-        results.append((*sums, model.embedding.weight.grad))
+        gradient: Any = model.embedding.weight.grad
+        results.append((*sums, gradient))
     (loss, hits, gradient), (loss_too, hits_too, gradient_too) = results
     assert torch.allclose(loss, loss_too, rtol=1e-6) and hits == hits_too
     assert torch.allclose(gradient, gradient_too, rtol=1e-5, atol=1e-8)
