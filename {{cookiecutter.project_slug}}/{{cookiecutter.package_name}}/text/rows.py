@@ -37,8 +37,8 @@ class PackedRows(Dataset):
         inputs, labels = window[:, :-1], window[:, 1:].copy()  # (B, T) each
         labels[index == PADDING] = NOT_COUNTED
         positions = self.positions(inputs)
-        bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)  # (documents + 1,)
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
+        bounds = [] if self.cross_document_attention else np.append(np.flatnonzero(positions == 0), positions.size)
+        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: np.array(bounds, np.int32)}
         return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()} | {ROWS: rows}
 
     def positions(self, inputs: np.ndarray) -> np.ndarray:
