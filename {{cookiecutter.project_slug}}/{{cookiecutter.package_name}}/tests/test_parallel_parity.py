@@ -256,6 +256,16 @@ def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["one", "fsdp2", "tp", "zero3"])
+def test_the_loss_in_chunks_changes_no_number(train: Trainings, strategy: str) -> None:
+    """The output layer is tied to the embeddings. 2 or 4 rows of 32 tokens in chunks of 24, the last one smaller."""
+    plain, chunked = train("llama", "one", SHORT), train("llama", strategy, "--model.loss_chunk=24", SHORT)
+    assert chunked.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert chunked.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+    assert_close(chunked.end, plain.end, 1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one", *SHARDING])
 def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy: str) -> None:
     exact = train("deepseek_v3", "one")
