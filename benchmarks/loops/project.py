@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -15,17 +14,13 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
+from .. import ROOT
 from ..arms import Sample
 from .task import Stopwatch, Task, data_flags, loss_of, place_in_world
 
 # Callbacks that only measure, write, show and diagnose.
 RECORDING = {"Facts", "Throughput", "Hardware", "Inputs", "Experts", "TrainingLog", "Console", "Messages", "Diagnosis"}
-STRATEGIES = {
-    "auto": [],
-    "ddp": ["--trainer.strategy=ddp"],
-    "fsdp2": ["--trainer.strategy=MeshStrategy"],
-    "zero2": ["--trainer.strategy=ZeroStrategy", "--trainer.strategy.stage=2"],
-}
+CONFIGS = ROOT / "build" / "dev" / "configs"
 
 
 class Timer(Callback):
@@ -49,16 +44,17 @@ def train(task: Task, records: bool = True, extra_metrics: int = 0) -> Sample:
             trainer.callbacks.append(Timer(stopwatch))  # ty: ignore[unresolved-attribute]
             return trainer
 
-    with tempfile.TemporaryDirectory(dir=task.folder) as runs, edited(task, extra_metrics):
-        ranks = place_in_world()[1]
-        Timed(args=["fit", f"--run.root={runs}", *flags(task, ranks)], run=True)
+    with edited(task, extra_metrics):
+        Timed(args=["fit", *flags(task, place_in_world()[1])], run=True)
     return stopwatch.result()
 
 
 def flags(task: Task, ranks: int) -> list[str]:
+    strategy = [] if task.strategy == "auto" else [f"--config={CONFIGS / 'strategy' / task.strategy}.yaml"]
     return [
+        *strategy,
         *data_flags(task, ranks),
-        *STRATEGIES[task.strategy],
+        f"--run.root={task.folder / 'runs'}",
         "--run.report=false",
         f"--trainer.accelerator={'gpu' if task.device == 'cuda' else 'cpu'}",
         f"--trainer.devices={ranks}",
@@ -96,5 +92,6 @@ def edited(task: Task, extra_metrics: int) -> Iterator[None]:
         patch.object(LanguageModule, "build_model", lambda self, data: task.build()),
         patch.object(LanguageModule, "training_step", step),
     ):
-        os.environ.pop("DIST_RUN_ID", None)
+        if "RANK" not in os.environ:
+            os.environ.pop("DIST_RUN_ID", None)  # of the run before in this process
         yield

@@ -54,7 +54,10 @@ from .loggers.run_log import RunLog
 from .loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
 from .loggers.wandb import WandB  # noqa: F401
 from .module import LanguageModule
-from .parallel import limits
+from .parallel import (
+    ddp,  # noqa: F401  (gives "ddp" its defaults)
+    limits,
+)
 from .parallel.half import HalfParameters
 from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from .parallel.zero import ZeroStrategy  # noqa: F401

@@ -1,4 +1,4 @@
-"""Rows of a token cache, and batches of them.
+"""Rows of a token cache, and batches of them, with where documents begin: kernels.py keeps them apart by it.
 
 Shapes: B sequences, T tokens of a sequence; ids are int64.
 """
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..kernels import BOUNDS
 from .order import NOT_COUNTED, PADDING, ROWS
 
 
@@ -35,7 +36,9 @@ class PackedRows(Dataset):
         window = self.tokens[starts + np.arange(self.seq_len + 1)].astype(np.int64)  # (B, T+1)
         inputs, labels = window[:, :-1], window[:, 1:].copy()  # (B, T) each
         labels[index == PADDING] = NOT_COUNTED
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": self.positions(inputs)}
+        positions = self.positions(inputs)
+        bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)  # (documents + 1,)
+        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()} | {ROWS: rows}
 
     def positions(self, inputs: np.ndarray) -> np.ndarray:
