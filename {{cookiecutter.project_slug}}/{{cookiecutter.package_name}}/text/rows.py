@@ -24,7 +24,7 @@ class PackedRows(Dataset):
     def __init__(
         self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool = False
     ) -> None:
-        self.tokens = np.asarray(tokens)  # the same mapped memory: a slice of np.memmap's own class takes ten times as long
+        self.tokens = np.asarray(tokens)  # the same memory: a slice of np.memmap's own class takes ten times as long
         self.seq_len = seq_len
         self.eos_token_id = eos_token_id
         self.cross_document_attention = cross_document_attention
