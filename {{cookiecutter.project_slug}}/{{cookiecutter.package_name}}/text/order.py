@@ -108,9 +108,9 @@ def with_jumps(jumps: Iterable[Jump], more: Iterable[Jump]) -> list[Jump]:
 
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """(num_rows,) the rows in the order of that pass."""
+    """(num_rows,) the rows in the order of that pass; the last one, of which only a part may count, stays the last."""
     rows = np.arange(num_rows, dtype=np.uint32 if num_rows < 2**32 else np.uint64)
-    np.random.default_rng((seed, epoch)).shuffle(rows)
+    np.random.default_rng((seed, epoch)).shuffle(rows[:-1])
     return rows
 
 
