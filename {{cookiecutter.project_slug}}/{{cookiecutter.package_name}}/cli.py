@@ -21,7 +21,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
 from .callbacks.crash import Crash
@@ -53,8 +52,12 @@ from .errors import InputError, reason
 from .loggers.run_log import RunLog
 from .loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
 from .loggers.wandb import WandB  # noqa: F401
+from .loop import lighten
 from .module import LanguageModule
-from .parallel import limits
+from .parallel import (
+    ddp,  # noqa: F401  (gives "ddp" its defaults)
+    limits,
+)
 from .parallel.half import HalfParameters
 from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from .parallel.zero import ZeroStrategy  # noqa: F401
@@ -132,6 +135,7 @@ class CLI(LightningCLI):
 
     def __init__(self, args: list[str], run: bool) -> None:
         MESSAGES.listen()
+        self._verb = args[0] if run else None
         super().__init__(
             LanguageModule,
             DataModule,
@@ -148,6 +152,10 @@ class CLI(LightningCLI):
             "-c", "--config", action=ConfigFile, help="A YAML file of these keys; give several, the later one wins."
         )
         return parser
+
+    def subcommands(self) -> dict[str, set[str]]:
+        """Only the verb that is wanted: to build the parsers of all four takes four times as long."""
+        return {verb: skipped for verb, skipped in super().subcommands().items() if verb == self._verb}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
@@ -219,7 +227,7 @@ class CLI(LightningCLI):
         facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
         trainer.callbacks += [facts, record, self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
-        spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
+        lighten(trainer)
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
         same.begin(trainer, self.run, plain, watchdog.start_timeout_s)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from .cluster.signals import spare
@@ -188,9 +189,11 @@ class DataModule(L.LightningDataModule):
         the global batch's counted tokens, wherever they are. One collective of one number per optimizer step.
         """
         if WINDOW in batch:
-            strategy: Any = self.trainer and self.trainer.strategy
-            tokens = strategy.reduce(batch.pop(WINDOW), reduce_op="mean") / self.accumulation
-            self._tokens = tokens.clamp(min=1)
+            tokens = batch.pop(WINDOW)
+            if dist.is_initialized():  # not by Lightning's `strategy.reduce`, which waits at a barrier first (2.6.6)
+                dist.all_reduce(tokens)
+                tokens /= dist.get_world_size()
+            self._tokens = (tokens / self.accumulation if self.accumulation > 1 else tokens).clamp(min=1)
         training = self.trainer is not None and self.trainer.training
         return batch | {"tokens_per_micro_batch": self._tokens} if training else batch
 

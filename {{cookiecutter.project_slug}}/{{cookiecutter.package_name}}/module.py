@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import InputError, reason
+from .head import sums_over_tokens
+from .kernels import Attention, known_documents, set_attention
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule
 from .parallel.blocks import BlockConfig
@@ -58,8 +60,13 @@ class LanguageModule(L.LightningModule):
         architecture: A transformers configuration: `model_type` and any of its fields. Vocabulary, sequence length
             and end-of-document token come from the data. Trained from scratch. Not used when `pretrained` is set.
         pretrained: A local folder or hub name to load weights from. null starts from scratch.
+        attention: The kernel, see kernels.py; flash_attention_2 and 3 are packages of their own. null: sdpa where the
+            model can, else eager.
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
+        loss_chunk: Tokens whose logits exist at a time: with a large vocabulary they hold more memory than all else.
+            Has an effect on micro-batches of more tokens. null: all at once, for a model that changes its logits after
+            the output layer.
         sample_tokens: Tokens that `generate` writes for a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the likeliest token each time.
     """
@@ -70,16 +77,20 @@ class LanguageModule(L.LightningModule):
         self,
         architecture: dict[str, Any] = SMALL_DEEPSEEK_V3,
         pretrained: str | None = None,
+        attention: Attention | None = None,
         optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
         blocks: BlockConfig = BlockConfig(),  # noqa: B008
+        loss_chunk: int | None = 4096,
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
     ) -> None:
         super().__init__()
         self.architecture = architecture
         self.pretrained = pretrained
+        self.attention = attention
         self.optim = optim
         self.blocks = blocks
+        self.loss_chunk = loss_chunk
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
         self.metrics = MetricBuffer()
@@ -91,6 +102,8 @@ class LanguageModule(L.LightningModule):
         """Build the model once, when the data, and with it the vocabulary, is known, and put it in its place."""
         if not hasattr(self, "model"):
             self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
+            if self.blocks.compile:  # one pass over the logits forward, one backward, where there are a dozen
+                self.sums = torch.compile(self.sums)
 
     def build_model(self, data: Any) -> nn.Module:
         """The network, with room for `data.vocab_size` tokens and sequences of `data.seq_len`.
@@ -122,16 +135,18 @@ class LanguageModule(L.LightningModule):
 
         if self.pretrained:
             try:
-                return AutoConfig.from_pretrained(self.pretrained, trust_remote_code=False)
+                config = AutoConfig.from_pretrained(self.pretrained, trust_remote_code=False)
+                return set_attention(config, self.attention)
             except (OSError, ValueError) as error:
                 raise InputError(f"model.pretrained {self.pretrained!r} cannot be loaded: {reason(error)}") from error
         fields = {"max_position_embeddings": data.seq_len, **self.architecture}
         fields |= {"vocab_size": data.vocab_size, "bos_token_id": data.eos_token_id, "eos_token_id": data.eos_token_id}
         model_type = fields.pop("model_type", None)
         try:
-            return AutoConfig.for_model(model_type, **fields)
+            config = AutoConfig.for_model(model_type, **fields)
         except Exception as error:  # each architecture refuses in its own way
             raise InputError(f"model.architecture with model_type {model_type!r}: {reason(error)}") from error
+        return set_attention(config, self.attention)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """(B, T) tokens to (B, T, V) logits.
@@ -139,8 +154,9 @@ class LanguageModule(L.LightningModule):
         `use_cache=False` and no attention mask: only so does transformers read document boundaries off the
         positions; with either, packed documents see each other.
         """
-        output = self.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-        return output.logits
+        with known_documents(self.model, batch, self.blocks.compile) as known:
+            tokens, positions = batch["input_ids"], batch["position_ids"]
+            return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
 
     # ---- loss and metrics --------------------------------------------------------------------------------------
 
@@ -148,12 +164,16 @@ class LanguageModule(L.LightningModule):
         """(B, T, V) logits and (B, T) labels, already shifted, -100 where none counts, to (B*T,) losses in nats."""
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
 
+    def sums(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """Over all or some tokens, as `loss` gets them: the loss, then what is only told: right guesses."""
+        return self.loss(logits, labels).sum(), (logits.detach().argmax(-1) == labels).sum()
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self(batch)
+        loss, hits = sums_over_tokens(lambda: self(batch), self.model, batch["labels"], self.sums, self.loss_chunk)
         tokens = batch["tokens_per_micro_batch"]  # that count, over the global batch: not `.mean()` of this micro-batch
-        loss = self.loss(logits, batch["labels"]).sum() / tokens
+        loss = loss / tokens
         self.track("train/loss", loss)
-        self.track("train/token_accuracy", (logits.detach().argmax(-1) == batch["labels"]).sum() / tokens)
+        self.track("train/token_accuracy", hits / tokens)
         return loss
 
     def track(self, name: str, value: Tensor) -> None:
@@ -169,11 +189,10 @@ class LanguageModule(L.LightningModule):
         self._eval_sums = torch.zeros(3, dtype=self._sum_dtype, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        logits, labels = self(batch), batch["labels"]
-        counted = labels != -100  # the last batch may be padded, so that all ranks have equally many
-        hits = (logits.argmax(-1) == labels) & counted
-        sums = torch.stack([self.loss(logits, labels).sum(), hits.sum(), counted.sum()])
-        self._eval_sums += sums.to(self._eval_sums.dtype)
+        labels = batch["labels"]
+        sums = sums_over_tokens(lambda: self(batch), self.model, labels, self.sums, self.loss_chunk)
+        counted = (labels != -100).sum()  # the last batch may be padded, so that all ranks have equally many
+        self._eval_sums += torch.stack([*sums, counted]).to(self._eval_sums.dtype)
 
     def on_validation_epoch_end(self) -> None:
         self._log_eval("eval", "validation")

@@ -18,9 +18,8 @@ from .checkpoint import commit, manifest
 from .checkpoint.formats import format_of
 from .cluster.environment import environment
 from .errors import InputError
-from .history.run import DEFAULTS
+from .history.run import DEFAULTS, RUN_ID
 
-RUN_ID = "DIST_RUN_ID"  # set by launch/*, or by the first process for those it starts: all ranks use one folder
 PLACEHOLDER = "{run}"  # stands for the run's folder in any string of the configuration
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ..cluster.signals import asked, job_started
 from ..cluster.vote import Vote
 from ..errors import Ended, Exit, InputError
+from ..history.run import RUN_ID
 from .checkpoint import LastCheckpoint
 
 TIME_IS_UP = 1  # among signals' numbers; SIGHUP, whose number it is, asks for nothing
@@ -102,7 +103,7 @@ class Preemption(Checkpoint):
             Exit.REQUEUE,
             f"{cause}: stopped {'and saved ' if saved else ''}after step {trainer.global_step}. The same command goes"
             f" on from {'there' if saved else 'the newest checkpoint'}; where no scheduler gives it the run's name,"
-            f" with DIST_RUN_ID={os.environ.get('DIST_RUN_ID')}.",
+            f" with {RUN_ID}={os.environ.get(RUN_ID)}.",
         )
 
 

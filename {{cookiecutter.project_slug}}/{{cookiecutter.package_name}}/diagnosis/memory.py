@@ -71,6 +71,7 @@ class Training:
     cut: Cut
     checkpointing: str = "none"
     checkpoint_every: int = 1
+    loss_chunk: int | None = None  # tokens
     on_host: bool = False  # trains on a CPU: offloading moves nothing
 
     @property
@@ -149,8 +150,8 @@ class Training:
         return norms + (attention + mlp) / self.cut.tp
 
     def logits(self) -> float:
-        """The loss's, (B, T, V)."""
-        return LOGIT_BYTES * self.tokens * self.vocab_size
+        """The loss's, (B, T, V) or a chunk of it."""
+        return LOGIT_BYTES * min(self.tokens, self.loss_chunk or self.tokens) * self.vocab_size
 
     @property
     def tokens(self) -> int:
@@ -184,6 +185,7 @@ def training_of(history: History) -> Training | None:
         cut=cut_of(history.key("trainer.strategy", "auto"), world_size),
         checkpointing=history.key("model.blocks.checkpointing", "none"),
         checkpoint_every=max(history.key("model.blocks.checkpoint_every", 1), 1),
+        loss_chunk=history.key("model.loss_chunk"),
         on_host=history.fact("machine.device", "cpu") == "cpu",
     )
 

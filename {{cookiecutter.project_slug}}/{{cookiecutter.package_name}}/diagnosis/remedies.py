@@ -13,6 +13,7 @@ SPARE = 0.05  # of the device, to be left free: allocators and collectives need 
 UNDERCOUNTED = 1.6  # what a DeepSeek-V3 kept for backward over what was counted; a Llama 1.1 (test_diagnosis_memory.py)
 WORTH = 0.01  # of what is held; what saves less is not proposed
 QLORA_BYTES = 4.127 / 8  # of a parameter in NF4 with double quantization, arXiv:2305.14314 section 3
+LOSS_CHUNK = 4096  # module.py's default
 OF_TOKENS = ("activations", "logits")  # parts that grow with the micro-batch
 STRATEGY = "trainer.strategy.init_args"
 
@@ -103,6 +104,7 @@ def remedies(memory: Held, accumulation: int, has_bf16: bool) -> list[Cause]:
         has_bf16: Whether the device multiplies in bfloat16.
     """
     found = [
+        *_fewer_logits(memory),
         *_smaller_micro_batch(memory, accumulation),
         *_shard_more(memory),
         *_half_precision(memory, has_bf16),
@@ -118,6 +120,15 @@ def _cause(memory: Held, sentence: str, key: str, now: Any, to: Any, saved: floa
     enough = "enough, as far as can be counted" if memory.is_partial else "enough by itself"
     note = enough if memory.missing and saved >= memory.missing else ""
     return Cause(sentence, [Change(key, now, to, saves_gib=saved / GIB, note=note)])
+
+
+def _fewer_logits(memory: Held) -> Iterator[Cause]:
+    """head.py: at equal speed."""
+    now = memory.training.loss_chunk
+    if not now or now > LOSS_CHUNK:
+        saved = memory.saves(loss_chunk=LOSS_CHUNK)
+        sentence = "Logits of some tokens at a time: the loss curve stays, and the speed."
+        yield _cause(memory, sentence, "model.loss_chunk", now, LOSS_CHUNK, saved)
 
 
 def _smaller_micro_batch(memory: Held, accumulation: int) -> Iterator[Cause]:

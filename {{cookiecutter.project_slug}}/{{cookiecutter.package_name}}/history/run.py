@@ -16,6 +16,7 @@ from .metrics import FILE, Metrics, read_lines, read_metrics
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS = "defaults.yaml"
 
+RUN_ID = "DIST_RUN_ID"  # in the environment: names the folder; set by launch/*, or by the first process for the others
 OF_A_RUN = ("config.yaml", FILE)  # of which a run's folder has one at least
 
 

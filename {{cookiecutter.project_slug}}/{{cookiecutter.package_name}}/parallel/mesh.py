@@ -12,6 +12,8 @@ knowing no transformers model, at checkpoints of interleaved shards, and at a wo
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -26,7 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import format_of
@@ -66,6 +68,9 @@ class MeshStrategy(ModelParallelStrategy):
         tp_plan: Rules over the model's own: module or parameter name to a style of transformers'. null: none.
         ep_plan: The same for experts. null: none.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the device.
+        reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation and keep shards of
+            them. false: only in the last one, which sends less and keeps whole gradients until then, 4 bytes a
+            parameter on every device (2 in bf16-true).
         process_group_backend: torch's name of the backend. null: nccl on GPUs, gloo on CPUs.
         timeout: How long a collective may wait for the other ranks.
     """
@@ -80,6 +85,7 @@ class MeshStrategy(ModelParallelStrategy):
         tp_plan: dict[str, str] | None = None,
         ep_plan: dict[str, str] | None = None,
         cpu_offload: bool = False,
+        reduce_each_micro_batch: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
@@ -92,6 +98,7 @@ class MeshStrategy(ModelParallelStrategy):
         self.tp_plan = tp_plan
         self.ep_plan = ep_plan
         self.cpu_offload = cpu_offload
+        self.reduce_each_micro_batch = reduce_each_micro_batch
 
     # ---- the mesh ------------------------------------------------------------------------------------------------
 
@@ -226,6 +233,31 @@ class MeshStrategy(ModelParallelStrategy):
     def _mixed_precision(self) -> bool:
         """Whether weights travel and multiply in bfloat16, kept and reduced in float32."""
         return self.precision_plugin.precision == "bf16-mixed"
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Lightning's, around every micro-batch but the last of an accumulation; its own knows DDP alone.
+
+        HSDP's all-reduce between the copies always waits for the last: what it adds up meanwhile is the own shard, no
+        larger than the gradient that it becomes.
+        """
+        assert self.model is not None
+        waits = not self.reduce_each_micro_batch or self.mesh_sizes.dp_replicate > 1
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)] if waits else []
+        self._let_reduce(units, False)
+        try:
+            yield
+        finally:
+            self._let_reduce(units, True)
+
+    def _let_reduce(self, units: list[FSDPModule], now: bool) -> None:
+        for unit in units:
+            if self.reduce_each_micro_batch:
+                unit.set_requires_all_reduce(now, recurse=False)
+            else:
+                unit.set_requires_gradient_sync(now, recurse=False)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

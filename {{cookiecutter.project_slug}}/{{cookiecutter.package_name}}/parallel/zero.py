@@ -29,7 +29,7 @@ from ..errors import InputError
 from . import deepspeed_config as config_file
 from . import weights
 from .build_locks import clear_stale_build_locks
-from .zero_step import ZeroPrecision
+from .zero_step import ZeroPrecision, trace_whole_forwards
 
 for expected in (
     ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
@@ -223,6 +223,11 @@ class ZeroStrategy(DeepSpeedStrategy):
                 init = deepspeed.zero.Init(module=module, config_dict_or_path=self.config, param_swapper=swapper)
                 swapper = init.param_swapper  # Init has broadcast each parameter, and kept a part of it
         return model
+
+    def init_deepspeed(self) -> None:
+        super().init_deepspeed()
+        if self.zero_stage_3:
+            trace_whole_forwards(self.deepspeed_engine)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoint import manifest
-from ..history.run import History
+from ..history.run import RUN_ID, History
 from .results import steps
-
-RUN_ID = "DIST_RUN_ID"  # as in run.py, which needs torch: names the folder that a command goes on in
 
 
 def without(words: Iterable[str], *flags: str) -> list[str]:

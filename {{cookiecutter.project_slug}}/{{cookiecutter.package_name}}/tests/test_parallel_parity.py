@@ -228,6 +228,15 @@ SHORT = "--trainer.max_steps=6"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_ep", "hsdp"])
+def test_reducing_gradients_once_changes_no_number(train: Trainings, strategy: str) -> None:
+    once = train("deepseek_v3", strategy, "--trainer.strategy.init_args.reduce_each_micro_batch=false", SHORT)
+    plain = train("deepseek_v3", "one", SHORT)
+    assert once.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert once.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
     [*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in ("fsdp2", "tp", "zero2"))],
@@ -244,6 +253,16 @@ def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str)
     plain = train("llama", "one", SHORT)
     compiled = train("llama", strategy, "--model.blocks.compile=true", "--model.blocks.checkpointing=full", SHORT)
     assert compiled.loss == pytest.approx(plain.loss, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["one", "fsdp2", "tp", "zero3"])
+def test_the_loss_in_chunks_changes_no_number(train: Trainings, strategy: str) -> None:
+    """The output layer is tied to the embeddings. 2 or 4 rows of 32 tokens in chunks of 24, the last one smaller."""
+    plain, chunked = train("llama", "one", SHORT), train("llama", strategy, "--model.loss_chunk=24", SHORT)
+    assert chunked.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert chunked.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+    assert_close(chunked.end, plain.end, 1e-5)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,14 +119,6 @@ def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     assert buffer.read(lambda t: t, CPU) == {}
 
 
-def from_mask_building() -> bool:
-    """Whether transformers is looking for packed documents, which reads one boolean a forward (5.23)."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and "masking_utils" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None
-
-
 class Reads(TorchDispatchMode):
     """Notes each operation that makes the host wait for the device: it reads a number, or needs one for a shape."""
 
@@ -138,7 +129,7 @@ class Reads(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") in self.WAITING and not from_mask_building():
+        if func._schema.name.removeprefix("aten::") in self.WAITING:
             self.seen.append(func._schema.name)
         return func(*args, **(kwargs or {}))
 

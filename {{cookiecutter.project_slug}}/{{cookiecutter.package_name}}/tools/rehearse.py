@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Exit, InputError
+from ..history.run import RUN_ID
 from . import sizes
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _parse(flags: list[str], own: argparse.Namespace) -> Any:
 
     if own.steps < 6:
         raise InputError(f"--steps {own.steps} is below 6: there must be steps before and after a kill")
-    os.environ.pop("DIST_RUN_ID", None)
+    os.environ.pop(RUN_ID, None)
     return Given(args=[*flags, *sizes.as_flags(own)], run=False)
 
 

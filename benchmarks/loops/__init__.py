@@ -1,0 +1,15 @@
+"""The same training, by hand, by the project and by each peer.
+
+Each module has `train(task) -> Sample`: it builds the model, warms up, trains, and returns what an optimizer step took
+after the warm-up. All do the same: rows of one token cache in a random order, AdamW (fused), cosine with warm-up,
+gradients clipped at norm 1, and every `log_every` steps loss, gradient norm, learning rate and tokens per second in a
+file and on the terminal; a checkpoint is due, but not within the steps.
+
+task.py          what is trained, on what, for how long; the log of the loops by hand
+hand.py          torch alone; DDP, FSDP2 and DeepSpeed's ZeRO as a specialist sets them
+project.py       `fit` as it is shipped
+lightning.py     Lightning's Trainer with its defaults
+trainer.py       Hugging Face's Trainer with its defaults
+accelerate.py    a loop by hand with Hugging Face's accelerate
+fabric.py        a loop by hand with Lightning's Fabric
+"""

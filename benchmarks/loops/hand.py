@@ -1,0 +1,86 @@
+"""torch alone: what the others are measured against. One function from the first line to the last."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..arms import Sample
+from .task import Log, Stopwatch, Task, loss_of, place_in_world
+
+
+def train(task: Task) -> Sample:
+    if task.strategy == "zero2":
+        from . import hand_zero
+
+        return hand_zero.train(task)
+    rank, ranks = place_in_world()
+    if ranks > 1:
+        dist.init_process_group("nccl" if task.device == "cuda" else "gloo")
+    model = placed(task, task.build())
+    optimizer = task.optimizer(model)
+    scheduler = task.schedule(optimizer)
+    half = torch.autocast(task.device, torch.bfloat16) if task.precision == "bf16-mixed" else contextlib.nullcontext()
+    log, stopwatch = Log(task, "hand", rank, ranks), Stopwatch(task)
+    for step, batch in enumerate(task.batches(rank), start=1):
+        log.fetched()
+        if task.device == "cuda":
+            batch = {name: value.pin_memory().to("cuda", non_blocking=True) for name, value in batch.items()}
+        with half:
+            loss, accuracy = loss_of(model, batch)
+        loss.backward()
+        norm = clip(model, task.clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        log.add(loss, accuracy, norm)
+        if step % task.log_every == 0:
+            log.write(step, scheduler.get_last_lr()[0])
+        if step % task.checkpoint_every == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, task.folder / f"{step}.pt")
+        stopwatch.tick(step)
+    if ranks > 1:
+        dist.destroy_process_group()
+    return stopwatch.result()
+
+
+def placed(task: Task, model: nn.Module) -> nn.Module:
+    """`model` on its device, compiled, cut and wrapped as `task` says."""
+    if task.precision == "bf16-true":
+        model = model.to(torch.bfloat16)
+    model = model.to(task.device)
+    blocks = list(model.model.layers) if task.architecture else []  # ty: ignore[unresolved-attribute]
+    if task.compile:
+        for block in blocks:
+            block.compile()
+    if task.strategy == "ddp":
+        # Every parameter has a gradient in every step, so buckets need no search; no buffer changes in training.
+        return nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
+        )
+    if task.strategy == "fsdp2":
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options: dict[str, Any] = {}
+        if task.precision == "bf16-mixed":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if blocks:  # in torchtitan's groups: embedding, each block, and norm with head, which backward needs first
+            inner: Any = model.model
+            for module in (inner.embed_tokens, *blocks):
+                fully_shard(module, **options)
+            fully_shard([inner.norm, model.lm_head], reshard_after_forward=False, **options)
+        fully_shard(model, **options)
+    return model
+
+
+def clip(model: nn.Module, limit: float) -> Tensor:
+    """() the norm of all gradients, over all ranks, before they are scaled."""
+    norm = nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
+    return norm

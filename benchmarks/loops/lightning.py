@@ -1,0 +1,79 @@
+"""Lightning's Trainer with its defaults: its bar, its logger, its checkpoint callback, four values by `self.log`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from ..arms import Sample
+from .project import Timer
+from .task import Stopwatch, Task, loss_of
+
+
+def train(task: Task) -> Sample:
+    """Everything that is not an argument here is as Lightning sets it."""
+    stopwatch = Stopwatch(task)
+    with patch.dict(os.environ), tempfile.TemporaryDirectory(dir=task.folder) as folder:  # it says where the rank is
+        trainer = L.Trainer(
+            accelerator=task.device,
+            devices=1,
+            precision=task.precision,  # ty: ignore[invalid-argument-type]
+            max_steps=task.steps,
+            log_every_n_steps=task.log_every,
+            gradient_clip_val=task.clip,
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=task.checkpoint_every), Timer(stopwatch)],
+            default_root_dir=folder,
+        )
+        trainer.fit(Module(task), torch.utils.data.DataLoader(Batches(task), batch_size=None))
+    return stopwatch.result()
+
+
+class Module(L.LightningModule):
+    """Four values in each step, as Lightning's own examples log."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+        self.model = task.build()
+        self.stepped = time.perf_counter()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss, _ = loss_of(self.model, batch)
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])  # ty: ignore[unresolved-attribute]
+        now = time.perf_counter()
+        self.log("perf/tokens_per_s", self.task.batch_size * self.task.seq_len / (now - self.stepped))
+        self.stepped = now
+        return loss
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Lightning's own clipping does not tell the norm."""
+        self.log("train/grad_norm", torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.task.optimizer(self.model)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.task.schedule(optimizer), "interval": "step"},
+        }
+
+
+class Batches(torch.utils.data.IterableDataset):
+    """The task's, for a DataLoader that leaves them as they are."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self.task.batches()

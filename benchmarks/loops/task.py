@@ -1,0 +1,251 @@
+"""What is trained, on what, for how long: the same for every loop; and the log that the hand-written ones keep.
+
+Shapes: B sequences of a batch, T tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trainer_dev.text.rows import PackedRows
+
+from ..arms import Clock, Sample, quiet
+
+CORPUS = "the quick brown fox jumps over the lazy dog. "
+BYTES_EOS, BYTES_VOCABULARY = 256, 257  # of the tokenizer Bytes
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training.
+
+    Args:
+        folder: For the corpus, its token cache, and what the loops write.
+        architecture: A transformers configuration, trained from scratch; None: `Null`.
+        steps: Optimizer steps in all.
+        warm: Of these, those before time is taken.
+        batch_size: Sequences per optimizer step and rank, in one micro-batch.
+        seq_len: Tokens of a sequence.
+        log_every: Optimizer steps between two log lines.
+        strategy: auto (one process), ddp, fsdp2 or zero2.
+        device: Where the model is: cpu or cuda.
+        precision: As Lightning names it: 32-true, bf16-mixed or bf16-true.
+        compile: Compile each block with torch.compile.
+        flags: More of `fit`'s flags, for the project alone.
+    """
+
+    folder: Path
+    architecture: dict[str, Any] | None = None
+    steps: int = 600
+    warm: int = 100
+    batch_size: int = 8
+    seq_len: int = 32
+    log_every: int = 10
+    strategy: str = "auto"
+    device: str = "cpu"
+    precision: str = "32-true"
+    compile: bool = False
+    flags: tuple[str, ...] = ()
+    clip: float = 1.0
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    checkpoint_every: int = 100_000  # due, but not within the steps
+
+    def build(self) -> nn.Module:
+        """The model, on the CPU, in float32, with the same weights in every process."""
+        if self.architecture is None:
+            return Null()
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        fields = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": self.seq_len, **self.architecture}
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+    @property
+    def rows(self) -> PackedRows:
+        """All rows of the token cache, which `fit` reads as well."""
+        (path,) = self.folder.glob("cache/*/train.bin")
+        return PackedRows(np.memmap(path, dtype=np.uint16, mode="r"), self.seq_len, BYTES_EOS)
+
+    def batches(self, rank: int = 0) -> Iterator[dict[str, Tensor]]:
+        """`steps` of this rank, in a random order: `input_ids`, `labels`, `position_ids`, (B, T) each."""
+        rows, draw = self.rows, random.Random(rank)
+        for _ in range(self.steps):
+            yield inputs_of(rows.__getitems__(draw.sample(range(len(rows)), self.batch_size)))
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Weight decay on matrices alone."""
+        parameters = list(model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    @property
+    def warmup(self) -> int:
+        """Steps in which the learning rate rises."""
+        return max(1, self.steps // 20)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.AdamW:
+        return torch.optim.AdamW(self.parameter_groups(model), lr=self.learning_rate, betas=self.betas, fused=True)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
+        from transformers import get_scheduler
+
+        options = {"min_lr_rate": 0.1}
+        return get_scheduler(
+            "cosine_with_min_lr", optimizer, self.warmup, self.steps, scheduler_specific_kwargs=options
+        )
+
+
+class Null(nn.Module):
+    """One vector and nothing to compute with it: a step takes what the loop takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self.weight.sum() * 0.01 + 1.0
+
+
+def inputs_of(batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Without what the project alone makes use of."""
+    return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """() mean cross entropy, in nats, and () share of tokens predicted right."""
+    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    if isinstance(output, Tensor):  # Null's
+        return output, output.detach()
+    logits, labels = output.logits.float().flatten(0, 1), batch["labels"].flatten()  # (B*T, V) and (B*T,)
+    return F.cross_entropy(logits, labels), (logits.detach().argmax(-1) == labels).float().mean()
+
+
+@dataclass
+class Log:
+    """What an engineer writes who wants these numbers and no framework: nothing is read between log steps."""
+
+    task: Task
+    name: str
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        self.sums = torch.zeros(4, device=self.task.device)
+        self.process = psutil.Process()
+        self.window = self.ready = time.perf_counter()
+        self.waited = 0.0
+        self.file = (self.task.folder / f"{self.name}.jsonl").open("w", encoding="utf-8") if self.rank == 0 else None
+
+    def fetched(self) -> None:
+        """A batch has come."""
+        self.waited += time.perf_counter() - self.ready
+
+    def add(self, loss: Tensor, accuracy: Tensor, norm: Tensor) -> None:
+        """Of one step, each ()."""
+        self.sums += torch.stack([loss.detach(), accuracy, norm, (norm > self.task.clip).float()])
+        self.ready = time.perf_counter()
+
+    def write(self, step: int, learning_rate: float) -> None:
+        if self.ranks > 1:
+            dist.all_reduce(self.sums)
+        loss, accuracy, norm, clipped = (self.sums / (self.task.log_every * self.ranks)).tolist()
+        seconds = self.ready - self.window
+        tokens = self.task.batch_size * self.task.seq_len * self.ranks
+        metrics = {
+            "train/loss": loss,
+            "train/perplexity": math.exp(min(loss, 700.0)),
+            "train/token_accuracy": accuracy,
+            "train/grad_norm": norm,
+            "train/learning_rate": learning_rate,
+            "train/tokens": step * tokens,
+            "health/clipped_share": clipped,
+            "perf/step_s": seconds / self.task.log_every,
+            "perf/tokens_per_s": self.task.log_every * tokens / seconds,
+            "perf/data_wait_share": self.waited / seconds,
+            "memory/allocated_gib": self.process.memory_info().rss / 2**30,
+        }
+        if self.file:
+            self.file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+            self.file.flush()
+            print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        self.sums.zero_()
+        self.window, self.waited = self.ready, 0.0
+
+
+@dataclass
+class Stopwatch:
+    """Takes time from the end of step `warm` to the end of the last."""
+
+    task: Task
+    sample: Sample | None = None
+    _clock: Clock = field(default_factory=Clock)
+
+    def tick(self, step: int) -> None:
+        """At the end of each optimizer step, the first being 1."""
+        if step == self.task.warm:
+            self._wait_for_device()
+            self._clock.start()
+        elif step == self.task.steps:
+            self._wait_for_device()
+            self.sample = self._clock.stop(self.task.steps - self.task.warm)
+
+    def _wait_for_device(self) -> None:
+        if self.task.device == "cuda":
+            torch.cuda.synchronize()
+
+    def result(self) -> Sample:
+        assert self.sample is not None, "the loop ended before its last step"
+        return self.sample
+
+
+def prepare(task: Task, texts: int = 40) -> Task:
+    """Write the corpus, and tokenize it as `prepare` does."""
+    from trainer_dev.tools import prepare as tool
+
+    task.folder.mkdir(parents=True, exist_ok=True)
+    for number in range(texts):
+        (task.folder / f"{number}.txt").write_text(f"{number} {CORPUS * 40}", encoding="utf-8")
+    with quiet():
+        tool.main(["prepare", *data_flags(task)])
+    return task
+
+
+def data_flags(task: Task, ranks: int = 1) -> list[str]:
+    """`fit`'s, for the same rows, all of them for training."""
+    return [
+        "--data.source=TextFiles",
+        f"--data.source.paths=[{task.folder}/*.txt]",
+        "--data.tokenizer=Bytes",
+        f"--data.cache_dir={task.folder / 'cache'}",
+        f"--data.seq_len={task.seq_len}",
+        f"--data.global_batch_size={task.batch_size * ranks}",
+        f"--data.micro_batch_size={task.batch_size}",
+        "--data.validation_share=0",
+        "--data.test_share=0",
+        "--data.prompts=[]",
+    ]
+
+
+def place_in_world() -> tuple[int, int]:
+    """This process's rank, and the number of ranks, as a launcher would have said."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,87 @@
+"""Hugging Face's Trainer with its defaults: its bar, its log line, its filter of losses that are not finite."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ..arms import Sample
+from .task import Stopwatch, Task, inputs_of, loss_of, place_in_world
+
+
+def train(task: Task) -> Sample:
+    """Everything that is not an argument here is as the Trainer sets it; batches come as cheaply as to the others."""
+    stopwatch = Stopwatch(task)
+    with tempfile.TemporaryDirectory(dir=task.folder) as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=task.device == "cpu",
+            bf16=task.precision == "bf16-mixed",
+            torch_compile=task.compile,
+            per_device_train_batch_size=task.batch_size,
+            max_steps=task.steps,
+            optim="adamw_torch_fused",
+            learning_rate=task.learning_rate,
+            weight_decay=task.weight_decay,
+            adam_beta1=task.betas[0],
+            adam_beta2=task.betas[1],
+            max_grad_norm=task.clip,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.1},
+            warmup_steps=task.warmup,
+            remove_unused_columns=False,  # it would look for them in each row
+            logging_steps=task.log_every,
+            save_strategy="steps",
+            save_steps=task.checkpoint_every,
+            ddp_backend="gloo" if task.strategy == "ddp" and task.device == "cpu" else None,
+        )
+        trainer = Trainer(
+            WithLoss(task.build()),
+            arguments,
+            data_collator=inputs_of,  # the rows come as a batch already
+            train_dataset=task.rows,
+            callbacks=[Lines(task, stopwatch)],
+        )
+        trainer.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return stopwatch.result()
+
+
+class WithLoss(nn.Module):
+    """The Trainer wants the loss from the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
+        batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        return {"loss": loss_of(self.model, batch)[0]}
+
+
+class Lines(TrainerCallback):
+    """What the Trainer prints, as lines of a file, and with it tokens per second, which it does not know."""
+
+    def __init__(self, task: Task, stopwatch: Stopwatch) -> None:
+        self.task, self.stopwatch = task, stopwatch
+        rank, self.ranks = place_in_world()
+        self.file = (task.folder / "trainer.jsonl").open("w", encoding="utf-8") if rank == 0 else None
+        self.window = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stopwatch.tick(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        tokens = self.task.log_every * self.task.batch_size * self.task.seq_len * self.ranks
+        line = {"step": state.global_step, **logs, "tokens_per_s": tokens / (now - self.window)}
+        self.window = now
+        if self.file:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()

@@ -1,0 +1,78 @@
+"""What a training loop costs per optimizer step, on one process.
+
+Arms: torch by hand; the project as shipped; the project without what records; Lightning's Trainer and Hugging Face's
+with their defaults; accelerate and Fabric. Models: one vector, whose step takes what the loop takes; Llamas of 0.1M and
+5M parameters.
+
+Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the loop by hand, and at most 0.4
+of what Lightning's defaults add; 0.1M runs at 0.88 of the hand-written loop's speed at least, and faster than Hugging
+Face's Trainer; 5M at 0.98.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from .arms import Comparison, Sample, compare
+from .loops import accelerate, fabric, hand, lightning, project, trainer
+from .loops.task import Task, prepare
+from .record import Figure, Options, Result
+
+NAME = "step"
+SMALL = {  # 0.1M parameters with the 257 tokens of bytes
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+LARGE = {  # 5M
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+ARMS: dict[str, Callable[[Task], Sample]] = {
+    "hand": hand.train,
+    "project": project.train,
+    "project, nothing recorded": partial(project.train, records=False),
+    "Trainer": trainer.train,
+    "Lightning": lightning.train,
+    "accelerate": accelerate.train,
+    "Fabric": fabric.train,
+}
+MODELS = {  # steps, of which the first do not count, sequences, tokens of each
+    "null": (None, 600, 100, 8, 32),
+    "0.1M": (SMALL, 220, 20, 8, 64),
+    "5M": (LARGE, 34, 4, 4, 64),
+}
+
+
+def run(options: Options) -> Result:
+    torch.set_num_threads(1)
+    result = Result(NAME)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (architecture, steps, warm, batch_size, seq_len) in MODELS.items():
+            task = Task(Path(folder), architecture, steps, warm, batch_size, seq_len)
+            if options.quick:
+                task = replace(task, steps=4, warm=1, batch_size=2, seq_len=16, log_every=2)
+            prepare(task)
+            arms = {arm: partial(train, task) for arm, train in ARMS.items()}
+            comparison = Comparison(f"{name} model", "optimizer step", "hand")
+            result.comparisons.append(compare(comparison, arms, options.rounds, warm=not options.quick))
+    null, small, large = result.comparisons
+    result.figures = [
+        Figure("null: CPU time added to hand, project over Trainer", added(null, "Trainer"), at_most=1),
+        Figure("null: the same, project over Lightning", added(null, "Lightning"), at_most=0.4),
+        Figure("0.1M: speed of project over hand, by CPU time", small.cpu_ratios("hand", "project"), at_least=0.88),
+        Figure("0.1M: speed of project over Trainer", small.cpu_ratios("Trainer", "project"), at_least=1),
+        Figure("5M: speed of project over hand", large.cpu_ratios("hand", "project"), at_least=0.98),
+    ]
+    return result
+
+
+def added(comparison: Comparison, peer: str) -> list[float]:
+    """What the project adds to the reference as a share of what `peer` adds, per round."""
+    pairs = zip(comparison.cpu_added("project"), comparison.cpu_added(peer), strict=True)
+    return [project / peer for project, peer in pairs]

@@ -1,0 +1,110 @@
+"""The output layer and the loss, some tokens at a time: the (B, T, V) logits of a micro-batch never exist.
+
+With a large vocabulary logits and what backward makes of them, 12 bytes each, outweigh the rest of a step: 51 GB for
+32,768 tokens and a vocabulary of 131,072. Here the output layer is called as ever, once, so that FSDP2's and ZeRO's
+hooks around it gather its weight once; inside of that call it computes, for one chunk after the other, logits, loss
+and at once the gradients. These are all that is kept: a sum of losses has one gradient to come, a number by which
+backward multiplies. So nothing is computed twice, three matrix products as without chunks (the idea of Liger's
+fused_linear_cross_entropy, arXiv:2410.10989; its kernels need a GPU, this is plain torch).
+
+Weights' gradients are added up over chunks in float32. Results differ from whole logits by rounding.
+
+Shapes: B sequences, T tokens, N tokens of a chunk, D width, V vocabulary, S sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from .errors import InputError
+
+Sums = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def sums_over_tokens(
+    forward: Callable[[], Tensor], model: nn.Module, labels: Tensor, sums: Sums, chunk: int | None
+) -> tuple[Tensor, ...]:
+    """`sums` over all tokens of a micro-batch, in chunks where it has more tokens than `chunk`.
+
+    Args:
+        forward: Runs `model` and returns its logits, (B, T, V).
+        model: One without an output layer of its own (`get_output_embeddings`) is not cut into chunks.
+        labels: (B, T).
+        sums: Of logits (1, N, V) and labels (1, N), to () each. The first is what is minimized; the others are only
+            told. What the first depends on beside the output layer's input and weights has no gradient.
+        chunk: N. None: all at once.
+
+    Raises:
+        InputError: the model does something with the logits after its output layer.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or not chunk or labels.numel() <= chunk:
+        return sums(forward(), labels)
+    layer, kept, states = head.forward, [], []
+
+    def in_chunks(hidden: Tensor) -> Tensor:
+        num = -(-labels.numel() // chunk)  # of equal size: compiled sums are compiled for one shape
+        rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
+        parts = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
+        trained = [p for p in head.parameters() if p.requires_grad]
+        if torch.is_grad_enabled():
+            result = _GradientsAtOnce.apply(lambda part, of_it: sums(layer(part), of_it), parts, hidden, *trained)
+        else:
+            result = _total(sums(layer(part), of_it) for part, of_it in parts)
+        kept.append(result)  # alive, so that no other tensor gets its address
+        states.append(_state(result))
+        return result
+
+    with patch.object(head, "forward", in_chunks):
+        returned = forward()
+    if states != [_state(returned)]:
+        raise InputError(
+            f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
+            " set model.loss_chunk null"
+        )
+    return returned.unbind()
+
+
+def _total(results: Iterable[tuple[Tensor, ...]]) -> Tensor:
+    """(S,) in float32, of all chunks."""
+    return torch.stack([torch.stack([each.float() for each in sums]) for sums in results]).sum(0)
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Another after every operation: address and version, because to look at values is to wait for the device."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
+class _GradientsAtOnce(torch.autograd.Function):
+    """(S,) sums of which only the first has a gradient, computed on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Sums, parts: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+        results, of_hidden, of_weights = [], [], []
+        with torch.enable_grad():
+            for part, labels in parts:
+                part = part.detach().requires_grad_()
+                results.append(sums(part, labels))
+                gradient, *gradients = torch.autograd.grad(results[-1][0], [part, *weights])
+                of_hidden.append(gradient)
+                if not of_weights:
+                    of_weights = [g.float() for g in gradients]
+                else:
+                    for of_all, g in zip(of_weights, gradients, strict=True):
+                        of_all += g
+        ctx.gradients = torch.cat(of_hidden, dim=1).view_as(hidden), of_weights
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return _total(results).detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
+        of_weights = [g.mul_(upstream[0]).to(dtype) for g, dtype in zip(of_weights, ctx.dtypes, strict=True)]
+        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 % too much.
+        return None, None, (of_hidden.float() * upstream[0]).to(of_hidden.dtype), *of_weights
