@@ -249,7 +249,7 @@ class LanguageModule(L.LightningModule):
     # ---- optimization ------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        optimizer = build_optimizer(self, self.optim)
+        optimizer = build_optimizer(self, self.optim, scaled=self.trainer.scaler is not None)
         num_steps = self.trainer.estimated_stepping_batches
         steps = self.data.steps_per_validation
         schedule = build_schedule(optimizer, self.optim, num_steps, steps and steps * self.data.accumulation)

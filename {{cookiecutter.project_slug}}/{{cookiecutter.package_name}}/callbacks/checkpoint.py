@@ -33,8 +33,8 @@ class LastCheckpoint(Checkpoint):
         on_failed_save: What a full or failing disk does: continue, with a warning, and try again when the next one is
             due; or stop, with exit code 1. At the last step it stops in any case.
         asynchronous: Write while training goes on, which then waits only for a copy into host memory; it takes the
-            size of this rank's part of the checkpoint there. A failure is told when the next one is due. Not under
-            ZeroStrategy. false: training waits until all is written.
+            size of this rank's part of the checkpoint there. A failure is told when the next one is due. Not with
+            state on NVMe. false: training waits until all is written.
         dirpath: The folder, on a file system that all nodes share.
     """
 

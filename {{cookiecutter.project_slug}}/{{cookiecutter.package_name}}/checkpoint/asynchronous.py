@@ -5,7 +5,8 @@
 
 The group matters: collectives of two threads in one group meet each other's, and the ranks abort. torch's own
 `dcp.async_save` does the first line and half of the second: it neither hashes nor commits, and knows the distributed
-format alone. Its stager is used here. DeepSpeed writes by collectives of training's own groups (limits/zero.py).
+format alone. Its stager is used here. What DeepSpeed saves by collectives of training's own groups it is asked for in
+training's thread, and each file's content is copied where DeepSpeed would write it (zero.py).
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..parallel import sharded, weights
 from ..parallel.mesh import MeshStrategy
-from . import commit
+from . import commit, zero
 
 
 class BackgroundSaver:
     """Saves one checkpoint at a time; made by all ranks together.
 
     Args:
-        strategy: Any but ZeroStrategy. Its timeout holds for the ranks' agreement too.
+        strategy: Any, without optimizer state on NVMe. Its timeout holds for the ranks' agreement too.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -81,6 +82,9 @@ class BackgroundSaver:
 
     def _staged(self, strategy: Any, checkpoint: dict[str, Any]) -> Callable[[Path], object]:
         """What writes a copy of `checkpoint`, which training no longer changes, into a folder."""
+        if hasattr(strategy, "deepspeed_engine"):
+            without_frozen = strategy.exclude_frozen_parameters
+            return zero.staged(strategy.deepspeed_engine, checkpoint, without_frozen, self._stager.stage)
         if isinstance(strategy, MeshStrategy):
             parts: Any = self._stager.stage(dict(zip(("tensors", "rest"), sharded.split(checkpoint), strict=True)))
             return lambda aside: sharded.write(parts["tensors"], parts["rest"], aside, self._group)

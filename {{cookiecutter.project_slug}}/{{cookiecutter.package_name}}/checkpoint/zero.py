@@ -12,7 +12,7 @@ import contextlib
 import io
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,20 +46,68 @@ def save(engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bo
         OSError: on the rank that was refused; RuntimeError where torch's writer met it.
     """
     refused: list[OSError | RuntimeError] = []
-    write = engine.checkpoint_engine.save
+    write = _writer(engine)
 
-    def note(*args: Any, **kwargs: Any) -> None:
+    def attempt(state: Any, file: Path) -> None:
         try:
-            write(*args, **kwargs)
+            write(state, file)
         except (OSError, RuntimeError) as error:
             refused.append(error)
 
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    no_scripts = patch.object(engine, "_copy_recovery_script", lambda folder: None)  # `export` does what they do
-    with patch.object(engine.checkpoint_engine, "save", note), no_scripts:
-        engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
+    _collect(engine, checkpoint, path, without_frozen, attempt)
     if refused:
         raise refused[0]
+    _mark(path)
+
+
+def staged(
+    engine: Any, checkpoint: dict[str, Any], without_frozen: bool, copy: Callable[[Any], Any]
+) -> Callable[[Path], None]:
+    """What writes the same, as it is now, to a folder, without a collective of DeepSpeed's. Collective.
+
+    Args:
+        copy: Makes a copy that training does not change.
+    """
+    files: dict[Path, Any] = {}
+    write, nowhere = _writer(engine), Path("folder")
+
+    def keep(state: Any, file: Path) -> None:
+        files[file.relative_to(nowhere)] = copy(state)
+
+    def write_all(path: Path) -> None:
+        for file, state in files.items():
+            write(state, path / file)
+        _mark(path)
+
+    _collect(engine, checkpoint, nowhere, without_frozen, keep)
+    return write_all
+
+
+def _collect(
+    engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool, take: Callable[[Any, Path], None]
+) -> None:
+    """Let DeepSpeed save under `path`, and have `take` each of this rank's files where it would write it."""
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    files = engine.checkpoint_engine
+    with (
+        patch.object(files, "save", lambda state_dict, path: take(state_dict, Path(path))),
+        patch.object(files, "makedirs", lambda *_, **__: None),
+        patch.object(engine, "_copy_recovery_script", lambda folder: None),  # `export` does what it does
+    ):
+        engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
+
+
+def _writer(engine: Any) -> Callable[[Any, Path], None]:
+    own = engine.checkpoint_engine.save
+
+    def write(state: Any, file: Path) -> None:
+        file.parent.mkdir(exist_ok=True)  # TAG's
+        own(state, str(file))
+
+    return write
+
+
+def _mark(path: Path) -> None:
     if weights.is_rank_zero():
         (path / "latest").write_text(TAG, encoding="utf-8")  # DeepSpeed would do it before a barrier
 

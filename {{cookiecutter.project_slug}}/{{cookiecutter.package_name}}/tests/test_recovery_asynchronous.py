@@ -23,7 +23,7 @@ from ..rehearsal.record import RunRecord
 from ..rehearsal.workers import Workers
 from .conftest import CONFIGS, only_run, run
 
-STRATEGIES = ["ddp", "fsdp2"]
+STRATEGIES = ["ddp", "fsdp2", "zero3"]
 STEPS, EVERY = 8, 4  # optimizer steps: of the run, between two checkpoints
 SLOW_S = 1.0  # a save's wait before it writes; several steps are done in it
 
@@ -130,7 +130,9 @@ def difference(expected: Path, got: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "fault"), [("ddp", write_late), ("fsdp2", write_late), ("fsdp2", stage_nothing)])
+@pytest.mark.parametrize(
+    ("strategy", "fault"), [*((strategy, write_late) for strategy in STRATEGIES), ("fsdp2", stage_nothing)]
+)
 def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
     train: Trainings, strategy: str, fault: Any
 ) -> None:
@@ -144,7 +146,7 @@ def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_kill_during_a_write_leaves_the_one_before(train: Trainings, strategy: str) -> None:
     name = f"{strategy}-killed"
     more = f"--trainer.max_steps={STEPS + 2}"
@@ -214,7 +216,7 @@ def test_host_memory_is_used_again() -> None:
     assert first.data_ptr() == second.data_ptr() != weight.data_ptr()
 
 
-def test_zero_refuses_before_anything_starts(flags: list[str], capfd: pytest.CaptureFixture) -> None:
-    strategy = f"--config={CONFIGS}/strategy/zero1.yaml"
-    assert run("fit", *flags, strategy, "--last_checkpoint.asynchronous=true") == 2
-    assert "last_checkpoint.asynchronous true cannot be had with ZeroStrategy" in capfd.readouterr().err
+def test_nvme_refuses_before_anything_starts(flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
+    strategy = [f"--config={CONFIGS}/strategy/zero3_nvme.yaml", f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
+    assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
+    assert "last_checkpoint.asynchronous true cannot be had with state on NVMe" in capfd.readouterr().err

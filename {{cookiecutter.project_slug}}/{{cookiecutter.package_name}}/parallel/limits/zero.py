@@ -17,10 +17,13 @@ def clipping(setup: Setup) -> Iterator[str]:
 
 
 def asynchronous(setup: Setup) -> Iterator[str]:
-    if isinstance(setup.strategy, ZeroStrategy) and setup.saves_asynchronously:
+    if not isinstance(strategy := setup.strategy, ZeroStrategy) or not setup.saves_asynchronously:
+        return
+    zero = strategy.given["zero_optimization"]
+    if "nvme" in [(zero.get(name) or {}).get("device") for name in ("offload_optimizer", "offload_param")]:
         yield (
-            "last_checkpoint.asynchronous true cannot be had with ZeroStrategy, which writes by collectives that"
-            " training's would meet: set it to false, or take fsdp2.yaml"
+            "last_checkpoint.asynchronous true cannot be had with state on NVMe, whose files DeepSpeed copies while"
+            " training waits: set it to false"
         )
 
 
