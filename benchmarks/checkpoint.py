@@ -73,7 +73,8 @@ def _flags(folder: Path, model: dict[str, Any]) -> list[str]:
     return [
         f"--run.root={folder / 'runs'}", "--run.report=false", "--data.source=TextFiles",
         f"--data.source.paths=[{folder / 'text.txt'}]", "--data.tokenizer=Bytes",
-        f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=16", f"--data.global_batch_size={RANKS}", "--data.micro_batch_size=1",
+        f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=16",
+        f"--data.global_batch_size={RANKS}", "--data.micro_batch_size=1",
         "--data.validation_share=0", "--data.test_share=0", f"--model.architecture={json.dumps(model)}",
         "--trainer.accelerator=cpu", f"--trainer.devices={RANKS}",
         "--trainer.fast_dev_run=2",  # no checkpoint but the measured ones
