@@ -78,6 +78,7 @@ def _flags(folder: Path, model: dict[str, Any]) -> list[str]:
         "--data.validation_share=0", "--data.test_share=0", f"--model.architecture={json.dumps(model)}",
         "--trainer.accelerator=cpu", f"--trainer.devices={RANKS}",
         "--trainer.fast_dev_run=2",  # no checkpoint but the measured ones
+        "--same_environment.ignore=[git_commit, git_diff]",  # whoever measures may go on editing
     ]  # fmt: skip
 
 
