@@ -19,7 +19,7 @@ from .arms import Comparison, Sample, compare
 from .loops.task import Task, prepare
 from .ranks import on_ranks
 from .record import Figure, Options, Result
-from .step import LARGE
+from .step import LARGE, SMALL
 
 NAME = "dist"
 RANKS = 2
@@ -31,7 +31,7 @@ def run(options: Options) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         task = Task(Path(folder), LARGE, steps=34, warm=4, batch_size=4, seq_len=64)
         if options.quick:
-            task = replace(task, steps=4, warm=1, log_every=2, batch_size=1)
+            task = replace(task, architecture=SMALL, steps=4, warm=1, log_every=2)
         prepare(task)
         for strategy, names in STRATEGIES.items():
             arms = {name: partial(train, name, replace(task, strategy=strategy)) for name in names}

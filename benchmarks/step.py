@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -53,9 +54,9 @@ def run(options: Options) -> Result:
     result = Result(NAME)
     with tempfile.TemporaryDirectory() as folder:
         for name, (architecture, steps, warm, batch_size, seq_len) in MODELS.items():
-            if options.quick:
-                steps, warm, batch_size, seq_len = 12, 2, 2, 16
             task = Task(Path(folder), architecture, steps, warm, batch_size, seq_len)
+            if options.quick:
+                task = replace(task, steps=4, warm=1, batch_size=2, seq_len=16, log_every=2)
             prepare(task)
             arms = {arm: partial(train, task) for arm, train in ARMS.items()}
             comparison = Comparison(f"{name} model", "optimizer step", "hand")

@@ -69,8 +69,11 @@ def placed(task: Task, model: nn.Module) -> nn.Module:
         options: dict[str, Any] = {}
         if task.precision == "bf16-mixed":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in blocks:
-            fully_shard(block, **options)
+        if blocks:  # in torchtitan's groups: embedding, each block, and norm with head, which backward needs first
+            inner: Any = model.model
+            for module in (inner.embed_tokens, *blocks):
+                fully_shard(module, **options)
+            fully_shard([inner.norm, model.lm_head], reshard_after_forward=False, **options)
         fully_shard(model, **options)
     return model
 

@@ -87,7 +87,7 @@ class Task:
         """`steps` of this rank, in a random order: `input_ids`, `labels`, `position_ids`, (B, T) each."""
         rows, draw = self.rows, random.Random(rank)
         for _ in range(self.steps):
-            yield without_row_numbers(rows.__getitems__(draw.sample(range(len(rows)), self.batch_size)))
+            yield inputs_of(rows.__getitems__(draw.sample(range(len(rows)), self.batch_size)))
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Weight decay on matrices alone."""
@@ -126,8 +126,9 @@ class Null(nn.Module):
         return self.weight.sum() * 0.01 + 1.0
 
 
-def without_row_numbers(batch: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+def inputs_of(batch: dict[str, Any]) -> dict[str, Tensor]:
+    """Without what the project alone makes use of."""
+    return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

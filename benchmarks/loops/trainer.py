@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..arms import Sample
-from .task import Stopwatch, Task, loss_of, place_in_world, without_row_numbers
+from .task import Stopwatch, Task, inputs_of, loss_of, place_in_world
 
 
 def train(task: Task) -> Sample:
@@ -44,7 +44,7 @@ def train(task: Task) -> Sample:
         trainer = Trainer(
             WithLoss(task.build()),
             arguments,
-            data_collator=without_row_numbers,  # the rows come as a batch already
+            data_collator=inputs_of,  # the rows come as a batch already
             train_dataset=task.rows,
             callbacks=[Lines(task, stopwatch)],
         )

@@ -24,6 +24,7 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
     "doctor": (".tools.doctor", "look for what is wrong with this machine before a training does"),
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
+    "bench": (".tools.bench", "how fast your module trains on this device, and what would make it faster"),
     "export": (".tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
     "convert": (".tools.convert", "turn a checkpoint of any strategy into one file, or torch's distributed format"),
     "diagnose": (".tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),

@@ -21,7 +21,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .callbacks import spare_empty_hooks
 from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from .callbacks.console import Console
 from .callbacks.crash import Crash
@@ -53,6 +52,7 @@ from .errors import InputError, reason
 from .loggers.run_log import RunLog
 from .loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
 from .loggers.wandb import WandB  # noqa: F401
+from .loop import lighten
 from .module import LanguageModule
 from .parallel import (
     ddp,  # noqa: F401  (gives "ddp" its defaults)
@@ -222,7 +222,7 @@ class CLI(LightningCLI):
         facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
         trainer.callbacks += [facts, record, self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
-        spare_empty_hooks(trainer.callbacks)  # ty: ignore[missing-attribute]
+        lighten(trainer)
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
         same.begin(trainer, self.run, plain, watchdog.start_timeout_s)

@@ -6,13 +6,13 @@ The way of a text, in the order of this file and of `text/`:
     2  documents   (name, text), one by one
     3  split       train, validation or test, by a hash of the text            text/cache.py
     4  tokens      by bytes, by a BPE learned here, or by a published one      text/tokenizers.py
-    5  cache       all documents' tokens in one line, EOS after each           text/build.py, text/cache.py
-    6  rows        row i is tokens[i*T : i*T + T + 1]; only the tail is lost   text/rows.py
+    5  cache       all documents' tokens in one line, EOS after each           text/encode.py, build.py, cache.py
+    6  rows        row i is tokens[i*T : i*T + T + 1], the last at their end   text/rows.py
     7  order       which rows a rank takes next                                text/order.py
     8  batch       input_ids, labels, position_ids                             text/rows.py
     9  its weight  tokens_per_micro_batch: what a sum of losses is divided by  on_after_batch_transfer
 
-`prepare` does 1 to 5, once, in one process; training maps its result into memory and does 6 to 8.
+`prepare` does 1 to 5, once, on one machine; training maps its result into memory and does 6 to 8.
 
 Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; ids are int64; a label of -100 does not count.
 """
@@ -193,7 +193,7 @@ class DataModule(L.LightningDataModule):
             if dist.is_initialized():  # not by Lightning's `strategy.reduce`, which waits at a barrier first (2.6.6)
                 dist.all_reduce(tokens)
                 tokens /= dist.get_world_size()
-            self._tokens = (tokens / self.accumulation).clamp(min=1)
+            self._tokens = (tokens / self.accumulation if self.accumulation > 1 else tokens).clamp(min=1)
         training = self.trainer is not None and self.trainer.training
         return batch | {"tokens_per_micro_batch": self._tokens} if training else batch
 

@@ -4,7 +4,7 @@ transformers 5.23 chooses well and asks late: whether rows hold several document
 forward (FlashAttention: once a layer, and only for a single row: in a batch of several rows documents would see each
 other). Here it is told by the data, which know on the host.
 
-    attention            documents apart, a row with several        one document a row, or cross_document_attention
+    attention            several documents in a row, kept apart     one document a row, or cross_document_attention
     sdpa (null)          a (B, 1, T, T) mask: efficient, cuDNN      causal, no mask: flash, cuDNN
     flex_attention       block-sparse, compiled                     the same
     flash_attention_2    varlen                                     flash
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from .errors import InputError
 
-BOUNDS = "cu_seq_lens"  # (documents + 1,) int32: where each begins among the B*T tokens, and B*T; text/rows.py's
+# (documents + 1,) int32: where each begins among the B*T tokens, and B*T; (0,) where they may see each other.
+BOUNDS = "cu_seq_lens"
 
 Attention = Literal["sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "eager"]
 
@@ -44,29 +45,36 @@ def set_attention(config: Any, attention: Attention | None) -> Any:
 
 
 @contextmanager
-def known_documents(model: nn.Module, batch: dict[str, Any]) -> Generator[dict[str, Any]]:
+def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = False) -> Generator[dict[str, Any]]:
     """Inside, transformers need not look for documents; yields further keyword arguments of the model's `forward`.
+
+    Args:
+        model: Of transformers.
+        batch: With `BOUNDS`; without, transformers looks itself.
+        compiled: Its blocks are: then a batch in which every row happens to be one document gets a mask all the same,
+            so that no second version of them is compiled in the middle of training.
 
     Raises:
         InputError: the batch does not say where documents begin, and the kernel would let them see each other.
     """
     from transformers import masking_utils
 
+    masks: Any = masking_utils
     bounds, (num_rows, seq_len) = batch.get(BOUNDS), batch["input_ids"].shape
     is_flash = "flash" in (getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
     if bounds is None:
         if is_flash and num_rows > 1:
             raise InputError(f"flash attention needs {BOUNDS} in a batch of yours, as text/rows.py has it; see data.py")
-        yield {}  # transformers looks itself
+        yield {}
         return
-    apart = len(bounds) - 1 > num_rows  # a shape: known on the host
-    looks = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _documents if apart else _none
+    apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
+    looks = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = _documents if apart else _none
     try:
         varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": seq_len, "max_length_k": seq_len}
         yield varlen if is_flash and apart else {}
     finally:
-        masking_utils.find_packed_sequence_indices = looks
+        masks.find_packed_sequence_indices = looks
 
 
 def _documents(position_ids: Tensor) -> Tensor:
@@ -88,7 +96,8 @@ def cast_experts() -> None:
     """
     from transformers.integrations import moe
 
-    grouped_mm = moe._grouped_mm
+    experts: Any = moe
+    grouped_mm = experts._grouped_mm
 
     def cast_and_multiply(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         device = weight.device.type
@@ -96,4 +105,4 @@ def cast_experts() -> None:
             weight = weight.to(torch.get_autocast_dtype(device))
         return grouped_mm(input, weight, offs)
 
-    moe._grouped_mm = cast_and_multiply
+    experts._grouped_mm = cast_and_multiply

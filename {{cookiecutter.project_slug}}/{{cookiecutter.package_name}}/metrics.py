@@ -36,7 +36,10 @@ class MetricBuffer:
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a scalar tensor without reading it. It must not be changed in place before the next log step."""
-        value = value.detach().clone() if value._is_view() else value.detach()  # a view would keep all it is taken of
+        if value._is_view():
+            value = value.detach().clone()  # it would keep all that it is taken of
+        elif value.requires_grad:
+            value = value.detach()
         self.newest[name] = value
         value = value if weight == 1.0 else value * weight
         kept = self._kept.setdefault(name, [])

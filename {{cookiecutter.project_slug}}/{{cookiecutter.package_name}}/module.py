@@ -102,7 +102,7 @@ class LanguageModule(L.LightningModule):
         """Build the model once, when the data, and with it the vocabulary, is known, and put it in its place."""
         if not hasattr(self, "model"):
             self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
-            if self.blocks.compile:  # the passes over the logits become two: at a large vocabulary a third of their time
+            if self.blocks.compile:  # one pass over the logits forward, one backward, where there are a dozen
                 self.sums = torch.compile(self.sums)
 
     def build_model(self, data: Any) -> nn.Module:
@@ -154,7 +154,7 @@ class LanguageModule(L.LightningModule):
         `use_cache=False` and no attention mask: only so does transformers read document boundaries off the
         positions; with either, packed documents see each other.
         """
-        with known_documents(self.model, batch) as known:
+        with known_documents(self.model, batch, self.blocks.compile) as known:
             tokens, positions = batch["input_ids"], batch["position_ids"]
             return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
 
@@ -249,7 +249,7 @@ class LanguageModule(L.LightningModule):
     # ---- optimization ------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        optimizer = build_optimizer(self, self.optim)
+        optimizer = build_optimizer(self, self.optim, scaled=self.trainer.scaler is not None)
         num_steps = self.trainer.estimated_stepping_batches
         steps = self.data.steps_per_validation
         schedule = build_schedule(optimizer, self.optim, num_steps, steps and steps * self.data.accumulation)

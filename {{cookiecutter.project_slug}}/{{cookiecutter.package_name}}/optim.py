@@ -49,8 +49,15 @@ class OptimConfig:
     plateau_factor: float = 0.5
 
 
-def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
-    """AdamW over `module`'s trainable parameters, fused where torch has a fused kernel for their device."""
+def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
+    """AdamW over `module`'s trainable parameters, fused where torch has a fused kernel for their device.
+
+    Args:
+        module: With all of its parameters.
+        config: The keys under `model.optim`.
+        scaled: Gradients come multiplied, as float16 needs it. A fused step would divide them itself, after clipping
+            has taken them for what they are not; another leaves that to the precision plugin, which does it before.
+    """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
@@ -58,7 +65,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig) -> Optimizer:
     decayed = [p for name, p in trainable if len(whole_shape(p)) >= 2 and not name.endswith("bias")]
     kept = [p for name, p in trainable if len(whole_shape(p)) < 2 or name.endswith("bias")]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    fused = all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
+    fused = not scaled and all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
     adamw = MixedAdamW if len(by_layout(p for _, p in trainable)) > 1 else torch.optim.AdamW
     return adamw(
         [g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused

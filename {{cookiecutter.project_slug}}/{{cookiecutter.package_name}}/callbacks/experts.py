@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from ..flops import find_experts, num_experts
-from .training_log import is_log_step, logs
+from .training_log import logs
 
 LOADS = "moe/loads"  # tokens of each expert, on their way to all ranks
 
@@ -54,9 +54,9 @@ class Experts(Callback):
         if self._handles:
             self._counter.counts = False  # a checkpointed block runs again in backward
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._handles and is_log_step(trainer):
-            pl_module.metrics.put_counts(LOADS, self._loads.flatten())
+    def before_log_step(self, trainer: Any, module: Any) -> None:
+        if self._handles:
+            module.metrics.put_counts(LOADS, self._loads.flatten())
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         if not self._handles:

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import Callback
 
 from ..cluster.environment import memory_limit
-from .training_log import is_log_step
 
 GIB = 2**30
 # Clocks lowered by the hardware, by heat, or by the board's power supply (nvml.h, nvmlClocksEventReason*). The power
@@ -52,19 +51,18 @@ class Hardware(Callback):
         self._gpu: Sampler | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._host = Host(trainer.num_devices)
         if pl_module.device.type == "cuda" and self.gpu_every_s and torch.version.hip is None:
             self._gpu = Sampler(pl_module.device, self.gpu_every_s)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not is_log_step(trainer):
-            return
-        device = pl_module.device
-        memory = of_gpu(device) if device.type == "cuda" else of_host(trainer.num_devices)
+    def before_log_step(self, trainer: Any, module: Any) -> None:
+        device = module.device
+        memory = of_gpu(device) if device.type == "cuda" else self._host.now()
         values = dict(zip(MEMORY, memory, strict=True))
         if device.type == "cuda":  # all ranks put the same names, or they would not fit together
             values |= dict.fromkeys(GPU, math.nan) | (self._gpu.newest if self._gpu else {})
         for name, value in values.items():
-            pl_module.metrics.put_of_rank(name, value)
+            module.metrics.put_of_rank(name, value)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         for name, join in (MEMORY | GPU).items():
@@ -86,14 +84,18 @@ def of_gpu(device: torch.device) -> tuple[float, float, float]:
     return stats["allocated_bytes.all.peak"] / GIB, reserved / GIB, reserved / total
 
 
-def of_host(num_neighbours: int) -> tuple[float, float, float]:
-    """The same of this process, one of so many of this training on the host."""
-    used = psutil.Process().memory_info()
-    share = used.rss * num_neighbours / memory_limit()
-    if hasattr(psutil, "RLIMIT_AS"):  # Linux
-        limit = psutil.Process().rlimit(psutil.RLIMIT_AS)[0]
-        share = max(share, used.vms / limit if limit > 0 else 0.0)
-    return used.rss / GIB, used.rss / GIB, share
+class Host:
+    """The same of this process, one of so many of this training on the host. Its limits are asked for once."""
+
+    def __init__(self, num_neighbours: int) -> None:
+        self._process = psutil.Process()
+        self._limit = memory_limit() / num_neighbours
+        asked = self._process.rlimit(psutil.RLIMIT_AS)[0] if hasattr(psutil, "RLIMIT_AS") else -1  # Linux
+        self._addresses = asked if asked > 0 else math.inf
+
+    def now(self) -> tuple[float, float, float]:
+        used = self._process.memory_info()
+        return used.rss / GIB, used.rss / GIB, max(used.rss / self._limit, used.vms / self._addresses)
 
 
 class Sampler:

@@ -12,7 +12,6 @@ from lightning.pytorch import Callback
 from ..cluster.messages import MESSAGES
 from ..parallel import weights
 from .console import say
-from .training_log import is_log_step
 
 
 class WarningsOfRanks(Callback):
@@ -22,9 +21,8 @@ class WarningsOfRanks(Callback):
     and once at the end of `validate`, `test` and `predict`, which have none. cluster/messages.py keeps them until then.
     """
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if is_log_step(trainer):
-            pl_module.metrics.put_of_rank("messages", MESSAGES.num_kept)
+    def before_log_step(self, trainer: Any, module: Any) -> None:
+        module.metrics.put_of_rank("messages", MESSAGES.num_kept)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         if any(module.metrics.of_ranks.pop("messages", ())):

@@ -14,6 +14,7 @@ once. The learning rate and the order of samples go on as if the step had been t
 from __future__ import annotations
 
 import math
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -79,9 +80,10 @@ class Numerics(Callback):
         self.jump_steps = jump_steps
         self.max_roll_backs = max_roll_backs
         self.folder = folder
-        self._recent = torch.full((spike_window,), math.nan)  # losses, a ring: step i of this training at i % window
+        self._recent = deque(torch.full((spike_window,), math.nan).unbind(), spike_window)  # losses (), the newest last
         self._steps = 0
-        self._loss: Tensor | None = None  # (1,) this rank's, of the window's micro-batches so far
+        self._no_limit = torch.tensor(math.inf)
+        self._loss: Tensor | None = None  # () this rank's, of the window's micro-batches so far
         self._decided: Seen | None = None  # of the step that is being taken
         self._pending: Seen | None = None  # of the step before, until the host has looked
         self._batches: list[Any] = []  # of the step that is being taken, kept until the host has looked
@@ -90,17 +92,20 @@ class Numerics(Callback):
         self._norms: list[float] = []  # of the steps that the host has looked at since the last log step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recent": self._recent.cpu(), "steps": self._steps, "left_out": self._left_out}
+        """`recent` is a ring: step i of this training at i % window."""
+        return {"recent": self._window().cpu().roll(self._steps), "steps": self._steps, "left_out": self._left_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if len(state_dict["recent"]) == self.spike_window:
-            self._recent, self._steps = state_dict["recent"].clone(), state_dict["steps"]
+            self._steps = state_dict["steps"]
+            self._recent.extend(state_dict["recent"].roll(-self._steps).unbind())
         self._left_out = state_dict.get("left_out", 0)
 
     # ---- on the device ---------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._recent = self._recent.to(pl_module.device)
+        self._recent.extend([loss.to(pl_module.device) for loss in self._recent])
+        self._no_limit = self._no_limit.to(pl_module.device)
         self._loss = self._decided = self._pending = None
         self._in_a_row, self._first_step = 0, trainer.global_step
         self._rolled_back: list[dict[str, int]] = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
@@ -119,15 +124,16 @@ class Numerics(Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if not pl_module.automatic_optimization:
             return
-        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
-        loss = loss.detach().float().reshape(1) / (scaler._get_scale_async() if scaler else 1)
+        loss = loss.detach().float()
+        if scaler := getattr(trainer.precision_plugin, "scaler", None):
+            loss = loss / scaler._get_scale_async()
         self._loss = loss if self._loss is None else self._loss + loss  # Lightning has divided by the accumulation
         if not trainer.fit_loop._should_accumulate():
-            self._losses, self._gathering = self._loss, None
+            self._losses, self._gathering, self._loss = self._loss, None, None
             if trainer.world_size > 1:
-                self._losses = self._loss.new_empty(trainer.world_size)
-                self._gathering = dist.all_gather_into_tensor(self._losses, self._loss, async_op=True)
-            self._sent, self._loss = self._loss, None  # kept until it is sent
+                self._sent = self._losses.reshape(1)  # kept until it is sent
+                self._losses = self._sent.new_empty(trainer.world_size)
+                self._gathering = dist.all_gather_into_tensor(self._losses, self._sent, async_op=True)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         if self._leaves_it_to_zero:  # DeepSpeed looks at the norm in its own step
@@ -144,28 +150,38 @@ class Numerics(Callback):
         bad = self._decide(norm)
         _leave_out(optimizer, bad, scaler=getattr(trainer.precision_plugin, "scaler", None))
 
-    @torch.no_grad()
     def _decide(self, norm: Tensor) -> Tensor:
         """() 1.0 where the step must be left out. Starts the copy that the host will read."""
         if self._gathering is not None:
             self._gathering.wait()  # on a GPU the stream waits, not the host
-        loss = self._losses.mean()
+        loss = self._losses.mean() if self._losses.dim() else self._losses
         norm = norm.to(loss, non_blocking=True)
-        limit = self._limit(loss)
-        bad = ~(loss.isfinite() & norm.isfinite()) | (loss > limit)
-        self._recent[self._steps % self.spike_window] = torch.where(loss.isfinite(), loss, math.nan)
+        limit = self._limit()
+        bad = torch.nan_to_num((loss - loss) + (norm - norm), nan=1.0)  # x - x is 0, NaN where x is not finite
+        if limit is not self._no_limit:
+            bad = torch.maximum(bad, (loss > limit).to(bad))
+        self._recent.append(loss)
         self._steps += 1
-        bad = bad.to(loss.dtype)
-        self._decided = Seen.copy(torch.cat([self._losses, torch.stack([norm, limit, bad])]))
+        judged = [norm, limit, bad]
+        alone = loss is self._losses
+        self._decided = Seen.copy(
+            torch.stack([loss, *judged]) if alone else torch.cat([self._losses, torch.stack(judged)])
+        )
         return bad
 
-    def _limit(self, loss: Tensor) -> Tensor:
+    def _limit(self) -> Tensor:
         """() what a loss may be at most. With `dim` torch finds the median without a read on the host."""
         if self.on_spike == "off" or self._steps < self.spike_window // 2:
-            return torch.full_like(loss, math.inf)
-        median = self._recent.nanmedian(dim=0).values
-        spread = (self._recent - median).abs().nanmedian(dim=0).values
+            return self._no_limit
+        recent = self._window()
+        median = recent.nanmedian(dim=0).values
+        spread = (recent - median).abs().nanmedian(dim=0).values
         return median + self.spike_sigmas * MAD_TO_SIGMA * spread
+
+    def _window(self) -> Tensor:
+        """(spike_window,) the recent losses, the oldest first; NaN where there was none, or none that is finite."""
+        recent = torch.stack(tuple(self._recent))
+        return torch.where(recent.isfinite(), recent, math.nan)
 
     # ---- on the host, one step later -------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class RandomState(Callback):
     """
 
     def __init__(self) -> None:
-        self._state: Callable[[], dict[str, Any]] | None = None  # when training last stopped drawing
+        self._state: Callable[[], dict[str, Any]] | None = None  # when training stopped drawing; None: as it is now
         self._restores = False  # before the next batch
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -46,11 +46,18 @@ class RandomState(Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._restores and self._state is not None:
             _set_state(self._state())
-        self._restores = False
+        self._state, self._restores = None, False
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.fit_loop._should_accumulate():  # nothing but a step's end is followed by others' draws
-            self._state = _get_state()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        if trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher):
+            self._keep()  # others draw next: taking it in each step would cost 25 µs
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._keep()
+
+    def _keep(self) -> None:
+        self._state = self._state or _get_state()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._restores = True  # its loaders have drawn from the same generator before it began

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..flops import Size, peak
-from .training_log import is_log_step
 
 OWN = "rank/own_step_s"  # of each rank, on its way to all
 
@@ -63,11 +62,9 @@ class Throughput(Callback):
         now = time.perf_counter()
         self._window_s += now - (self._last_end or now)
         self._last_end = now
-        if is_log_step(trainer):
-            self._put(trainer, pl_module.metrics)
 
-    def _put(self, trainer: Any, metrics: Any) -> None:
-        data, steps = trainer.datamodule, trainer.global_step - self._window_step
+    def before_log_step(self, trainer: Any, module: Any) -> None:
+        data, metrics, steps = trainer.datamodule, module.metrics, trainer.global_step - self._window_step
         samples = steps * data.global_batch_size
         tokens_per_s = samples * data.seq_len / self._window_s
         figures = {

@@ -15,32 +15,29 @@ def logs(trainer: Any, step: int) -> bool:
     return step % trainer.log_every_n_steps == 0 or step == trainer.estimated_stepping_batches
 
 
-def is_log_step(trainer: Any) -> bool:
-    """At the end of a batch: whether an optimizer step was just done, and one whose metrics are written."""
-    return not trainer.fit_loop._should_accumulate() and logs(trainer, trainer.global_step)
-
-
 class TrainingLog(Callback):
     """Write the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
-    Callbacks that have to do with metrics define `on_log_step(trainer, module, metrics)`; it is called on every rank.
-    Those that come before this one have put what they measured into `module.metrics`, and may add to `metrics` what
-    follows from all ranks' values in `module.metrics.of_ranks`. Those that come after it show them, or act upon them.
+    Callbacks that have to do with metrics define hooks, which are called on every rank, and at log steps alone:
+    `before_log_step(trainer, module)` puts what was measured into `module.metrics`. In `on_log_step(trainer, module,
+    metrics)` those that come before this one may add to `metrics` what follows from all ranks' values in
+    `module.metrics.of_ranks`; those that come after it show them, or act upon them.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not is_log_step(trainer):
+        if trainer.fit_loop._should_accumulate() or not logs(trainer, trainer.global_step):
             return
+        callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
+        _tell(callbacks, "before_log_step", trainer, pl_module)
         metrics = pl_module.metrics.read(_sum_over_ranks, pl_module.device, trainer.global_rank, trainer.world_size)
         pl_module.derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         pl_module.metrics.latest = metrics
-        callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
         place = callbacks.index(self)
-        _tell(callbacks[:place], trainer, pl_module, metrics)
+        _tell(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-        _tell(callbacks[place:], trainer, pl_module, metrics)
+        _tell(callbacks[place:], "on_log_step", trainer, pl_module, metrics)
 
 
 def _sum_over_ranks(vector: Tensor) -> Tensor:
@@ -50,7 +47,7 @@ def _sum_over_ranks(vector: Tensor) -> Tensor:
     return vector
 
 
-def _tell(callbacks: list[Any], trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+def _tell(callbacks: list[Any], hook: str, *args: Any) -> None:
     for callback in callbacks:
-        if hasattr(callback, "on_log_step"):
-            callback.on_log_step(trainer, module, metrics)
+        if hasattr(callback, hook):
+            getattr(callback, hook)(*args)

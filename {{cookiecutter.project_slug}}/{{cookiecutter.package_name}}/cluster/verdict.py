@@ -19,6 +19,7 @@ PHASES = (
     ("", "test_step", "forward"),
     ("", "predict_step", "forward"),
     ("trainer/call.py", "_call_callback_hooks", "in a callback"),
+    ("/loop.py", "each", "in a callback"),
     ("", "backward", "backward"),
     ("", "optimizer_step", "optimizer"),
     ("", "batch_to_device", "taking a batch to its device"),
@@ -27,6 +28,7 @@ PHASES = (
     ("trainer/call.py", "_call_setup_hook", "in setup"),
     ("strategies/", "setup", "in the strategy's setup"),
     ("loops/", "advance", "between micro-batches"),
+    ("/loop.py", "advance", "between micro-batches"),
     ("<frozen importlib", "", "importing"),
 )
 # A process waits for the others when, before any code of other libraries or ours, one of these is in its stack.

@@ -37,7 +37,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """() the joint 2-norm of tensors of any layouts: a plain tensor, equal on every rank, not read on the host."""
     norms = [torch.nn.utils.get_total_norm(group) for group in by_layout(tensors)]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return torch.linalg.vector_norm(torch.stack(whole))
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor | None:

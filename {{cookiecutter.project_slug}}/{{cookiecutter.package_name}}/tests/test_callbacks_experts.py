@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..callbacks.experts import LOADS, Experts
+from ..callbacks.training_log import logs
 from ..history.metrics import read_metrics
 from ..metrics import MetricBuffer
 from ..parallel import blocks
@@ -48,7 +49,6 @@ class Bench:
         self.module: Any = model
         model.metrics = MetricBuffer()
         self.trainer = SimpleNamespace(log_every_n_steps=3, global_step=0, estimated_stepping_batches=100)
-        self.trainer.fit_loop = SimpleNamespace(_should_accumulate=lambda: False)
         self.callback = Experts()
         self.callback.on_fit_start(self.trainer, model)  # ty: ignore[invalid-argument-type]
 
@@ -60,7 +60,8 @@ class Bench:
         callback.on_before_backward(trainer, self.module, loss)  # ty: ignore[invalid-argument-type]
         loss.backward()
         trainer.global_step += 1
-        callback.on_train_batch_end(trainer, self.module, None, {}, 0)  # ty: ignore[invalid-argument-type]
+        if logs(trainer, trainer.global_step):
+            callback.before_log_step(trainer, self.module)
 
     def read(self) -> dict[str, float]:
         metrics = self.module.metrics.read(lambda t: t, torch.device("cpu"))

@@ -118,4 +118,4 @@ def test_the_smallest_limit_of_a_host_counts(tmp_path: Path, monkeypatch: pytest
     assert environment.memory_limit() == 2_000_000
     monkeypatch.setattr(hardware, "memory_limit", environment.memory_limit)
     rss = psutil.Process().memory_info().rss
-    assert hardware.of_host(2)[2] == pytest.approx(2 * rss / 2_000_000, rel=0.2), "two ranks share it"
+    assert hardware.Host(2).now()[2] == pytest.approx(2 * rss / 2_000_000, rel=0.2), "two ranks share it"

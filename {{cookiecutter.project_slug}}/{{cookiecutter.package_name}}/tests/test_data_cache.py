@@ -8,15 +8,20 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from math import log2
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ..data import DataModule
+from ..diagnosis.crash import own_lines
 from ..errors import InputError
+from ..text import encode
 from ..text.cache import SPLITS
+from ..text.order import NOT_COUNTED
 from ..text.tokenizers import ByteBPE, Bytes
 from .conftest import quiet
 
@@ -63,13 +68,16 @@ def test_splits_keep_duplicates_together_and_ignore_names_and_seed(data: DataMod
     assert {split: Counter(documents_of(data, split)) for split in SPLITS} == before
 
 
-def test_rows_lose_nothing_but_the_tail(data: DataModule) -> None:
+def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataModule) -> None:
     tokens = np.asarray(data.prepare(report=quiet).tokens("train")).astype(np.int64)
     rows = data._rows("train")
+    assert (len(tokens) - 1) % 32, "the test needs a last row that is not full"
     batch = rows.__getitems__(list(range(len(rows))))
-    assert batch["input_ids"].flatten().tolist() == tokens[: len(rows) * 32].tolist()
-    assert batch["labels"].flatten().tolist() == tokens[1 : len(rows) * 32 + 1].tolist()
-    assert len(tokens) - (len(rows) * 32 + 1) < 32
+    assert batch["labels"][batch["labels"] != NOT_COUNTED].tolist() == tokens[1:].tolist()
+    assert batch["input_ids"][:-1].flatten().tolist() == tokens[: (len(rows) - 1) * 32].tolist()
+    assert batch["input_ids"][-1].tolist() == tokens[-33:-1].tolist()
+    full = (batch["labels"] != NOT_COUNTED).all(dim=1).tolist()
+    assert full == [True] * (len(rows) - 1) + [False]
 
 
 def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> None:
@@ -114,6 +122,51 @@ def test_a_second_prepare_does_not_tokenize_again(data: DataModule) -> None:
     before = manifest.stat().st_ino
     assert any("ready" in line for line in reported(data))
     assert manifest.stat().st_ino == before
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
+def test_processes_write_what_one_process_writes(
+    data: DataModule, tokenizer: Bytes | ByteBPE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data.tokenizer = tokenizer
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)  # more batches than a pool of 3 takes at once
+    alone = data.prepare(report=quiet)
+    monkeypatch.setattr(encode, "FEW", 2)
+    monkeypatch.setattr(encode, "_cores", lambda: 3)
+    data.cache_dir += "-of-three"
+    divided = data.prepare(report=quiet)
+    assert alone.folder != divided.folder
+    assert alone.manifest == divided.manifest, "the checksums of all tokens are in it"
+
+
+class Failing(Bytes):
+    """Cannot encode one of the texts."""
+
+    def encode(self, tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+        if any(text.startswith("33") for text in texts):
+            os._exit(9) if self.dies and os.getpid() != self.here else {}["33"]
+        return super().encode(tokenizer, texts)
+
+    def __init__(self, dies: bool) -> None:
+        self.dies, self.here = dies, os.getpid()
+
+
+@pytest.mark.parametrize(("dies", "told"), [(False, KeyError), (True, InputError)])
+def test_a_process_that_fails_or_is_killed_ends_preparing_and_leaves_nothing(
+    data: DataModule, dies: bool, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data.tokenizer = Failing(dies)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(encode, "FEW", 1)
+    monkeypatch.setattr(encode, "_cores", lambda: 2)
+    with pytest.raises(told) as caught:
+        data.prepare(report=quiet)
+    assert dies or own_lines(caught.value)[-1].endswith('{}["33"]'), (
+        "the user's own line, though another process failed"
+    )
+    assert not [path for path in Path(data.cache_dir).iterdir() if path.suffix != ".lock"]
 
 
 def reported(data: DataModule) -> list[str]:

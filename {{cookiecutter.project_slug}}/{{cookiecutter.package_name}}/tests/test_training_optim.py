@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..errors import InputError
 from ..optim import OptimConfig, build_optimizer, build_schedule
@@ -41,6 +45,34 @@ def test_frozen_parameters_are_left_out_and_nothing_to_train_is_refused() -> Non
     module.bias.requires_grad_(False)
     with pytest.raises(InputError, match="nothing to train"):
         build_optimizer(module, OptimConfig())
+
+
+class Clipped(L.LightningModule):
+    """One matrix; keeps the norm of its gradients, as clipping finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return build_optimizer(self, OptimConfig(), scaled=self.trainer.scaler is not None)
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.norm = clip_by_norm(self.parameters(), 1e-3)
+
+
+def test_clipping_sees_gradients_without_the_scale_of_float16() -> None:
+    norms = []
+    scales = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
+    for plugins in ([], [scales]):
+        module, batches = Clipped(), DataLoader(torch.ones(4, 8), 4)
+        L.Trainer(accelerator="cpu", max_steps=1, barebones=True, plugins=plugins).fit(module, batches)
+        norms.append(float(module.norm))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-2), "256 times as large where the scale is still there"
 
 
 def test_warmup_counts_steps_from_1_and_shares_below() -> None:

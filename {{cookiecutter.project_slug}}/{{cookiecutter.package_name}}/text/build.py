@@ -1,4 +1,4 @@
-"""Fill the token cache: documents to splits to tokens to files, in one process and bounded memory.
+"""Fill the token cache: documents to splits to tokens to files, by one process and its helpers, in bounded memory.
 
 It is written beside its place and renamed when complete: there is a whole cache or none, and an older one
 stays until the new one is there.
@@ -22,8 +22,8 @@ import numpy as np
 
 from ..errors import InputError
 from .cache import SPLITS, Corpus, Recipe, fingerprint, sha256
+from .encode import Encoded, Encoder, encode
 
-BATCH_CHARACTERS = 2**22  # encoded together: enough for all cores, little memory
 REPORT_S = 10  # between two lines of progress
 
 
@@ -55,19 +55,19 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
 
 def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
     files = [fingerprint(path) for path in recipe.files()]  # before reading: a change meanwhile shows as stale
-    tokenizer = recipe.tokenizer.fit(text for split, text in _documents(recipe) if split == "train")
+    tokenizer = recipe.tokenizer.fit(text for text in _texts(recipe) if recipe.split_of(text) == "train")
     tokenizer.save_pretrained(folder / "tokenizer")
     assert tokenizer.eos_token_id is not None
+    encoder = Encoder(recipe, tokenizer)
     with contextlib.ExitStack() as stack:
         writers = {split: _SplitWriter(folder, split, len(tokenizer)) for split in SPLITS}
         for writer in writers.values():
             stack.enter_context(contextlib.closing(writer.file))
+        encoded = stack.enter_context(contextlib.closing(encode(encoder, _texts(recipe))))
         started = reported = time.monotonic()
-        for batch in _batches(_documents(recipe)):
-            encoded = recipe.tokenizer.encode(tokenizer, [text for _, text in batch])
+        for batch in encoded:
             for split, writer in writers.items():
-                mine = [(ids, text) for (of, text), ids in zip(batch, encoded, strict=True) if of == split]
-                writer.add(mine, tokenizer.eos_token_id)
+                writer.add(batch[split])
             if (now := time.monotonic()) - reported > REPORT_S:
                 reported, tokens = now, sum(writer.tokens for writer in writers.values())
                 report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
@@ -75,7 +75,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
             writer.finish()
     manifest = {
         "spec": recipe.spec(),
-        "dtype": writers["train"].dtype.name,
+        "dtype": encoder.dtype.name,
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "splits": {split: writer.summary() for split, writer in writers.items()},
@@ -94,22 +94,19 @@ class _SplitWriter:
     """One split's file, and what is counted while it is written."""
 
     def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
-        self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self.documents = self.bytes = self.tokens = 0
         self.counts = np.zeros(vocab_size, dtype=np.int64)
         self.file: BinaryIO = (folder / f"{split}.bin").open("wb")
         self._sha256 = hashlib.sha256()
 
-    def add(self, documents: list[tuple[np.ndarray, str]], eos_token_id: int) -> None:
-        end = np.array([eos_token_id])
-        ids = np.concatenate([part for ids, _ in documents for part in (ids, end)] or [end[:0]])
-        data = ids.astype(self.dtype).tobytes()
+    def add(self, encoded: Encoded) -> None:
+        data = encoded.ids.tobytes()
         self.file.write(data)
         self._sha256.update(data)
-        self.counts += np.bincount(ids, minlength=len(self.counts))
-        self.documents += len(documents)
-        self.bytes += sum(len(text.encode()) for _, text in documents)
-        self.tokens += len(ids)
+        self.counts += np.bincount(encoded.ids, minlength=len(self.counts))
+        self.documents += encoded.documents
+        self.bytes += encoded.bytes
+        self.tokens += len(encoded.ids)
 
     def finish(self) -> None:
         self.file.flush()
@@ -128,29 +125,15 @@ def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) ->
     return float(-(validation.counts * np.log2(probabilities)).sum() / validation.bytes)
 
 
-def _documents(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Pairs of split and text; no empty documents, no lone surrogates, which UTF-8 cannot hold."""
+def _texts(recipe: Recipe) -> Iterator[str]:
+    """Of the documents; no empty ones, no lone surrogates, which UTF-8 cannot hold."""
     found = False
     for _, text in recipe.source.documents():
         if text.strip():
             found = True
-            text = text.encode(errors="replace").decode()
-            yield recipe.split_of(text), text
+            yield text.encode(errors="replace").decode()
     if not found:
         raise InputError(f"data.source {type(recipe.source).__name__} has no text in it: point it at other files")
-
-
-def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch: list[tuple[str, str]] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document[1])
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _publish(temporary: Path, folder: Path) -> None:

@@ -39,7 +39,8 @@ def look(data: DataModule) -> dict[str, Any]:
         chat_share: Share of the rows with a mark of the tokenizer's chat template. None: it has none.
     """
     loader: Any = data.train_dataloader()
-    indices = np.unique(np.linspace(0, len(loader.dataset) - 1, ROWS, dtype=np.int64)).tolist()
+    whole = max(1, len(loader.dataset) - 1)  # of the last row only a part may count
+    indices = np.unique(np.linspace(0, whole - 1, ROWS, dtype=np.int64)).tolist()
     try:
         batch = loader.collate_fn(loader.dataset.__getitems__(indices))
         inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()  # (B, T) each

@@ -16,36 +16,43 @@ from .order import NOT_COUNTED, PADDING, ROWS
 
 
 class PackedRows(Dataset):
-    """Rows of T + 1 tokens, read many at a time; documents run on from row to row."""
+    """Rows of T + 1 tokens, read many at a time; documents run on from row to row.
+
+    The last row ends where the tokens end: it overlaps the one before, and labels that stand in that do not count.
+    """
 
     def __init__(
         self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool = False
     ) -> None:
-        self.tokens = tokens
+        self.tokens = np.asarray(tokens)  # the same memory: a slice of np.memmap's own class takes ten times as long
         self.seq_len = seq_len
         self.eos_token_id = eos_token_id
         self.cross_document_attention = cross_document_attention
 
     def __len__(self) -> int:
-        return max(len(self.tokens) - 1, 0) // self.seq_len
+        return -(-(len(self.tokens) - 1) // self.seq_len) if len(self.tokens) > self.seq_len else 0
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         """The batch of these rows, and their numbers; DataLoader calls this once per batch."""
-        index = np.asarray(rows)  # (B,)
-        starts = np.where(index == PADDING, 0, index)[:, None] * self.seq_len  # a padding row reads any row
-        window = self.tokens[starts + np.arange(self.seq_len + 1)].astype(np.int64)  # (B, T+1)
-        inputs, labels = window[:, :-1], window[:, 1:].copy()  # (B, T) each
-        labels[index == PADDING] = NOT_COUNTED
+        last = len(self.tokens) - self.seq_len - 1  # where the last row starts
+        window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
+        for tokens, row in zip(window, rows, strict=True):  # slices: twice as fast as one index of B x T places
+            start = min(max(row, 0) * self.seq_len, last)  # a padding row reads any row
+            tokens[:] = self.tokens[start : start + self.seq_len + 1]
+        inputs, labels = window[:, :-1].copy(), window[:, 1:].copy()  # (B, T) each
+        for label, row in zip(labels, rows, strict=True):
+            if row == PADDING or row * self.seq_len > last:
+                label[: self.seq_len if row == PADDING else row * self.seq_len - last] = NOT_COUNTED
         positions = self.positions(inputs)
-        bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)  # (documents + 1,)
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
-        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in batch.items()} | {ROWS: rows}
+        bounds = [] if self.cross_document_attention else np.append(np.flatnonzero(positions == 0), positions.size)
+        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: np.array(bounds, np.int32)}
+        return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
     def positions(self, inputs: np.ndarray) -> np.ndarray:
         """(B, T), counted from each document's start; attention tells documents apart by it."""
-        positions = np.broadcast_to(np.arange(self.seq_len), inputs.shape)
         if self.cross_document_attention:
-            return positions
-        starts = np.zeros_like(inputs)
-        starts[:, 1:] = np.where(inputs[:, :-1] == self.eos_token_id, positions[:, 1:], 0)
-        return positions - np.maximum.accumulate(starts, axis=1)
+            return np.tile(np.arange(self.seq_len), (len(inputs), 1))
+        ends = inputs == self.eos_token_id
+        ends[:, -1] = True
+        bounds = np.concatenate(([0], np.flatnonzero(ends) + 1))  # of the documents, of all rows in one line
+        return (np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))).reshape(inputs.shape)

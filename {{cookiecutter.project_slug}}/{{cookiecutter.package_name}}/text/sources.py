@@ -11,6 +11,7 @@ A source's attributes are its constructor's arguments. They name its cache: othe
 from __future__ import annotations
 
 import glob
+import os
 import platform
 import sysconfig
 from abc import ABC, abstractmethod
@@ -46,8 +47,10 @@ class StandardLibrary(Source):
         return _read(self.files())
 
     def files(self) -> list[Path]:
-        root = Path(sysconfig.get_path("stdlib"))
-        found = (p for p in root.rglob("*.py") if not self.SKIPPED & set(p.relative_to(root).parts[:-1]))
+        found: list[Path] = []
+        for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+            inside[:] = [name for name in inside if name not in self.SKIPPED]  # all that is installed is below it
+            found += (Path(folder, name) for name in names if name.endswith(".py"))
         return sorted(found)
 
     def spec(self) -> dict[str, Any]:

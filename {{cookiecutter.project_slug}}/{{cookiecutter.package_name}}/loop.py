@@ -1,0 +1,282 @@
+"""Lightning's training loop at a fraction of its cost: the same hooks in the same order, and the same state.
+
+Read in lightning 2.6.6, loops/ and trainer/call.py. For each hook of each callback, empty ones too, Lightning formats a
+debug message, enters a profiler's context, and writes the hook's name to the module twice, through
+`nn.Module.__setattr__`: a hundred times a batch. It asks again in each batch what the batch cannot change: who has
+which hook, what arguments they take, whether there is validation. Here that is asked when an epoch begins.
+
+The classes below take the places of Lightning's own by `__class__`: nothing is built anew, and what a checkpoint holds
+of them stays as it is. They hand back to Lightning what is rare: the first batch of a resumed epoch, validation, manual
+optimization, `dataloader_iter`, a schedule that is not stepped once per optimizer step. With a profiler
+(`--trainer.profiler simple`) all is Lightning's own, and tests/test_speed_loop.py finds no other difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+OF_EACH_BATCH = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def lighten(trainer: Any) -> None:
+    """Let `trainer` train by this file, unless it has a profiler, which wants to see every call."""
+    if not isinstance(trainer.profiler, PassThroughProfiler):
+        return
+    loop, plugin = trainer.fit_loop.epoch_loop, trainer.strategy.precision_plugin
+    loop.__class__, loop.automatic_optimization.__class__ = EpochLoop, Optimization
+    kind = type(plugin)
+    bases = (Hooked,) if kind is Precision else (kind, Hooked)  # what `kind` calls by super() is `Hooked`'s
+    plugin.__class__ = type(kind.__name__, bases, {"__qualname__": kind.__qualname__})  # its key in a checkpoint
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """`advance` and what it calls in each batch."""
+
+    _accumulates: bool | None = None  # in this batch; None: Lightning must be asked
+    _validates: bool | None = None  # in this epoch
+
+    def run(self, data_fetcher: Any) -> None:
+        try:
+            super().run(data_fetcher)
+        finally:
+            self._accumulates = self._validates = None
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """An epoch begins: find what does not change in it."""
+        super().on_run_start(data_fetcher)
+        trainer = self.trainer
+        module = self._module = trainer.lightning_module
+        data_fetcher._start_profiler = data_fetcher._stop_profiler = _nothing
+        self._validates = super()._should_check_val_epoch()
+        self._is_ours = module.automatic_optimization and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        self._steps_schedules = all(
+            (config.interval, config.frequency, config.reduce_on_plateau) == ("step", 1, False)
+            for config in trainer.lr_scheduler_configs
+        )
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._callbacks = {
+            name: [partial(hook, trainer, module) for callback in trainer.callbacks if (hook := _own(callback, name, Callback))]
+            for name in OF_EACH_BATCH
+        }
+        self._own_hooks = {name: _own(module, name, L.LightningModule) for name in OF_EACH_BATCH}
+        owner = trainer._data_connector._datahook_selector.get_instance
+        before, transfer, after = (getattr(owner(name), name) for name in TRANSFER)
+        is_default = getattr(transfer, "__func__", None) in (
+            L.LightningModule.transfer_batch_to_device,
+            L.LightningDataModule.transfer_batch_to_device,
+        )
+        self._transfer = before, _to_device if is_default else transfer, after
+
+    def each(self, name: str, *args: Any) -> Any:
+        """Call the hook `name` of the callbacks, then the module's, whose answer it is."""
+        if (own := self._own_hooks[name]) is None and not self._callbacks[name]:
+            return None
+        names = vars(self._module)
+        before, names["_current_fx_name"] = names["_current_fx_name"], name  # `self.log` asks for it
+        for hook in self._callbacks[name]:
+            hook(*args)
+        answer = own(*args) if own else None
+        names["_current_fx_name"] = before
+        return answer
+
+    def advance(self, data_fetcher: Any) -> None:
+        """A batch. callbacks/preemption.py does what Lightning's look at SIGTERM, left out here, was for."""
+        if self.restarting or not self._is_ours:
+            super().advance(data_fetcher)
+            return
+        trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
+        if self.val_loop._restarting:
+            self.val_loop.restarting = False
+        batch, _, _ = next(data_fetcher)
+        batch_idx = self.batch_idx + 1
+        progress.is_last_batch = data_fetcher.done
+        batch = self.batch_to_device(batch)
+        progress.increment_ready()
+        self._accumulates = super()._should_accumulate()
+        connector._first_loop_iter = connector._first_loop_iter is None
+        results = self._results
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+
+        output, ends = None, False
+        if batch is None:
+            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            ends = self.each("on_train_batch_start", batch, batch_idx) == -1
+            trainer.strategy.on_train_batch_start(batch, batch_idx)
+            if ends:
+                progress.increment_by(0, is_last_batch=True)
+                self._accumulates = super()._should_accumulate()
+            else:
+                progress.increment_started()
+                arguments: Any = {"batch": batch, "batch_idx": batch_idx} if self._takes_index else {"batch": batch}
+                output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
+        progress.increment_processed()
+        self.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._num_ready_batches_reached():
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if ends:
+            raise StopIteration
+        self.each("on_train_batch_end", output, batch, batch_idx)
+        if results:  # somebody used `self.log`
+            connector.on_batch_end()
+        results.batch = results.batch_size = None
+        progress.increment_completed()
+        if results:
+            connector.update_train_step_metrics()
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        trainer = self.trainer
+        rare = self._skip_next_val or trainer.should_stop or trainer.received_sigterm
+        if rare or self._should_check_val_fx(data_fetcher):
+            super().on_advance_end(data_fetcher)
+            return
+        self.update_lr_schedulers("step", update_plateau_schedulers=True)
+        self._batches_that_stepped += not self._should_accumulate()
+
+    def batch_to_device(self, batch: Any) -> Any:
+        plugin, (before, transfer, after) = self.trainer.strategy.precision_plugin, self._transfer
+        if type(plugin).convert_input is not Precision.convert_input:
+            batch = plugin.convert_input(batch)
+        batch = before(batch, 0)
+        return after(transfer(batch, self.trainer.strategy.root_device, 0), 0)
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if not self._steps_schedules:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+        elif interval == "step" and not update_plateau_schedulers and not self._should_accumulate():
+            for config in self.trainer.lr_scheduler_configs:
+                self.scheduler_progress.increment_ready()
+                _call(self._module, "lr_scheduler_step", self._module.lr_scheduler_step, config.scheduler, None)
+                self.scheduler_progress.increment_completed()
+
+    def _should_accumulate(self) -> bool:
+        return super()._should_accumulate() if self._accumulates is None else self._accumulates
+
+    def _should_check_val_epoch(self) -> bool:
+        return super()._should_check_val_epoch() if self._validates is None else self._validates
+
+
+class Result(ClosureResult):
+    """Of a micro-batch. The loss is divided where there is more than one, and no copy of it is made."""
+
+    def _clone_loss(self) -> None:
+        if self.closure_loss is not None:
+            self.loss = self.closure_loss.detach()
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        if normalize == 1 and isinstance(training_step_output, Tensor):
+            return cls(training_step_output)
+        return super().from_training_step_output(training_step_output, normalize)
+
+
+class Optimization(_AutomaticOptimization):
+    """What Lightning calls within a micro-batch and an optimizer step."""
+
+    output_result_cls = Result
+
+    def _make_backward_fn(self, optimizer: Any) -> Callable[[Tensor], None] | None:
+        if self._skip_backward:
+            return None
+        strategy = self.trainer.strategy
+        return lambda loss: _call(strategy.lightning_module, "backward", strategy.backward, loss, optimizer)
+
+    def _on_before_zero_grad(self, optimizer: Any) -> None:
+        self.optim_progress.optimizer.zero_grad.increment_ready()
+        self.trainer.fit_loop.epoch_loop.each("on_before_zero_grad", optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_started()
+
+    def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
+        trainer, module = self.trainer, self.trainer.lightning_module
+        _call(module, "optimizer_zero_grad", module.optimizer_zero_grad, trainer.current_epoch, batch_idx, optimizer)
+        self.optim_progress.optimizer.zero_grad.increment_completed()
+
+    def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
+        trainer, module, steps = self.trainer, self.trainer.lightning_module, self.optim_progress.optimizer.step
+        accumulates = trainer.fit_loop._should_accumulate()  # DeepSpeed's engine is called all the same
+        if not accumulates:
+            steps.increment_ready()
+        arguments = (trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0])
+        _call(module, "optimizer_step", module.optimizer_step, *arguments, train_step_and_backward_closure)
+        if not accumulates:
+            steps.increment_completed()
+
+    def _training_step(self, kwargs: Any) -> ClosureResult:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        output = _call(trainer.lightning_module, "training_step", strategy.training_step, *kwargs.values())
+        if output is None and trainer.world_size > 1:
+            raise RuntimeError("`training_step` returned None: ranks cannot skip a step, the others would wait for them")
+        return self.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
+
+
+class Hooked(Precision):
+    """The four places where a precision plugin calls hooks."""
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        module.trainer.fit_loop.epoch_loop.each("on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        module.trainer.fit_loop.epoch_loop.each("on_after_backward")
+        return tensor
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        trainer = model.trainer
+        trainer.fit_loop.epoch_loop.each("on_before_optimizer_step", optimizer)
+        algorithm = trainer.gradient_clip_algorithm
+        self._clip_gradients(model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=algorithm)
+
+    def _clip_gradients(
+        self, model: Any, optimizer: Any, clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if model.automatic_optimization:
+            clip = partial(model.configure_gradient_clipping, optimizer)
+            options = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
+            _call(model, "configure_gradient_clipping", partial(clip, **options))
+
+
+def _own(owner: Any, name: str, base: type) -> Any:
+    """The hook `name` of `owner`, None where it is the empty one of `base`."""
+    hook = getattr(owner, name)
+    return None if getattr(hook, "__func__", None) is getattr(base, name) else hook
+
+
+def _call(module: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    names = vars(module)
+    before, names["_current_fx_name"] = names["_current_fx_name"], name
+    output = function(*args)
+    names["_current_fx_name"] = before
+    return output
+
+
+def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
+    """As Lightning does it, which walks through any nesting and asks each leaf's class whether it can be moved."""
+    if type(batch) is not dict or not all(isinstance(value, Tensor) for value in batch.values()):
+        return move_data_to_device(batch, device)
+    blocks = device.type in ("cpu", "mps")  # into these Lightning copies no other way
+    return {name: value.to(device, non_blocking=not blocks) for name, value in batch.items()}
+
+
+def _nothing() -> None:
+    pass
