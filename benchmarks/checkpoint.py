@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback
 from torch.distributed.checkpoint.state_dict import (
@@ -119,7 +118,6 @@ class Saves(Callback):
         path, clock = self.folder / manifest.name(trainer.global_step), Clock()
         for number in range(self.rounds + 1):  # the first one warms up: the copy's memory is then there
             for arm in random.Random(number).sample(sorted(arms), len(arms)):
-                torch.serialization.set_crc32_options(arm == self.by_hand)  # torch's default, which commit.py turns off
                 trainer.strategy.barrier()
                 clock.start()
                 arms[arm](path)
