@@ -3,9 +3,9 @@
 The loss: a small Llama with a large vocabulary, tied embeddings, one forward and backward. Arms: all logits at once, in
 chunks, and both compiled. Targets: the chunks hold at most 0.7 of the memory, at equal speed.
 
-Compilation: the first step of a Llama of 16 blocks (Llama-3.2-1B has as many), these compiled (what `model.blocks.compile` does) against the whole
-model, nothing cached; CPU time with that of the C++ compiler. Target: at most 0.35. The share falls with the number of
-blocks: equal ones are compiled once.
+Compilation: the first step of a Llama of 16 blocks, as many as Llama-3.2-1B has. These compiled, which is what
+`model.blocks.compile` does, against the whole model, nothing cached; CPU time, the C++ compiler's with it. Target: at
+most 0.35. The share falls with the number of blocks: equal ones are compiled once.
 
 Experts: the quickstart's grouped products against a loop over experts, which also waits for the device in each layer.
 """
