@@ -27,6 +27,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from . import ROOT
 from .arms import Comparison, Sample, compare
 from .loops import hand, lightning, project
 from .loops.task import Stopwatch, Task, prepare
@@ -44,6 +45,7 @@ def run(options: Options) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         task = Task(Path(folder), steps=12 if options.quick else 300, warm=2 if options.quick else 60)
         prepare(task, texts=20 if options.quick else 200)
+        sent = counted(task, options)  # first: the processes that it starts have imported what the others' need
         for title, (unit, sizes, arms) in SWEEPS.items():
             if options.quick:
                 sizes = sizes[:2]
@@ -51,8 +53,7 @@ def run(options: Options) -> Result:
             comparison = Comparison(f"{title}: {unit}", "optimizer step", next(iter(runs)))
             result.comparisons.append(compare(comparison, runs, options.rounds, warm=not options.quick))
         result.figures = figures({each.title.partition(":")[0]: each for each in result.comparisons})
-        result.figures += drift(task, options)
-        result.figures += counted(task, options)
+        result.figures += [*drift(task, options), *sent]
     return result
 
 
@@ -250,12 +251,12 @@ def counted(task: Task, options: Options) -> list[Figure]:
 
     from .loops.task import data_flags
 
-    folder, found = project.PROJECT / "configs" / "strategy", []
+    configs, found = ROOT / "build" / "dev" / "configs" / "strategy", []
     for strategy, sizes in COUNTED.items():
         for size in sizes[:1] if options.quick else sizes:
             shared = size if strategy == "tp" else 1
             record = task.folder / f"{strategy}-{size}"
-            argv = ["fit", f"--run.root={record / 'runs'}", "--run.report=false", f"--config={folder}/{strategy}.yaml"]
+            argv = ["fit", f"--run.root={record / 'runs'}", "--run.report=false", f"--config={configs}/{strategy}.yaml"]
             argv += [*data_flags(task, size // shared), f"--model.architecture={SMALL}", f"--trainer.devices={size}"]
             argv += ["--trainer.accelerator=cpu", "--trainer.max_steps=4", "--trainer.log_every_n_steps=100"]
             argv += ZERO3 if strategy == "zero3" else []
