@@ -180,9 +180,9 @@ def ranks(arm: str, task: Task, size: int) -> Sample:
 Arms = dict[str, Callable[[Task, int], Sample]]
 BOTH = {"hand": hand.train, "project": project.train}
 SWEEPS: dict[str, tuple[str, tuple[int, ...], Arms]] = {
-    "metrics": ("more metrics in each step", (0, 10, 20, 40), {"hand": by_hand, "project": tracked, "self.log": logged}),
+    "metrics": ("more in each step", (0, 10, 20, 40), {"hand": by_hand, "project": tracked, "self.log": logged}),
     "callbacks": ("more callbacks", (0, 10, 20, 40), {"hand": by_hand, "project": with_callbacks}),
-    "tensors": ("parameter tensors", (1, 50, 100, 200), {name: partial(vectors, loop) for name, loop in BOTH.items()}),
+    "tensors": ("parameter tensors", (1, 50, 100, 200), {n: partial(vectors, loop) for n, loop in BOTH.items()}),
     "tokens": ("of a sequence", (32, 256, 1024, 2048), {name: partial(lengths, loop) for name, loop in BOTH.items()}),
     "vocabulary": ("0.1M model, entries of the vocabulary", (1024, 4096, 16384),
                    {name: partial(vocabularies, loop) for name, loop in BOTH.items()}),
