@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from .arms import Comparison, Sample, compare
-from .loops.task import Task, prepare
+from .loops.task import Task, check_alike, prepare
 from .ranks import on_ranks
 from .record import Figure, Options, Result
 from .step import LARGE, SMALL
@@ -43,6 +43,7 @@ def run(options: Options) -> Result:
                 Figure(f"{strategy}: speed of project over hand, by wall time", wall, at_least=0.97),
                 Figure(f"{strategy}: the same by CPU time of both ranks", cpu, at_least=0.97),
             ]
+        check_alike(task.folder, ["hand_ddp", "hand_fsdp2", "hand_zero2"])
     return result
 
 

@@ -21,7 +21,7 @@ import torch
 
 from .arms import Comparison, Sample, compare
 from .loops import accelerate, fabric, hand, lightning, project, trainer
-from .loops.task import Task, prepare
+from .loops.task import Task, check_alike, prepare
 from .record import Figure, Options, Result
 
 NAME = "step"
@@ -61,6 +61,7 @@ def run(options: Options) -> Result:
             arms = {arm: partial(train, task) for arm, train in ARMS.items()}
             comparison = Comparison(f"{name} model", "optimizer step", "hand")
             result.comparisons.append(compare(comparison, arms, options.rounds, warm=not options.quick))
+            check_alike(task.folder, ["hand", "accelerate", "fabric"])
     null, small, large = result.comparisons
     result.figures = [
         Figure("null: CPU time added to hand, project over Trainer", added(null, "Trainer"), at_most=1),

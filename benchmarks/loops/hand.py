@@ -26,7 +26,7 @@ def train(task: Task) -> Sample:
     optimizer = task.optimizer(model)
     scheduler = task.schedule(optimizer)
     half = torch.autocast(task.device, torch.bfloat16) if task.precision == "bf16-mixed" else contextlib.nullcontext()
-    log, stopwatch = Log(task, "hand", rank, ranks), Stopwatch(task)
+    log, stopwatch = Log(task, "hand" if ranks == 1 else f"hand_{task.strategy}", rank, ranks), Stopwatch(task)
     for step, batch in enumerate(task.batches(rank), start=1):
         log.fetched()
         if task.device == "cuda":

@@ -192,6 +192,23 @@ class Log:
         self.window, self.waited = self.ready, 0.0
 
 
+def check_alike(folder: Path, names: list[str]) -> None:
+    """Loops by hand that read the same batches must have logged the same losses, or they are not comparable.
+
+    Raises:
+        ValueError: they have not.
+    """
+    losses = {}
+    for name in names:
+        lines = (folder / f"{name}.jsonl").read_text("utf-8").splitlines()
+        losses[name] = [json.loads(line)["train/loss"] for line in lines]
+    first = losses[names[0]]
+    for name, others in losses.items():
+        pairs = zip(first, others, strict=True)
+        if not first or not all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs):
+            raise ValueError(f"{name} has trained to other losses than {names[0]}: {others} and {first}")
+
+
 @dataclass
 class Stopwatch:
     """Takes time from the end of step `warm` to the end of the last."""

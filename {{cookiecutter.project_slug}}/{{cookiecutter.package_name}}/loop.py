@@ -18,15 +18,19 @@ from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.optim import Optimizer
 
 OF_EACH_BATCH = (
     "on_train_batch_start",
@@ -196,11 +200,34 @@ class Optimization(_AutomaticOptimization):
 
     output_result_cls = Result
 
-    def _make_backward_fn(self, optimizer: Any) -> Callable[[Tensor], None] | None:
+    def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
+        """Lightning makes four closures and an object of a generic class for this one."""
         if self._skip_backward:
-            return None
-        strategy = self.trainer.strategy
-        return lambda loss: _call(strategy.lightning_module, "backward", strategy.backward, loss, optimizer)
+            return super().run(optimizer, batch_idx, kwargs)
+        trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
+        result: ClosureResult | None = None
+
+        def closure() -> Tensor | None:
+            nonlocal result
+            with torch.enable_grad():
+                result = self._training_step(kwargs)
+                if batch_idx % trainer.accumulate_grad_batches == 0:
+                    self._on_before_zero_grad(optimizer)
+                    self._optimizer_zero_grad(batch_idx, optimizer)
+                if result.closure_loss is None:
+                    Closure.warning_cache.warn("`training_step` returned `None`: this batch is passed over")
+                else:
+                    _call(module, "backward", strategy.backward, result.closure_loss, optimizer)
+            return result.loss
+
+        if trainer.fit_loop._should_accumulate() and not strategy.handles_gradient_accumulation:
+            with _block_parallel_sync_behavior(strategy, block=True):
+                closure()
+        else:
+            self._optimizer_step(batch_idx, closure)
+        if result is None:
+            raise MisconfigurationException("`optimizer_step` in module.py must call the closure that it is given")
+        return {} if result.loss is None else result.asdict()
 
     def _on_before_zero_grad(self, optimizer: Any) -> None:
         self.optim_progress.optimizer.zero_grad.increment_ready()
@@ -208,8 +235,15 @@ class Optimization(_AutomaticOptimization):
         self.optim_progress.optimizer.zero_grad.increment_started()
 
     def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
-        trainer, module = self.trainer, self.trainer.lightning_module
-        _call(module, "optimizer_zero_grad", module.optimizer_zero_grad, trainer.current_epoch, batch_idx, optimizer)
+        module = self.trainer.lightning_module
+        hook = _own(module, "optimizer_zero_grad", L.LightningModule)
+        if hook or type(optimizer).zero_grad is not Optimizer.zero_grad:
+            arguments = (self.trainer.current_epoch, batch_idx, optimizer)
+            _call(module, "optimizer_zero_grad", module.optimizer_zero_grad, *arguments)
+        else:  # torch's does so in a range for its profiler, which takes longer
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         self.optim_progress.optimizer.zero_grad.increment_completed()
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
@@ -274,7 +308,9 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
     """As Lightning does it, which walks through any nesting and asks each leaf's class whether it can be moved."""
     if type(batch) is not dict or not all(isinstance(value, Tensor) for value in batch.values()):
         return move_data_to_device(batch, device)
-    blocks = device.type in ("cpu", "mps")  # into these Lightning copies no other way
+    if device.type == "cpu":
+        return {name: value if value.device == device else value.to(device) for name, value in batch.items()}
+    blocks = device.type == "mps"  # a race condition: pytorch#83015
     return {name: value.to(device, non_blocking=not blocks) for name, value in batch.items()}
 
 

@@ -24,19 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils.serialization import config as serialization
 
 from ..cluster.watch import WATCH
 from ..errors import InputError, reason
 from ..parallel import weights
 from . import manifest
 from .manifest import FORMAT, MANIFEST, Files, crc32, wrong_file
-
-# torch's writer would compute one for each tensor too, which torch's reader never looks at: over half of its CPU time.
-torch.serialization.set_crc32_options(False)
 
 
 class SaveError(Exception):
@@ -110,9 +107,14 @@ def finish(path: Path, about: dict[str, Any], trouble: str | None = None, group:
 
 
 def disk_trouble(write: Callable[[], object]) -> str | None:
-    """Call `write`; which rank's disk refused and why, None where none did. Whatever else goes wrong is raised."""
+    """Call `write`; which rank's disk refused and why, None where none did. Whatever else goes wrong is raised.
+
+    torch's writer then computes no CRC-32 of each tensor, over half of its CPU time: torch's reader never looks at it,
+    and the manifest has one of every byte.
+    """
     try:
-        write()
+        with serialization.patch("save.compute_crc32", False):  # in this thread
+            write()
     except (OSError, RuntimeError, CheckpointException) as error:
         causes: dict[int, BaseException] = {_rank(None): error}
         if isinstance(error, CheckpointException):  # torch's distributed format tells it on every rank

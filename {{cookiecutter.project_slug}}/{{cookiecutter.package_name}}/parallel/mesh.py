@@ -12,7 +12,7 @@ knowing no transformers model, at checkpoints of interleaved shards, and at a wo
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -252,7 +252,7 @@ class MeshStrategy(ModelParallelStrategy):
         finally:
             self._let_reduce(units, True)
 
-    def _let_reduce(self, units: list[FSDPModule], now: bool) -> None:
+    def _let_reduce(self, units: Sequence[FSDPModule], now: bool) -> None:
         for unit in units:
             if self.reduce_each_micro_batch:
                 unit.set_requires_all_reduce(now, recurse=False)

@@ -117,7 +117,7 @@ def fsdp2(model: Any, at: Setting, copies: int = 1, tp: int = 1, ep: int = 1) ->
                 yield Collective("all_gather", elements, wide, over, at.accumulation * (1 if kept else 2))
                 yield Collective("reduce_scatter", elements, 4, over, at.accumulation)
             if elements and copies > 1:
-                yield Collective("all_reduce", elements // over, 4, copies, 1)
+                yield Collective("all_reduce", elements // over, 4, copies, 1)  # waits for the last micro-batch
 
 
 def hsdp(model: Any, at: Setting) -> Traffic:

@@ -112,8 +112,8 @@ def fsdp2(trainer: Any, module: Any) -> Step:
         loss(module, model, batch).backward()
         model.set_requires_gradient_sync(True)
         loss(module, model, batch).backward()
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
-        nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
+        norm: Any = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm.full_tensor())
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,0 +1,150 @@
+"""How long a save keeps training waiting, beside the strategy's own library, on the same disk and in the same run.
+
+Two processes, a Llama of 40M parameters with AdamW's moments (480 MB). What a loop by hand calls is `dcp.save` of the
+weights and moments under DDP and FSDP2, and `engine.save_checkpoint` under ZeRO-2. The project's saves are verified:
+each byte is hashed and flushed, and one rename commits all. Wall time is what training waits for, on the slower rank;
+CPU time is all that the save takes, of both ranks' threads until it is committed: where no core is idle, training pays
+for it.
+
+Targets: with `last_checkpoint.asynchronous` training waits at most 0.15 of what the other makes it wait; without, it
+does not wait longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Callback
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from trainer_dev.checkpoint import commit, manifest
+from trainer_dev.checkpoint.asynchronous import BackgroundSaver
+from trainer_dev.rehearsal.workers import Workers
+
+from . import ROOT
+from .arms import Clock, Comparison, Sample
+from .record import Figure, Options, Result
+
+NAME = "checkpoint"
+RANKS = 2
+BY_HAND = {"ddp": "dcp.save", "fsdp2": "dcp.save", "zero2": "save_checkpoint"}
+WAITS, GOES_ON = "project, asynchronous false", "project, asynchronous true"
+MODEL = {"model_type": "llama", "hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 8}
+SMALL = MODEL | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def run(options: Options) -> Result:
+    result = Result(NAME)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as name:  # on a disk, where /tmp may be memory
+        folder = Path(name)
+        flags = _flags(folder, SMALL if options.quick else MODEL)
+        with Workers(1) as workers:
+            workers.run(["prepare", *flags], folder / "prepare").check()
+        for strategy, by_hand in BY_HAND.items():
+            title = f"{strategy}, {RANKS} processes; CPU time until it is committed, wall time that training waits"
+            comparison = Comparison(title, "save", by_hand, _measure(strategy, flags, folder, options.rounds))
+            result.comparisons.append(comparison)
+            waited, cpu = comparison.wall_ratios, comparison.cpu_ratios
+            result.figures += [
+                Figure(f"{strategy}: training waits, asynchronous, over {by_hand}", waited(GOES_ON), at_most=0.15),
+                Figure(f"{strategy}: training waits, otherwise, over {by_hand}", waited(WAITS), at_most=1.0),
+                Figure(f"{strategy}: CPU time of a whole save, asynchronous, over {by_hand}", cpu(GOES_ON)),
+            ]
+    result.notes.append("hashing, flushing and the commit are in the project's saves and in none of the others")
+    return result
+
+
+def _flags(folder: Path, model: dict[str, Any]) -> list[str]:
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400, encoding="utf-8")
+    return [
+        f"--run.root={folder / 'runs'}", "--run.report=false", "--data.source=TextFiles",
+        f"--data.source.paths=[{folder / 'text.txt'}]", "--data.tokenizer=Bytes",
+        f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=16",
+        f"--data.global_batch_size={RANKS}", "--data.micro_batch_size=1",
+        "--data.validation_share=0", "--data.test_share=0", f"--model.architecture={json.dumps(model)}",
+        "--trainer.accelerator=cpu", f"--trainer.devices={RANKS}",
+        "--trainer.fast_dev_run=2",  # no checkpoint but the measured ones
+        "--same_environment.ignore=[git_commit, git_diff]",  # whoever measures may go on editing
+    ]  # fmt: skip
+
+
+def _measure(strategy: str, flags: list[str], folder: Path, rounds: int) -> dict[str, list[Sample]]:
+    argv = ["fit", *flags, f"--config={ROOT}/build/dev/configs/strategy/{strategy}.yaml"]
+    record = folder / strategy
+    with Workers(RANKS) as workers:
+        workers.run(argv, record, callbacks=[Saves(BY_HAND[strategy], record, rounds)], timeout_s=900).check()
+    of_ranks = [json.loads((record / f"saves{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
+    print(f"  {strategy}: {rounds} rounds", flush=True)
+    return {
+        arm: [
+            Sample(sum(cpu for cpu, _ in ranks), max(wall for _, wall in ranks))
+            for ranks in zip(*(each[arm] for each in of_ranks), strict=True)
+        ]
+        for arm in of_ranks[0]
+    }
+
+
+@dataclass
+class Saves(Callback):
+    """After the first optimizer step every arm saves in each round, in an order that all ranks know."""
+
+    by_hand: str
+    folder: Path
+    rounds: int
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step > 1:
+            return
+        saver = BackgroundSaver(trainer.strategy)
+        arms = {
+            self.by_hand: partial(BY_HAND_ARMS[self.by_hand], trainer),
+            WAITS: partial(commit.save, trainer),
+            GOES_ON: partial(saver.start, trainer),
+        }
+        times: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
+        path, clock = self.folder / manifest.name(trainer.global_step), Clock()
+        for number in range(self.rounds + 1):  # the first one warms up: the copy's memory is then there
+            for arm in random.Random(number).sample(sorted(arms), len(arms)):
+                trainer.strategy.barrier()
+                clock.start()
+                arms[arm](path)
+                waited_s = clock.stop().wall_s
+                saver.wait()
+                cpu_s = clock.stop().cpu_s
+                trainer.strategy.barrier()
+                if trainer.is_global_zero:
+                    assert arm == self.by_hand or commit.verify(path) is None
+                    shutil.rmtree(path)
+                    os.sync()  # no arm pays for what another has not flushed
+                if number:
+                    times[arm].append((cpu_s, waited_s))
+        saver.close()
+        (self.folder / f"saves{trainer.global_rank}.json").write_text(json.dumps(times), encoding="utf-8")
+
+
+def dcp_save(trainer: Any, path: Path) -> None:
+    module, (optimizer,) = trainer.lightning_module, trainer.optimizers
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"model": get_model_state_dict(module), "optimizer": None}
+    state["optimizer"] = get_optimizer_state_dict(module, getattr(optimizer, "_optimizer", optimizer), options=flat)
+    dcp.save(state, checkpoint_id=path)
+
+
+def save_checkpoint(trainer: Any, path: Path) -> None:
+    trainer.strategy.deepspeed_engine.save_checkpoint(path, "step")
+
+
+BY_HAND_ARMS: dict[str, Callable[[Any, Path], None]] = {"dcp.save": dcp_save, "save_checkpoint": save_checkpoint}
