@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from .arms import Comparison, Sample, compare
-from .loops.task import Task, prepare
+from .arms import Arm, Comparison, Sample, compare
+from .loops.task import Task, check_alike, prepare
 from .ranks import on_ranks
 from .record import Figure, Options, Result
 from .step import LARGE, SMALL
@@ -34,7 +34,7 @@ def run(options: Options) -> Result:
             task = replace(task, architecture=SMALL, steps=4, warm=1, log_every=2)
         prepare(task)
         for strategy, names in STRATEGIES.items():
-            arms = {name: partial(train, name, replace(task, strategy=strategy)) for name in names}
+            arms: dict[str, Arm] = {name: partial(train, name, replace(task, strategy=strategy)) for name in names}
             comparison = Comparison(f"5M model, {strategy}, {RANKS} processes", "optimizer step", "hand")
             compare(comparison, arms, options.rounds, warm=False)
             result.comparisons.append(comparison)
@@ -43,6 +43,7 @@ def run(options: Options) -> Result:
                 Figure(f"{strategy}: speed of project over hand, by wall time", wall, at_least=0.97),
                 Figure(f"{strategy}: the same by CPU time of both ranks", cpu, at_least=0.97),
             ]
+        check_alike(task.folder, ["hand_ddp", "hand_fsdp2", "hand_zero2"])
     return result
 
 

@@ -22,7 +22,7 @@ def train(task: Task) -> Sample:
     optimizer = task.optimizer(model)
     engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=config(task))[0]
     scheduler = task.schedule(optimizer)
-    log, stopwatch = Log(task, "hand_zero", rank, ranks), Stopwatch(task)
+    log, stopwatch = Log(task, "hand_zero2", rank, ranks), Stopwatch(task)
     for step, batch in enumerate(task.batches(rank), start=1):
         log.fetched()
         if task.device == "cuda":

@@ -73,7 +73,11 @@ class Task:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        fields = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": self.seq_len, **self.architecture}
+        fields: dict[str, Any] = {
+            "vocab_size": BYTES_VOCABULARY,
+            "max_position_embeddings": self.seq_len,
+            **self.architecture,
+        }
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
@@ -126,7 +130,7 @@ class Null(nn.Module):
         return self.weight.sum() * 0.01 + 1.0
 
 
-def inputs_of(batch: dict[str, Any]) -> dict[str, Tensor]:
+def inputs_of(batch: Any) -> dict[str, Tensor]:
     """Without what the project alone makes use of."""
     return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
 
@@ -190,6 +194,23 @@ class Log:
             print("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
         self.sums.zero_()
         self.window, self.waited = self.ready, 0.0
+
+
+def check_alike(folder: Path, names: list[str]) -> None:
+    """Loops by hand that read the same batches must have logged the same losses, or they are not comparable.
+
+    Raises:
+        ValueError: they have not.
+    """
+    losses = {}
+    for name in names:
+        lines = (folder / f"{name}.jsonl").read_text("utf-8").splitlines()
+        losses[name] = [json.loads(line)["train/loss"] for line in lines]
+    first = losses[names[0]]
+    for name, others in losses.items():
+        pairs = zip(first, others, strict=True)
+        if not first or not all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs):
+            raise ValueError(f"{name} has trained to other losses than {names[0]}: {others} and {first}")
 
 
 @dataclass

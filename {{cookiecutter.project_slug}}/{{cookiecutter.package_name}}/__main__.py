@@ -65,6 +65,10 @@ def main(argv: list[str]) -> int:
         MESSAGES.listen()
         WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
+        if VERBS[verb][0] in (".cli", ".tools.prepare"):
+            from . import mistakes
+
+            mistakes.refuse(argv)
         importlib.import_module(VERBS[verb][0], __package__).main(argv)
         return Exit.DONE
     except (InputError, Ended) as error:

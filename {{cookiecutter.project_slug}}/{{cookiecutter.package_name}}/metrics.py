@@ -6,8 +6,10 @@ buffer keeps a reference. Validation keeps `self.log`, so that ModelCheckpoint a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ class MetricBuffer:
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a scalar tensor without reading it. It must not be changed in place before the next log step."""
-        if value._is_view():
+        if value._is_view() and value.untyped_storage().nbytes() > value.nbytes:
             value = value.detach().clone()  # it would keep all that it is taken of
         elif value.requires_grad:
             value = value.detach()
@@ -46,7 +48,7 @@ class MetricBuffer:
         kept.append((value, value._version))
         self._weights[name] = self._weights.get(name, 0.0) + weight
         if len(kept) == FOLD:
-            total = self._sum(name)
+            total = self._sums([name])[name]
             kept[:] = [(total, total._version)]
 
     def put(self, name: str, value: float) -> None:
@@ -84,28 +86,38 @@ class MetricBuffer:
         known = torch.zeros(len(names) + num_ranks * len(own), dtype=dtype)
         known[: len(names)] = torch.tensor([self._weights[name] for name in names], dtype=dtype)
         known[len(names) :].view(num_ranks, len(own))[rank] = torch.tensor(list(own.values()), dtype=dtype)  # others: 0
-        on_device = [self._sum(name).to(device, non_blocking=True).reshape(1) for name in names]
+        sums = self._sums(names)
+        on_device = [torch.stack([sums[name].to(device, non_blocking=True) for name in names])] if names else []
         on_device += [known.to(device, non_blocking=True), *(each.to(dtype) for each in counts.values())]
         values = iter(all_reduce(torch.cat(on_device)).tolist())
-        sums, weights = list(islice(values, len(names))), list(islice(values, len(names)))
+        totals, weights = list(islice(values, len(names))), list(islice(values, len(names)))
         of_ranks = [list(islice(values, len(own))) for _ in range(num_ranks)]
         self.of_ranks = {name: [each[i] for each in of_ranks] for i, name in enumerate(own)}
         self.totals = {name: list(islice(values, len(each))) for name, each in counts.items()}
-        means = {name: s / w for name, s, w in zip(names, sums, weights, strict=True)}
+        means = {name: s / w for name, s, w in zip(names, totals, weights, strict=True)}
         self._kept.clear()
         self._weights.clear()
         return means | host
 
-    def _sum(self, name: str) -> Tensor:
-        """() of what is kept.
+    def _sums(self, names: list[str]) -> dict[str, Tensor]:
+        """() of what is kept of each; by one sum, and on a GPU so few kernels, for all that are equally many.
 
         Raises:
             InputError: a value is no longer what it was.
         """
-        if any(value._version != version for value, version in self._kept[name]):
-            raise InputError(f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py")
-        values = torch.stack([value for value, _ in self._kept[name]])
-        return values.sum(dtype=_sum_dtype(values.device))
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            kept = self._kept[name]
+            if any(value._version != version for value, version in kept):
+                raise InputError(
+                    f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py"
+                )
+            alike[len(kept), kept[0][0].dtype, kept[0][0].device].append(name)
+        sums: dict[str, Tensor] = {}
+        for (count, _, device), group in alike.items():
+            values = torch.stack([value for name in group for value, _ in self._kept[name]]).view(-1, count)
+            sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
+        return sums
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.pytorch import Callback
 from ..cluster.environment import memory_limit
 
 GIB = 2**30
+HOST_EVERY_S = 1.0  # /proc is asked so often at most: 0.1 ms, where a log step of a small model has some milliseconds
 # Clocks lowered by the hardware, by heat, or by the board's power supply (nvml.h, nvmlClocksEventReason*). The power
 # cap in software is not among them: under large matrix products a healthy GPU runs at it all the time.
 HELD_DOWN = 0x8 | 0x20 | 0x40 | 0x80
@@ -92,10 +94,14 @@ class Host:
         self._limit = memory_limit() / num_neighbours
         asked = self._process.rlimit(psutil.RLIMIT_AS)[0] if hasattr(psutil, "RLIMIT_AS") else -1  # Linux
         self._addresses = asked if asked > 0 else math.inf
+        self._asked = -math.inf
 
     def now(self) -> tuple[float, float, float]:
-        used = self._process.memory_info()
-        return used.rss / GIB, used.rss / GIB, max(used.rss / self._limit, used.vms / self._addresses)
+        if time.monotonic() - self._asked >= HOST_EVERY_S:
+            self._asked, used = time.monotonic(), self._process.memory_info()
+            share = max(used.rss / self._limit, used.vms / self._addresses)
+            self._newest = used.rss / GIB, used.rss / GIB, share
+        return self._newest
 
 
 class Sampler:

@@ -24,6 +24,8 @@ NOTED = "noted_in"  # an exception's attribute: the record that callbacks/crash.
 NUM_LINES = 4  # of the user's own
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 ENTRY = ("__main__.py", "cli.py")  # every training comes through these
+PACKAGE = Path(__file__).parents[1]
+EDITED = ("data.py", "module.py", "tests")  # of the package, what is the user's own
 
 
 def attempt() -> str:
@@ -34,12 +36,27 @@ def attempt() -> str:
 def own_lines(error: BaseException) -> list[str]:
     """Of the traceback the last lines that are in no library, the innermost last."""
     found = []
-    for frame in traceback.extract_tb(error.__traceback__):
+    for frame in _own_frames(error)[-NUM_LINES:]:
         path = Path(frame.filename)
-        if not frame.filename.startswith((*LIBRARIES, "<")) and path.name not in ENTRY:
-            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-            found.append(f"{shown}:{frame.lineno} in {frame.name}: {frame.line}")
-    return found[-NUM_LINES:]
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        found.append(f"{shown}:{frame.lineno} in {frame.name}: {frame.line}")
+    return found
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if not f.filename.startswith((*LIBRARIES, "<")) and Path(f.filename).name not in ENTRY]
+
+
+def _before_training(error: BaseException) -> str:
+    """What is told of an error that no callback could note: "" where it came about in a file that is the template's."""
+    paths = [Path(frame.filename) for frame in _own_frames(error)]
+    edited = bool(paths) and (
+        not paths[-1].is_relative_to(PACKAGE) or paths[-1].relative_to(PACKAGE).parts[0] in EDITED
+    )
+    place = "while tokenizing, " if PACKAGE / "text" / "build.py" in paths else ""
+    told = [f"error: {place}{type(error).__name__}: {first_line(error)}", *(f"    {line}" for line in own_lines(error))]
+    return "\n".join([*told, "\nTRACEBACK=1 prints the traceback"]) if edited else ""
 
 
 def noted(error: BaseException | None) -> Path | None:
@@ -57,7 +74,10 @@ def tell(error: BaseException) -> Exit:
     Where there is nothing to read, or reading fails, the plain traceback is printed: no error is lost.
     """
     if (path := noted(error)) is None:
-        traceback.print_exception(error)
+        if os.environ.get("TRACEBACK", "0") == "0" and (text := _before_training(error)):
+            print(text, file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
         return Exit.FAILED
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -38,6 +38,8 @@ class Setting:
         ddp_bucket_mib: Of DDP's gradients; its first bucket is smaller, to begin early (torch 2.13).
         zero_bucket: Elements that ZeRO reduces, or gathers after a step, at once.
         zero_whole: Elements below which ZeRO-3 leaves a parameter whole.
+        zero_kept: Elements of a model below which ZeRO-3 keeps what forward has gathered for backward: its
+            `stage3_max_live_parameters` and `stage3_max_reuse_distance`.
     """
 
     ranks: int
@@ -48,6 +50,7 @@ class Setting:
     ddp_bucket_mib: int = 25
     zero_bucket: int = 200_000_000
     zero_whole: int = 100_000
+    zero_kept: int = 1_000_000_000
 
 
 class Collective(NamedTuple):
@@ -98,10 +101,10 @@ def ddp(model: Any, at: Setting) -> Traffic:
 
 
 def fsdp2(model: Any, at: Setting, copies: int = 1, tp: int = 1, ep: int = 1) -> Traffic:
-    """Units gathered in forward and, unless they are kept, again in backward; gradients scattered, summed over copies.
+    """Units gathered in forward and, unless they are kept, again in backward; gradients scattered in each micro-batch.
 
-    Parameters are padded to a multiple of the ranks along their first dimension. Under `ep` the experts are units of
-    their own, which lie over fewer ranks.
+    Copies add up their shards once per optimizer step. Parameters are padded to a multiple of the ranks along their
+    first dimension. Under `ep` the experts are units of their own, which lie over fewer ranks.
     """
     wide, shards = 2 if at.half else 4, at.ranks // copies // tp
     experts = {id(p) for module in find_experts(model) for p in module.parameters(recurse=False)} if ep > 1 else set()
@@ -158,8 +161,9 @@ def zero(model: Any, at: Setting, stage: int) -> Traffic:
     """
     parameters, size = list(model.parameters()), 2 if at.half else 4
     cut = [p for p in parameters if stage == 3 and p.numel() >= at.zero_whole]
+    again = 1 if sum(p.numel() for p in parameters) < at.zero_kept else 2
     for parameter in cut:
-        yield Collective("all_gather", parameter.numel(), size, at.ranks, 2 * at.accumulation)
+        yield Collective("all_gather", parameter.numel(), size, at.ranks, again * at.accumulation)
     kind, times = "reduce_scatter" if stage == 3 else "all_reduce", at.accumulation if stage > 1 else 1
     for elements in _buckets(parameters, at.zero_bucket):
         yield Collective(kind, elements, size, at.ranks, times)

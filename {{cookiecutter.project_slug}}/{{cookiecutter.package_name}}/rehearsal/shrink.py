@@ -98,6 +98,9 @@ def shrink(
     _shrink_data(config["data"], folder, MICRO_BATCH_SIZE * data_parallel * ACCUMULATION, keep_data, steps)
     small = Small(config, num, data_parallel, steps, notes=notes)
     _shrink_model(config["model"], model_config, config["data"]["seq_len"], small)
+    chunk, tokens = given["model"].get("loss_chunk"), given["data"]["micro_batch_size"] * given["data"]["seq_len"]
+    if chunk and tokens > chunk:
+        config["model"]["loss_chunk"] = config["data"]["seq_len"]  # the loss is taken in chunks here too
     if "every_n_steps" in config.get("last_checkpoint", {}):
         # Waited for: the kill comes a few quick steps later, and must find it.
         config["last_checkpoint"] |= {"every_n_steps": checkpoint_step(steps), "asynchronous": False}

@@ -21,7 +21,6 @@ os.environ["TORCH_WARM_POOL"] = "0"  # no processes of torch's compiler beside t
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
-from lightning.pytorch.cli import LightningCLI  # noqa: E402
 
 from ..__main__ import VERBS  # noqa: E402
 from ..cli import CLI  # noqa: E402
@@ -116,11 +115,6 @@ class _RecordedCLI(CLI):
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
         super().__init__(args=job.argv, run=True)
-
-    def subcommands(self) -> dict[str, set[str]]:
-        """Only the verb that is wanted: building the parser of all four takes half a second."""
-        verb = self.job.argv[0]
-        return {verb: LightningCLI.subcommands()[verb]}
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)

@@ -5,64 +5,78 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch import Callback
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..parallel.traffic import Collective
 
-# torch's operators, and which of their arguments is the whole tensor. Functional collectives end in these as well.
+# torch's operators, in place and functional, and which of their arguments is the whole tensor.
 OPERATORS = {
-    "c10d::allreduce_": ("all_reduce", 0),
-    "c10d::_allgather_base_": ("all_gather", 0),
-    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
-    "c10d::alltoall_base_": ("all_to_all", 1),
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "all_reduce": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),  # a part of it: times the number of ranks, its second argument
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "all_to_all_single": ("all_to_all", 0),
 }
 SMALL = 64  # elements: counts, norms and votes have fewer
 
 
+class Sent(TorchDispatchMode):
+    """What this thread hands to process groups, in which a CPU's backward runs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.elements = Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it becomes what is sent
+        name = func._overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name in OPERATORS:
+            kind, argument = OPERATORS[name]
+            size = sum(each.numel() for each in tree_leaves(args[argument]) if isinstance(each, Tensor))
+            size *= args[1] if name == "all_gather_into_tensor" else 1
+            if size >= SMALL:
+                self.calls[kind] += 1
+                self.elements[kind] += size
+        return func(*args, **(kwargs or {}))
+
+
 class CountCollectives(Callback):
-    """Write `sent<rank>.json`: kind -> [calls, elements], of the step after step `step`."""
+    """Write `sent<rank>.json`, kind -> [calls, elements], of the step after `step`."""
 
     def __init__(self, folder: Path, step: int = 2) -> None:
         self.folder = folder
         self.step = step
-        self.profile: Any = None
+        self.sent: Sent | None = None
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == self.step and self.profile is None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            self.profile = torch.profiler.profile(activities=activities, record_shapes=True)
-            self.profile.start()
-        elif trainer.global_step == self.step + 1 and not (self.folder / f"sent{trainer.global_rank}.json").exists():
-            self.profile.stop()
-            found = json.dumps(_counted(self.profile.events()))
-            (self.folder / f"sent{trainer.global_rank}.json").write_text(found, encoding="utf-8")
-
-
-def _counted(events: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    calls, elements = Counter[str](), Counter[str]()
-    for event in events:
-        if event.name in OPERATORS:
-            kind, argument = OPERATORS[event.name]
-            shape = event.structured_input_shapes[argument]
-            sizes = [prod(each) for each in shape] if shape and isinstance(shape[0], list) else [prod(shape)]
-            if sum(sizes) >= SMALL:
-                calls[kind] += 1
-                elements[kind] += sum(sizes)
-    return {kind: (calls[kind], elements[kind]) for kind in calls}
+        if trainer.global_step == self.step and self.sent is None:
+            self.sent = Sent()
+            self.sent.__enter__()
+        elif trainer.global_step == self.step + 1 and self.sent:
+            self.sent.__exit__(None, None, None)
+            found = {kind: (calls, self.sent.elements[kind]) for kind, calls in self.sent.calls.items()}
+            self.sent = None
+            (self.folder / f"sent{trainer.global_rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def read_sent(folder: Path) -> dict[str, tuple[float, float]]:
     """Kind -> (calls, elements), the mean over ranks."""
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("sent*.json"))]
     assert ranks and len({tuple(sorted(rank)) for rank in ranks}) == 1, "ranks differ in what they call"
-    return {kind: tuple(sum(r[kind][i] for r in ranks) / len(ranks) for i in (0, 1)) for kind in ranks[0]}
+    mean = {kind: [sum(rank[kind][i] for rank in ranks) / len(ranks) for i in (0, 1)] for kind in ranks[0]}
+    return {kind: (calls, elements) for kind, (calls, elements) in mean.items()}
 
 
 def summed(traffic: Iterable[Collective]) -> dict[str, tuple[float, float]]:

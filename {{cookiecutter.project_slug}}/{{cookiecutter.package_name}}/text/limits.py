@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
-from .cache import Corpus
 
 if TYPE_CHECKING:
     from ..data import DataModule
+    from .cache import Corpus
 
 
 def check_numbers(data: DataModule, world_size: int) -> None:

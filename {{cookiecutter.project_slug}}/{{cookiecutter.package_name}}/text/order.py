@@ -79,6 +79,9 @@ class GlobalOrder(Sampler[list[int]]):
     def _entries(self, position: int, count: int) -> list[int]:
         """`count` entries of the stream, without what is jumped, from the `position`-th on."""
         jumps = self.jumps()
+        epoch, offset = divmod(position, self.num_rows)
+        if not jumps and offset + count <= self.num_rows:
+            return permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
         places = [divmod(stream_position(position + i, jumps), self.num_rows) for i in range(count)]
         return [int(permutation(self.num_rows, self.seed, epoch)[offset]) for epoch, offset in places]
 
@@ -151,7 +154,7 @@ class LazyLoader(DataLoader):
             return
         while window := list(islice(batches, self.window)):
             counted = sum(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED) for batch in window)
-            yield window[0] | {WINDOW: torch.tensor(counted, dtype=torch.float32)}
+            yield window[0] | {WINDOW: torch.from_numpy(np.array(counted, dtype=np.float32))}
             yield from window[1:]
 
 

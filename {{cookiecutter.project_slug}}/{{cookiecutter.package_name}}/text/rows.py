@@ -24,7 +24,7 @@ class PackedRows(Dataset):
     def __init__(
         self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool = False
     ) -> None:
-        self.tokens = np.asarray(tokens)  # the same memory: a slice of np.memmap's own class takes ten times as long
+        self.tokens = np.asarray(tokens)  # still mapped; to slice np.memmap itself takes several times as long
         self.seq_len = seq_len
         self.eos_token_id = eos_token_id
         self.cross_document_attention = cross_document_attention
@@ -43,16 +43,18 @@ class PackedRows(Dataset):
         for label, row in zip(labels, rows, strict=True):
             if row == PADDING or row * self.seq_len > last:
                 label[: self.seq_len if row == PADDING else row * self.seq_len - last] = NOT_COUNTED
-        positions = self.positions(inputs)
-        bounds = [] if self.cross_document_attention else np.append(np.flatnonzero(positions == 0), positions.size)
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: np.array(bounds, np.int32)}
+        positions, bounds = self.documents(inputs)
+        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
-    def positions(self, inputs: np.ndarray) -> np.ndarray:
-        """(B, T), counted from each document's start; attention tells documents apart by it."""
+    def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions (B, T), counted from each document's start, and where documents start and the last one ends, with
+        all rows in one line: attention tells documents apart by them. With `cross_document_attention` a row is one.
+        """
         if self.cross_document_attention:
-            return np.tile(np.arange(self.seq_len), (len(inputs), 1))
+            return np.tile(np.arange(self.seq_len), (len(inputs), 1)), np.zeros(0, dtype=np.int32)
         ends = inputs == self.eos_token_id
         ends[:, -1] = True
-        bounds = np.concatenate(([0], np.flatnonzero(ends) + 1))  # of the documents, of all rows in one line
-        return (np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))).reshape(inputs.shape)
+        bounds = np.concatenate(([0], np.flatnonzero(ends) + 1))
+        positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
+        return positions.reshape(inputs.shape), bounds.astype(np.int32)

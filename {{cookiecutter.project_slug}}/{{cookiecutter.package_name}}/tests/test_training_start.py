@@ -1,0 +1,107 @@
+"""What a command imports before it answers: nothing heavy for help and for mistakes, nothing unused for training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .. import mistakes
+from ..cli import CLI
+from ..errors import InputError
+from .conftest import CONFIGS, OF_ANOTHER_RUN, PACKAGE, PROJECT
+
+HEAVY = ["torch", "lightning", "transformers", "jsonargparse", "numpy"]
+MISTAKES = {
+    "a misspelt flag": (["--trainer.max_stepz=3"], "--trainer.max_stepz .* mean trainer.max_steps?"),
+    "a misspelt group": (["--wachdog.enabled", "true"], "wachdog .* mean watchdog?"),
+    "a misspelt argument of a callback": (["--last_checkpoint.every_n_step=3"], "mean last_checkpoint.every_n_steps?"),
+    "a misspelt field of the optimizer": (["--model.optim.learning_rates=3"], "mean model.optim.learning_rate?"),
+    "a word for a number": (["--data.seq_len", "long"], "--data.seq_len is 'long'"),
+    "a number that cannot be": (["--data.seq_len=0"], "data.seq_len is 0"),
+    "sizes that do not divide": (["--data.global_batch_size=9", "--data.micro_batch_size=2"], "9 is not a multiple"),
+    "data that are not there": (["--data.source=TextFiles", "--data.source.paths=[nowhere/*.txt]"], "nowhere/"),
+    "a file that is not there": (["-c", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+    "a misspelt key in a file": (["--config=wrong.yaml"], "wrong.yaml: data.seqlen .* mean data.seq_len?"),
+    "a file that is not YAML": (["--config=broken.yaml"], "broken.yaml is not YAML"),
+}
+
+
+def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | {"PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_mistakes_in_files_and_flags_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("data:\n  seqlen: 3\n")
+    (tmp_path / "broken.yaml").write_text("data: [1\n")
+    code = (
+        "import json, sys\n"
+        f"from {PACKAGE}.__main__ import main\n"
+        "codes = [main(['fit', *flags]) for flags in json.loads(sys.argv[1])]\n"
+        f"print(json.dumps(codes), [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = python(code, tmp_path, json.dumps([flags for flags, _ in MISTAKES.values()]))
+    assert done.stdout == f"{[2] * len(MISTAKES)} []\n", done.stderr
+    sentences = done.stderr.splitlines()
+    for (_, told), sentence in zip(MISTAKES.values(), sentences, strict=True):
+        assert all(part in sentence for part in ("error: ", *told.split(" .* "))), sentence
+
+
+def test_a_file_of_the_users_that_is_not_python_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cli.py", "data.py", "module.py"):
+        (tmp_path / name).write_text("x = 1\nclass LanguageModule(:\n" if name == "module.py" else "")
+    (tmp_path / "cli.py").write_text("from .module import LanguageModule\n")
+    monkeypatch.setattr(mistakes, "HERE", tmp_path)
+    with pytest.raises(InputError, match=r"module.py:2: .*: class LanguageModule\(:"):
+        mistakes.refuse(["fit"])
+
+
+@pytest.mark.parametrize("verb", ["fit", "predict"])
+def test_no_key_that_the_parser_has_is_refused(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are given as null."""
+
+    def keys(self: CLI, parser: Any, args: Any) -> None:
+        raise Found([action.dest for action in self._subcommand_parsers[verb]._actions])
+
+    monkeypatch.setattr(CLI, "parse_arguments", keys)
+    with pytest.raises(Found) as found:
+        CLI(args=[verb], run=True)
+    known = [key for key in found.value.args[0] if not key.endswith("help") and key not in ("print_config", "config")]
+    assert {"data.seq_len", "model.optim.learning_rate", "trainer.max_steps", "watchdog.start_timeout_s"} <= {*known}
+    mistakes.refuse([verb, *(f"--{key}=null" for key in known)])
+
+
+def test_no_shipped_file_is_refused() -> None:
+    mistakes.refuse(["fit", *(f"--config={path}" for path in CONFIGS.rglob("*.yaml")), "--data.check_source=false"])
+
+
+class Found(Exception):
+    """With the parser's keys."""
+
+
+@pytest.mark.slow
+def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_path: Path) -> None:
+    """Beside what torch, lightning and the model's class bring; which of those they bring depends on the machine."""
+    code = (
+        "import sys, torch, lightning\n"
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
+        "before = set(sys.modules)\n"
+        f"from {PACKAGE}.__main__ import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print('imported', sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    unused = {"deepspeed", "wandb", "datasets", "tensorboard", "plotly", "pandas", "pyarrow", "scipy", "sklearn"}
+    unused |= {"torchvision", "torchaudio", "matplotlib", "peft", "accelerate", "tensorflow", "triton", "IPython"}
+    done = python(code, tmp_path, "fit", *flags, "--trainer.max_steps=2", "--trainer.logger=false")
+    imported = done.stdout.rpartition("imported ")[2]
+    assert PACKAGE in imported, done.stderr
+    assert not unused & set(json.loads(imported.replace("'", '"')))
