@@ -113,7 +113,7 @@ def disk_trouble(write: Callable[[], object]) -> str | None:
     and the manifest has one of every byte.
     """
     try:
-        with serialization.patch("save.compute_crc32", False):  # ty: ignore  (in this thread)
+        with serialization.patch("save.compute_crc32", False):  # this thread's  # ty: ignore[missing-attribute]
             write()
     except (OSError, RuntimeError, CheckpointException) as error:
         causes: dict[int, BaseException] = {_rank(None): error}

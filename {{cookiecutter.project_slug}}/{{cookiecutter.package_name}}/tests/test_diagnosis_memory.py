@@ -59,7 +59,9 @@ class State(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_step != 1:
             return
-        tensors = [t for p in pl_module.parameters() for t in (p, p.grad, getattr(p, "ds_tensor", None))]
+        # What ZeRO-3 has gathered is counted with its buffers; what it keeps whole is state.
+        own = [p for p in pl_module.parameters() if getattr(p, "ds_persist", True)]
+        tensors = [*own, *(t for p in pl_module.parameters() for t in (p.grad, getattr(p, "ds_tensor", None)))]
         for optimizer in [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]:
             tensors += [t for state in optimizer.state.values() for t in state.values()]
             tensors += [t for group in optimizer.param_groups for p in group["params"] for t in (p, p.grad)]
