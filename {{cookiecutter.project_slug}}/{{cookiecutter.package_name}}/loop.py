@@ -74,7 +74,7 @@ class EpochLoop(_TrainingEpochLoop):
         data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
         self._validates = super()._should_check_val_epoch()
         self._is_ours = module.automatic_optimization and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
-        self._steps_schedules = all(
+        self._steps_schedules = self._is_ours and all(
             (config.interval, config.frequency, config.reduce_on_plateau) == ("step", 1, False)
             for config in trainer.lr_scheduler_configs
         )

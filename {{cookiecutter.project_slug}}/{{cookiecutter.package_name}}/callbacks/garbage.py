@@ -19,8 +19,12 @@ class Garbage(Callback):
     code can fill the memory, as it would with the collector off.
     """
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._batches = 0
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == AFTER_STEPS * trainer.accumulate_grad_batches and not gc.get_freeze_count():
+        self._batches += 1
+        if self._batches == AFTER_STEPS * trainer.accumulate_grad_batches:
             gc.collect()
             gc.freeze()
 

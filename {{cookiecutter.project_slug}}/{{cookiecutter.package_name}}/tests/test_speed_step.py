@@ -8,17 +8,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from .. import cli
 from ..callbacks import garbage
 from ..checkpoint.formats import read_full
 from ..module import LanguageModule
 from ..optim import OptimConfig, build_optimizer, build_schedule
+from ..text.rows import PackedRows
 from .conftest import PACKAGE, logged, newest, only_run, run
 from .test_training_buffer import Ops
 
@@ -83,9 +85,10 @@ def by_hand() -> Ops:
     model = Vector()
     optimizer = build_optimizer(model, OptimConfig())
     scheduler = build_schedule(optimizer, OptimConfig(), 40)["scheduler"]
-    sums = torch.zeros(4)
+    rows, sums = PackedRows(np.zeros(2000, dtype=np.uint16), 32, 256), torch.zeros(4)
     with Ops() as ops:
         for step in range(FIRST, LAST):
+            rows.__getitems__(list(range(8)))
             loss = model.loss()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,10 +103,10 @@ def by_hand() -> Ops:
 
 
 def test_a_step_does_eight_operations_more_than_one_by_hand_at_most(flags: list[str], vector: None) -> None:
-    """Each would be a kernel on a GPU, or a view. Numerics guard, metrics and counted tokens are in it."""
+    """Kernels, views and profiler ranges. The numerics guard, the metrics and the count of tokens are in it."""
     ours, hand, steps = counted(flags).ops.seen, by_hand().seen, LAST - FIRST
     more = {name: (ours[name] - hand[name]) / steps for name in ours | hand if ours[name] != hand[name]}
-    assert sum(more.values()) <= 8, more
+    assert sum(more.values()) <= 8, sorted(more.items(), key=lambda item: -item[1])
 
 
 def test_a_step_makes_half_of_the_calls_that_lightnings_own_loop_makes(
@@ -141,14 +144,14 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variant", ["epochs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accumulation", "plateau"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_training_is_as_by_lightnings_own_loop(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
     """Hooks and their order, losses, and all that a checkpoint holds, with a resume in the midst of an epoch."""
     flags = [*flags, *VARIANTS[variant], "--last_checkpoint.every_n_steps=7", "--trainer.val_check_interval=5"]
+    flags += ["--data.prompts=[]", "--trainer.logger=false", "--trainer.limit_val_batches=1"]
     flags.append(f"--trainer.callbacks+={PACKAGE}.tests.test_speed_step.Diary")
     pages = {}
     for name in ("ours", "lightnings"):
@@ -162,15 +165,18 @@ def test_training_is_as_by_lightnings_own_loop(
     ours, lightnings = (only_run(tmp_path, name) for name in pages)
     for metric in ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"):
         assert logged(ours, metric) == logged(lightnings, metric) and logged(ours, metric)
-    assert plain(read_full(newest(ours))) == plain(read_full(newest(lightnings)))
+    kept, expected = plain(read_full(newest(ours))), plain(read_full(newest(lightnings)))
+    assert kept.keys() == expected.keys()
+    assert not [path for path in kept if kept[path] != expected[path]]
 
 
 def plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Path -> value of all that does not depend on the time of day or the run's name."""
-    found, _ = tree_flatten_with_path(tree_map(lambda v: v.tolist() if isinstance(v, Tensor) else v, checkpoint))
-    return {str(path): value for path, value in found if "hyper_parameters" not in str(path)}
+    """Path -> value, of tensors their bytes."""
+    found, _ = tree_flatten_with_path(checkpoint)
+    return {keystr(path): v.numpy().tobytes() if isinstance(v, Tensor) else v for path, v in found}
 
 
+@pytest.mark.slow
 def test_the_collector_passes_over_what_was_there_before(
     flags: list[str], vector: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
