@@ -6,7 +6,8 @@ gradients clipped at norm 1, and every `log_every` steps loss, gradient norm, le
 file and on the terminal; a checkpoint is due, but not within the steps.
 
 task.py          what is trained, on what, for how long; the log of the loops by hand
-hand.py          torch alone; DDP, FSDP2 and DeepSpeed's ZeRO as a specialist sets them
+hand.py          torch alone; DDP and FSDP2 as a specialist sets them
+hand_zero.py     DeepSpeed's ZeRO-2, whose engine reduces, clips and steps
 project.py       `fit` as it is shipped
 lightning.py     Lightning's Trainer with its defaults
 trainer.py       Hugging Face's Trainer with its defaults
