@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-HARNESS = {"__init__", "__main__", "arms", "record", "ranks"}
+HARNESS = {"__init__", "__main__", "arms", "record", "ranks", "pages"}
 PARTS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HARNESS)
 
 
