@@ -42,7 +42,8 @@ def main() -> None:
     mpl.use("svg")
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "growth", "font.size": 9, "axes.grid": True}
     mpl.rcParams |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
-    FIGURES.mkdir(exist_ok=True)
+    for folder in (FIGURES, RESULTS):
+        folder.mkdir(exist_ok=True)
     save(traffic(), "traffic")
     if (RESULTS / "growth.json").exists():
         save(slopes(RESULTS / "growth.json"), "growth")

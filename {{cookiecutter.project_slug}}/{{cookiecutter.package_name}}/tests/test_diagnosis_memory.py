@@ -59,12 +59,10 @@ class State(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_step != 1:
             return
-        # What ZeRO-3 has gathered is counted with its buffers; what it keeps whole is state.
-        own = [p for p in pl_module.parameters() if getattr(p, "ds_persist", True)]
-        tensors = [*own, *(t for p in pl_module.parameters() for t in (p.grad, getattr(p, "ds_tensor", None)))]
+        tensors = [t for p in pl_module.parameters() for t in (kept(p), p.grad, getattr(p, "ds_tensor", None))]
         for optimizer in [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]:
             tensors += [t for state in optimizer.state.values() for t in state.values()]
-            tensors += [t for group in optimizer.param_groups for p in group["params"] for t in (p, p.grad)]
+            tensors += [t for group in optimizer.param_groups for p in group["params"] for t in (kept(p), p.grad)]
         for name in ZERO:
             tensors += flat(getattr(getattr(trainer.model, "optimizer", None), name, None))
         sizes: dict[int, int] = {}
@@ -73,6 +71,11 @@ class State(Callback):
             sizes[storage.data_ptr()] = storage.nbytes()
         self.most = max(self.most, sum(sizes.values()))
         (self.folder / f"state{trainer.global_rank}.json").write_text(json.dumps(self.most))
+
+
+def kept(parameter: Any) -> Any:
+    """What ZeRO-3 has only gathered, and will let go again, is counted with its buffers."""
+    return parameter if getattr(parameter, "ds_persist", True) else None
 
 
 def flat(value: Any) -> list[torch.Tensor]:
