@@ -113,7 +113,7 @@ def disk_trouble(write: Callable[[], object]) -> str | None:
     and the manifest has one of every byte.
     """
     try:
-        with serialization.patch("save.compute_crc32", False):  # in this thread
+        with serialization.patch("save.compute_crc32", False):  # ty: ignore  (in this thread)
             write()
     except (OSError, RuntimeError, CheckpointException) as error:
         causes: dict[int, BaseException] = {_rank(None): error}

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from ..errors import Exit, is_out_of_memory
 from ..history.metrics import Metrics
 from ..history.run import History, read_run
 from ..rehearsal.workers import Workers
-from ..text import cache
-from ..text.sources import Source
 from .conftest import OF_ANOTHER_RUN, PACKAGE, PROJECT, only_run, run
 from .injury import Training
 
@@ -140,41 +137,6 @@ def test_a_diagnosis_that_fails_leaves_the_traceback(
     assert command(broken(flags)) == Exit.FAILED
     told = capfd.readouterr().err
     assert "Traceback" in told and "KeyError: 'labels'" in told and "in the diagnosis" not in told
-
-
-class Mistaken(Source):
-    """Somebody's own, in data.py for instance."""
-
-    def documents(self) -> Iterator[tuple[str, str]]:
-        yield "first", "a text\n" * 99
-        yield "second", {"body": "a text"}["text"]
-
-
-@pytest.mark.parametrize("verb", ["fit", "prepare"])
-def test_a_mistake_in_a_source_is_told_with_its_line(
-    verb: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = [flag for flag in flags if not flag.startswith(("--data.source.", "--data.cache_dir", "--trainer"))]
-    flags = [verb, *flags, f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
-    flags += ["--trainer.accelerator=cpu"]
-    assert command(flags) == Exit.FAILED
-    told = capfd.readouterr().err
-    assert "Traceback" not in told and "error: while tokenizing, KeyError: 'text'\n" in told
-    assert """in documents: yield "second", {"body": "a text"}["text"]\n""" in told
-    assert not (tmp_path / "runs").exists()
-    monkeypatch.setenv("TRACEBACK", "1")
-    assert command(flags) == Exit.FAILED
-    assert "Traceback" in capfd.readouterr().err
-
-
-def test_an_error_of_the_templates_own_before_there_is_a_run_is_a_traceback(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache, "json", None)
-    assert command(["fit", *flags]) == Exit.FAILED
-    told = capfd.readouterr().err
-    assert "Traceback" in told and "AttributeError" in told
-    assert not (tmp_path / "runs").exists()
 
 
 def test_ranks_that_crash_alike_are_told_once_and_others_too(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from ..errors import InputError
 from ..optim import OptimConfig, build_optimizer, build_schedule
@@ -55,22 +55,22 @@ class Clipped(L.LightningModule):
         torch.manual_seed(0)
         self.layer = nn.Linear(8, 8)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).square().mean()
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
         return build_optimizer(self, OptimConfig(), scaled=self.trainer.scaler is not None)
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        self.norm = clip_by_norm(self.parameters(), 1e-3)
+        self.norm: Any = clip_by_norm(self.parameters(), 1e-3)
 
 
 def test_clipping_sees_gradients_without_the_scale_of_float16() -> None:
-    norms = []
-    scales = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
+    norms, rows = [], DataLoader(TensorDataset(torch.ones(4, 8)), 4)
+    scales: Any = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
     for plugins in ([], [scales]):
-        module, batches = Clipped(), DataLoader(torch.ones(4, 8), 4)
-        L.Trainer(accelerator="cpu", max_steps=1, barebones=True, plugins=plugins).fit(module, batches)
+        module = Clipped()
+        L.Trainer(accelerator="cpu", max_steps=1, barebones=True, plugins=plugins).fit(module, rows)
         norms.append(float(module.norm))
     assert norms[1] == pytest.approx(norms[0], rel=1e-2), "256 times as large where the scale is still there"
 
