@@ -59,15 +59,19 @@ def run(options: Options) -> Result:
         reading = compare(
             Comparison("Reading rows of 2,048", "token", "mapped"), _readers(data, options.quick), **rounds
         )
-        texts = [text for _, text in source.documents()] * (1 if options.quick else 2)
+        texts = [text for _, text in source.documents()]
         tokenizing = Comparison("Tokenizing", "token", "one core")
-        with patch.object(encode, "FEW", 1):  # processes from the first batches on
+        with patch.object(encode, "FEW", 0):  # processes from the first batch on
             compare(tokenizing, _tokenizers(data, corpus, texts), **rounds)
+            fed = _fed(tokenizing, data, corpus, texts)
         training = Comparison("5M model", "optimizer step", "made-up data")
         compare(training, _trainings(folder, options.quick), **rounds)
         result.comparisons = [reading, tokenizing, training]
-        result.figures = [*_figures(reading, tokenizing, training), *_packing(data, corpus)]
-    result.notes.append("CPU time of tokenizing is that of all processes together; its wall time needs idle cores.")
+        result.figures = [*_figures(reading, tokenizing, training), fed, *_packing(data, corpus)]
+    result.notes.append(
+        "CPU time of tokenizing is that of all processes together. Its speed by processes or threads needs idle cores: "
+        "see the load above."
+    )
     return result
 
 
@@ -110,7 +114,7 @@ def _readers(data: DataModule, is_quick: bool) -> dict[str, Callable[[], Sample]
     whole = range(len(rows) - 1)
     table = datasets.Dataset.from_dict({"input_ids": [rows.tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN] for i in whole]})
     order = [*GlobalOrder(len(rows), MICRO_BATCH, MICRO_BATCH)]
-    passes = 1 if is_quick else 4
+    passes = 1 if is_quick else 2
     within = [[row for row in batch if row < len(table)] for batch in order]
     return {
         "mapped": lambda: _timed(rows, order, passes),
@@ -163,6 +167,17 @@ def _encoded(encoder: encode.Encoder, texts: list[str], processes: int, threads:
         tokens = sum(len(split.ids) for batch in batches for split in batch.values())
         sample = clock.stop(tokens)
     return Sample(sample.cpu_s + (_of_children() - used) / tokens, sample.wall_s)
+
+
+def _fed(one: Comparison, data: DataModule, corpus: Corpus, texts: list[str]) -> Figure:
+    """How many cores the process can feed that reads texts and writes tokens: what bounds the speed, on any machine."""
+    encoder, clock = encode.Encoder(data._recipe, corpus.tokenizer), Clock()
+    with patch.dict(os.environ):
+        clock.start()
+        tokens = sum(len(split.ids) for batch in encode.encode(encoder, iter(texts), 2) for split in batch.values())
+        own = clock.stop(tokens).cpu_s
+    cores = [sample.cpu_s / own for sample in one.samples["one core"]]
+    return Figure("tokenizing: cores that one reading process keeps busy", cores, at_least=encode.MOST_PROCESSES)
 
 
 def _of_children() -> float:

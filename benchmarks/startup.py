@@ -26,6 +26,7 @@ from .record import Figure, Options, Result
 NAME = "startup"
 HELP_S, MISTAKE_S, ABOVE_IMPORTS_S = 0.3, 1.0, 1.0  # targets
 CONFIG = ["--config", "configs/quickstart.yaml", "--trainer.devices=1", "--run.report=false"]
+CONFIG += ["--data.validation_share=0", "--data.test_share=0"]  # a whole validation comes before the first step
 HEAVY = ("torch", "lightning", "transformers", "jsonargparse", "numpy")
 MISTAKE = ["--model.optim.learning_rats=3"]
 IMPORTS = "import os, torch, lightning; from transformers import DeepseekV3ForCausalLM; os._exit(0)"
@@ -52,14 +53,13 @@ LOADED = "import json, sys; from trainer_dev.__main__ import main; main({}); pri
 def run(options: Options) -> Result:
     result = Result(NAME)
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*CONFIG, f"--data.cache_dir={folder}/cache", f"--run.root={folder}/runs", "--data.test_share=0"]
+        flags = [*CONFIG, f"--data.cache_dir={folder}/cache", f"--run.root={folder}/runs"]
         if options.quick:
             flags += [
                 "--data.source=TextFiles",
                 f"--data.source.paths=[{ROOT}/benchmarks/*.py]",
                 "--data.tokenizer=Bytes",
             ]
-            flags += ["--data.validation_share=0"]
         _take([sys.executable, "-m", "trainer_dev", "prepare", *flags])
         python = [sys.executable, "-c"]
         arms: dict[str, Callable[[], Sample]] = {
