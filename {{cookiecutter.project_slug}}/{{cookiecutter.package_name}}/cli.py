@@ -27,6 +27,7 @@ from .callbacks.crash import Crash
 from .callbacks.diagnosis import Diagnosis
 from .callbacks.experts import Experts
 from .callbacks.facts import Facts
+from .callbacks.garbage import Garbage
 from .callbacks.goodput import Goodput
 from .callbacks.hardware import Hardware
 from .callbacks.inputs import Inputs
@@ -147,7 +148,7 @@ class CLI(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = Parser(**kwargs)
+        parser = Parser(**kwargs, allow_abbrev=False)  # a misspelt key is a mistake, also where it is a key's beginning
         parser.add_argument(
             "-c", "--config", action=ConfigFile, help="A YAML file of these keys; give several, the later one wins."
         )
@@ -225,7 +226,7 @@ class CLI(LightningCLI):
         self._dump_config()
         plain = json.loads(json.dumps(self.config_dump, default=str))
         facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
-        trainer.callbacks += [facts, record, self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks += [facts, record, Garbage(), self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         lighten(trainer)
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))

@@ -8,7 +8,7 @@ which hook, what arguments they take, whether there is validation. Here that is 
 The classes below take the places of Lightning's own by `__class__`: nothing is built anew, and what a checkpoint holds
 of them stays as it is. They hand back to Lightning what is rare: the first batch of a resumed epoch, validation, manual
 optimization, `dataloader_iter`, a schedule that is not stepped once per optimizer step. With a profiler
-(`--trainer.profiler simple`) all is Lightning's own, and tests/test_speed_loop.py finds no other difference.
+(`--trainer.profiler simple`) all is Lightning's own, and tests/test_speed_step.py finds no other difference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
@@ -69,18 +69,18 @@ class EpochLoop(_TrainingEpochLoop):
     def on_run_start(self, data_fetcher: Any) -> None:
         """An epoch begins: find what does not change in it."""
         super().on_run_start(data_fetcher)
-        trainer = self.trainer
+        trainer: Any = self.trainer
         module = self._module = trainer.lightning_module
-        data_fetcher._start_profiler = data_fetcher._stop_profiler = _nothing
+        data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
         self._validates = super()._should_check_val_epoch()
         self._is_ours = module.automatic_optimization and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
-        self._steps_schedules = all(
+        self._steps_schedules = self._is_ours and all(
             (config.interval, config.frequency, config.reduce_on_plateau) == ("step", 1, False)
             for config in trainer.lr_scheduler_configs
         )
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._callbacks = {
-            name: [partial(hook, trainer, module) for callback in trainer.callbacks if (hook := _own(callback, name, Callback))]
+            name: [partial(hook, trainer, module) for each in trainer.callbacks if (hook := _own(each, name, Callback))]
             for name in OF_EACH_BATCH
         }
         self._own_hooks = {name: _own(module, name, L.LightningModule) for name in OF_EACH_BATCH}
@@ -133,7 +133,7 @@ class EpochLoop(_TrainingEpochLoop):
                 self._accumulates = super()._should_accumulate()
             else:
                 progress.increment_started()
-                arguments: Any = {"batch": batch, "batch_idx": batch_idx} if self._takes_index else {"batch": batch}
+                arguments: Any = {"batch": batch} | ({"batch_idx": batch_idx} if self._takes_index else {})
                 output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -181,70 +181,50 @@ class EpochLoop(_TrainingEpochLoop):
         return super()._should_check_val_epoch() if self._validates is None else self._validates
 
 
-class Result(ClosureResult):
-    """Of a micro-batch. The loss is divided where there is more than one, and no copy of it is made."""
-
-    def _clone_loss(self) -> None:
-        if self.closure_loss is not None:
-            self.loss = self.closure_loss.detach()
-
-    @classmethod
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-        if normalize == 1 and isinstance(training_step_output, Tensor):
-            return cls(training_step_output)
-        return super().from_training_step_output(training_step_output, normalize)
-
-
 class Optimization(_AutomaticOptimization):
     """What Lightning calls within a micro-batch and an optimizer step."""
 
-    output_result_cls = Result
-
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Lightning makes four closures and an object of a generic class for this one."""
+        """Lightning makes four closures and two objects for this one, and two copies of the loss."""
         if self._skip_backward:
             return super().run(optimizer, batch_idx, kwargs)
         trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
-        result: ClosureResult | None = None
+        outputs: dict[str, Any] | None = None
 
         def closure() -> Tensor | None:
-            nonlocal result
+            nonlocal outputs
             with torch.enable_grad():
-                result = self._training_step(kwargs)
+                output = _call(module, "training_step", strategy.training_step, *kwargs.values())
+                loss, outputs = _with_loss(output, trainer)
                 if batch_idx % trainer.accumulate_grad_batches == 0:
-                    self._on_before_zero_grad(optimizer)
-                    self._optimizer_zero_grad(batch_idx, optimizer)
-                if result.closure_loss is None:
-                    Closure.warning_cache.warn("`training_step` returned `None`: this batch is passed over")
-                else:
-                    _call(module, "backward", strategy.backward, result.closure_loss, optimizer)
-            return result.loss
+                    self._clear(optimizer, batch_idx)
+                if loss is not None:
+                    _call(module, "backward", strategy.backward, loss, optimizer)
+            return outputs.get("loss")
 
         if trainer.fit_loop._should_accumulate() and not strategy.handles_gradient_accumulation:
             with _block_parallel_sync_behavior(strategy, block=True):
                 closure()
         else:
             self._optimizer_step(batch_idx, closure)
-        if result is None:
+        if outputs is None:
             raise MisconfigurationException("`optimizer_step` in module.py must call the closure that it is given")
-        return {} if result.loss is None else result.asdict()
+        return outputs
 
-    def _on_before_zero_grad(self, optimizer: Any) -> None:
-        self.optim_progress.optimizer.zero_grad.increment_ready()
-        self.trainer.fit_loop.epoch_loop.each("on_before_zero_grad", optimizer)
-        self.optim_progress.optimizer.zero_grad.increment_started()
-
-    def _optimizer_zero_grad(self, batch_idx: int, optimizer: Any) -> None:
-        module = self.trainer.lightning_module
+    def _clear(self, optimizer: Any, batch_idx: int) -> None:
+        trainer, module, progress = self.trainer, self.trainer.lightning_module, self.optim_progress.optimizer.zero_grad
+        progress.increment_ready()
+        trainer.fit_loop.epoch_loop.each("on_before_zero_grad", optimizer)  # ty: ignore[missing-attribute]
+        progress.increment_started()
         hook = _own(module, "optimizer_zero_grad", L.LightningModule)
         if hook or type(optimizer).zero_grad is not Optimizer.zero_grad:
-            arguments = (self.trainer.current_epoch, batch_idx, optimizer)
-            _call(module, "optimizer_zero_grad", module.optimizer_zero_grad, *arguments)
+            clear = partial(module.optimizer_zero_grad, trainer.current_epoch, batch_idx)
+            _call(module, "optimizer_zero_grad", clear, optimizer)
         else:  # torch's does so in a range for its profiler, which takes longer
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        self.optim_progress.optimizer.zero_grad.increment_completed()
+        progress.increment_completed()
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
         trainer, module, steps = self.trainer, self.trainer.lightning_module, self.optim_progress.optimizer.step
@@ -255,13 +235,6 @@ class Optimization(_AutomaticOptimization):
         _call(module, "optimizer_step", module.optimizer_step, *arguments, train_step_and_backward_closure)
         if not accumulates:
             steps.increment_completed()
-
-    def _training_step(self, kwargs: Any) -> ClosureResult:
-        trainer, strategy = self.trainer, self.trainer.strategy
-        output = _call(trainer.lightning_module, "training_step", strategy.training_step, *kwargs.values())
-        if output is None and trainer.world_size > 1:
-            raise RuntimeError("`training_step` returned None: ranks cannot skip a step, the others would wait for them")
-        return self.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
 
 
 class Hooked(Precision):
@@ -285,9 +258,22 @@ class Hooked(Precision):
         self, model: Any, optimizer: Any, clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         if model.automatic_optimization:
-            clip = partial(model.configure_gradient_clipping, optimizer)
             options = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
-            _call(model, "configure_gradient_clipping", partial(clip, **options))
+            clip = partial(model.configure_gradient_clipping, **options)
+            _call(model, "configure_gradient_clipping", clip, optimizer)
+
+
+def _with_loss(output: Any, trainer: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    """What `training_step` returned: the loss, divided by the accumulation, and what callbacks are given."""
+    if output is None and trainer.world_size > 1:
+        raise RuntimeError("`training_step` returned None: a rank cannot pass over a step, others wait for it")
+    if isinstance(output, Tensor) and trainer.accumulate_grad_batches == 1:
+        return output, {"loss": output.detach()}
+    result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+    if result.loss is None:
+        Closure.warning_cache.warn("`training_step` returned `None`: this batch is passed over")
+        return None, {}
+    return result.closure_loss, result.asdict()
 
 
 def _own(owner: Any, name: str, base: type) -> Any:
@@ -312,7 +298,3 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
         return {name: value if value.device == device else value.to(device) for name, value in batch.items()}
     blocks = device.type == "mps"  # a race condition: pytorch#83015
     return {name: value.to(device, non_blocking=not blocks) for name, value in batch.items()}
-
-
-def _nothing() -> None:
-    pass

@@ -38,7 +38,7 @@ class MetricBuffer:
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a scalar tensor without reading it. It must not be changed in place before the next log step."""
-        if value._is_view():
+        if value._is_view() and value.untyped_storage().nbytes() > value.nbytes:
             value = value.detach().clone()  # it would keep all that it is taken of
         elif value.requires_grad:
             value = value.detach()

@@ -157,16 +157,16 @@ class Numerics(Callback):
         loss = self._losses.mean() if self._losses.dim() else self._losses
         norm = norm.to(loss, non_blocking=True)
         limit = self._limit()
-        bad = torch.nan_to_num((loss - loss) + (norm - norm), nan=1.0)  # x - x is 0, NaN where x is not finite
+        both = loss + norm
+        bad = torch.nan_to_num(both - both, nan=1.0)  # x - x is 0, NaN where x is not finite
         if limit is not self._no_limit:
             bad = torch.maximum(bad, (loss > limit).to(bad))
         self._recent.append(loss)
         self._steps += 1
         judged = [norm, limit, bad]
-        alone = loss is self._losses
-        self._decided = Seen.copy(
-            torch.stack([loss, *judged]) if alone else torch.cat([self._losses, torch.stack(judged)])
-        )
+        several = self._losses.dim()
+        values = torch.cat([self._losses, torch.stack(judged)]) if several else torch.stack([loss, *judged])
+        self._decided = Seen.copy(values)
         return bad
 
     def _limit(self) -> Tensor:

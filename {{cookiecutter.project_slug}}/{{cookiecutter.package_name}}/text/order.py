@@ -154,7 +154,7 @@ class LazyLoader(DataLoader):
             return
         while window := list(islice(batches, self.window)):
             counted = sum(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED) for batch in window)
-            yield window[0] | {WINDOW: torch.tensor(counted, dtype=torch.float32)}
+            yield window[0] | {WINDOW: torch.from_numpy(np.array(counted, dtype=np.float32))}
             yield from window[1:]
 
 
