@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ VOCABULARY, ROWS, SEQ_LEN, CHUNK = 32_768, 4, 512, 512
 
 def run(options: Options) -> Result:
     torch.set_num_threads(1)
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager" if options.quick else "inductor")):
+        return measure(options)
+
+
+def measure(options: Options) -> Result:
     loss, peaks = loss_in_chunks(options)
     first, experts = first_step(options), grouped_experts(options)
     figures = [
@@ -78,7 +84,7 @@ def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
     model = AutoModelForCausalLM.from_config(config)
     tokens = torch.randint(0, vocabulary, (ROWS, SEQ_LEN))
     sums = LanguageModule().sums
-    compiled = torch.compile(sums, backend="eager" if options.quick else "inductor")
+    compiled = torch.compile(sums)
 
     def step(sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]], chunk: int | None) -> None:
         def forward() -> Tensor:
