@@ -33,7 +33,8 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="run every line, with little work: it measures nothing")
+    quick = "run every line, with little work, gpu on a CPU too: it measures nothing"
+    parser.add_argument("--quick", "--smoke", action="store_true", help=quick)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON files")
     given = parser.parse_args()
     if unknown := [part for part in given.parts if part not in PARTS]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from .arms import Comparison, Sample, compare
+from .arms import Arm, Comparison, Sample, compare
 from .loops.task import Task, check_alike, prepare
 from .ranks import on_ranks
 from .record import Figure, Options, Result
@@ -34,7 +34,7 @@ def run(options: Options) -> Result:
             task = replace(task, architecture=SMALL, steps=4, warm=1, log_every=2)
         prepare(task)
         for strategy, names in STRATEGIES.items():
-            arms = {name: partial(train, name, replace(task, strategy=strategy)) for name in names}
+            arms: dict[str, Arm] = {name: partial(train, name, replace(task, strategy=strategy)) for name in names}
             comparison = Comparison(f"5M model, {strategy}, {RANKS} processes", "optimizer step", "hand")
             compare(comparison, arms, options.rounds, warm=False)
             result.comparisons.append(comparison)

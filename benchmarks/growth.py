@@ -36,22 +36,21 @@ from .step import SMALL
 
 NAME = "growth"
 DRIFT_STEPS, DRIFT_WINDOW = 5000, 500
-COUNTED = {"ddp": (2, 3, 4), "fsdp2": (2, 3, 4), "hsdp": (4,), "zero2": (2, 3, 4), "zero3": (2, 3, 4), "tp": (2, 4)}
+COUNTED = {"ddp": (2, 4), "fsdp2": (2, 3, 4), "hsdp": (4,), "zero2": (2, 4), "zero3": (2, 4), "tp": (2,)}
 
 
 def run(options: Options) -> Result:
     torch.set_num_threads(1)
     result = Result(NAME)
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(Path(folder), steps=12 if options.quick else 300, warm=2 if options.quick else 60)
+        task = Task(Path(folder), steps=12 if options.quick else 200, warm=2 if options.quick else 40)
         prepare(task, texts=20 if options.quick else 200)
         sent = counted(task, options)  # first: the processes that it starts have imported what the others' need
-        for title, (unit, sizes, arms) in SWEEPS.items():
-            if options.quick:
-                sizes = sizes[:2]
-            runs = {f"{arm} {size}": partial(train, task, size) for arm, train in arms.items() for size in sizes}
-            comparison = Comparison(f"{title}: {unit}", "optimizer step", next(iter(runs)))
-            result.comparisons.append(compare(comparison, runs, options.rounds, warm=not options.quick))
+        for number, sweep in enumerate(SWEEPS):
+            runs = sweep.runs(task, options.quick)
+            comparison = Comparison(f"{sweep.title}: {sweep.unit}", "optimizer step", next(iter(runs)))
+            warm = number == 0 and not options.quick
+            result.comparisons.append(compare(comparison, runs, options.rounds, warm))
         result.figures = figures({each.title.partition(":")[0]: each for each in result.comparisons})
         result.figures += [*drift(task, options), *sent]
     return result
@@ -161,7 +160,7 @@ def lengths(train: Callable[[Task], Sample], task: Task, size: int) -> Sample:
 
 
 def vocabularies(train: Callable[[Task], Sample], task: Task, size: int) -> Sample:
-    steps, warm = (task.steps // 12, task.warm // 12) if task.steps > 12 else (task.steps, task.warm)
+    steps, warm = (task.steps // 10, task.warm // 10) if task.steps > 12 else (task.steps, task.warm)
     small = SMALL | {"vocab_size": size}
     return train(replace(task, architecture=small, seq_len=64, steps=steps, warm=warm, log_every=5))
 
@@ -171,23 +170,40 @@ def ranks(arm: str, task: Task, size: int) -> Sample:
     from .dist import train_rank
     from .ranks import on_ranks
 
-    steps, warm = (120, 20) if task.steps > 12 else (task.steps, task.warm)
+    steps, warm = (60, 10) if task.steps > 12 else (task.steps, task.warm)
     small = replace(task, architecture=SMALL, strategy="ddp" if size > 1 else "auto", steps=steps, warm=warm)
     each = on_ranks(size, train_rank, arm, small)
     return Sample(sum(one.cpu_s for one in each) / size, max(one.wall_s for one in each))
 
 
-Arms = dict[str, Callable[[Task, int], Sample]]
+@dataclass(frozen=True)
+class Sweep:
+    """What grows, in which sizes, and under which arms; the first arm's first size is the reference."""
+
+    title: str
+    unit: str
+    sizes: tuple[int, ...]
+    arms: dict[str, Callable[[Task, int], Sample]]
+    by_hand: Callable[[Task, int], Sample] | None = None  # once, where it does not grow
+
+    def runs(self, task: Task, quick: bool) -> dict[str, Callable[[], Sample]]:
+        sizes = self.sizes[:2] if quick else self.sizes
+        once = {f"hand {sizes[0]}": partial(self.by_hand, task, sizes[0])} if self.by_hand else {}
+        return once | {
+            f"{arm} {size}": partial(train, task, size) for arm, train in self.arms.items() for size in sizes
+        }
+
+
 BOTH = {"hand": hand.train, "project": project.train}
-SWEEPS: dict[str, tuple[str, tuple[int, ...], Arms]] = {
-    "metrics": ("more metrics in each step", (0, 10, 20, 40), {"hand": by_hand, "project": tracked, "self.log": logged}),
-    "callbacks": ("more callbacks", (0, 10, 20, 40), {"hand": by_hand, "project": with_callbacks}),
-    "tensors": ("parameter tensors", (1, 50, 100, 200), {name: partial(vectors, loop) for name, loop in BOTH.items()}),
-    "tokens": ("of a sequence", (32, 256, 1024, 2048), {name: partial(lengths, loop) for name, loop in BOTH.items()}),
-    "vocabulary": ("0.1M model, entries of the vocabulary", (1024, 4096, 16384),
-                   {name: partial(vocabularies, loop) for name, loop in BOTH.items()}),
-    "ranks": ("0.1M model under DDP, processes", (1, 2, 3, 4), {name: partial(ranks, name) for name in BOTH}),
-}  # fmt: skip
+SWEEPS = (
+    Sweep("metrics", "more in each step", (0, 10, 30), {"project": tracked, "self.log": logged}, by_hand),
+    Sweep("callbacks", "more of them", (0, 10, 30), {"project": with_callbacks}, by_hand),
+    Sweep("tensors", "of parameters", (1, 50, 200), {name: partial(vectors, loop) for name, loop in BOTH.items()}),
+    Sweep("tokens", "of a sequence", (32, 512, 2048), {name: partial(lengths, loop) for name, loop in BOTH.items()}),
+    Sweep("vocabulary", "entries, 0.1M model", (1024, 4096, 16384),
+          {name: partial(vocabularies, loop) for name, loop in BOTH.items()}),
+    Sweep("ranks", "under DDP, 0.1M model", (1, 2, 3, 4), {name: partial(ranks, name) for name in BOTH}),
+)  # fmt: skip
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -252,7 +268,7 @@ def counted(task: Task, options: Options) -> list[Figure]:
     from .loops.task import data_flags
 
     configs, found = ROOT / "build" / "dev" / "configs" / "strategy", []
-    for strategy, sizes in COUNTED.items():
+    for strategy, sizes in list(COUNTED.items())[: 1 if options.quick else None]:
         for size in sizes[:1] if options.quick else sizes:
             shared = size if strategy == "tp" else 1
             record = task.folder / f"{strategy}-{size}"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from .arms import Comparison, Sample, compare
+from .arms import Arm, Comparison, Sample, compare
 from .loops import accelerate, fabric, hand, lightning, project, trainer
 from .loops.task import Task, check_alike, prepare
 from .record import Figure, Options, Result
@@ -58,7 +58,7 @@ def run(options: Options) -> Result:
             if options.quick:
                 task = replace(task, steps=4, warm=1, batch_size=2, seq_len=16, log_every=2)
             prepare(task)
-            arms = {arm: partial(train, task) for arm, train in ARMS.items()}
+            arms: dict[str, Arm] = {arm: partial(train, task) for arm, train in ARMS.items()}
             comparison = Comparison(f"{name} model", "optimizer step", "hand")
             result.comparisons.append(compare(comparison, arms, options.rounds, warm=not options.quick))
             check_alike(task.folder, ["hand", "accelerate", "fabric"])

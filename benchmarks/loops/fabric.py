@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.fabric import Fabric
 
@@ -14,7 +16,7 @@ def train(task: Task) -> Sample:
     fabric = Fabric(accelerator=task.device, devices=1, precision=task.precision)  # ty: ignore[invalid-argument-type]
     model = task.build()
     model, optimizer = fabric.setup(model, task.optimizer(model))
-    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(Batches(task), batch_size=None))
+    loader: Any = fabric.setup_dataloaders(torch.utils.data.DataLoader(Batches(task), batch_size=None))
     scheduler = task.schedule(optimizer.optimizer)
     log, stopwatch = Log(task, "fabric"), Stopwatch(task)
     for step, batch in enumerate(loader, start=1):

@@ -54,7 +54,8 @@ def placed(task: Task, model: nn.Module) -> nn.Module:
     if task.precision == "bf16-true":
         model = model.to(torch.bfloat16)
     model = model.to(task.device)
-    blocks = list(model.model.layers) if task.architecture else []  # ty: ignore[unresolved-attribute]
+    inner: Any = getattr(model, "model", None)  # Null has none
+    blocks = list(inner.layers) if inner else []
     if task.compile:
         for block in blocks:
             block.compile()
@@ -69,11 +70,11 @@ def placed(task: Task, model: nn.Module) -> nn.Module:
         options: dict[str, Any] = {}
         if task.precision == "bf16-mixed":
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if blocks:  # in torchtitan's groups: embedding, each block, and norm with head, which backward needs first
-            inner: Any = model.model
+        if inner:  # in torchtitan's groups: embedding, each block, and norm with head, which backward needs first
             for module in (inner.embed_tokens, *blocks):
                 fully_shard(module, **options)
-            fully_shard([inner.norm, model.lm_head], reshard_after_forward=False, **options)
+            ends: Any = [inner.norm, model.lm_head]
+            fully_shard(ends, reshard_after_forward=False, **options)
         fully_shard(model, **options)
     return model
 

@@ -49,7 +49,8 @@ class Module(L.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss, _ = loss_of(self.model, batch)
         self.log("train/loss", loss, prog_bar=True)
-        self.log("train/learning_rate", self.lr_schedulers().get_last_lr()[0])  # ty: ignore[unresolved-attribute]
+        scheduler: Any = self.lr_schedulers()
+        self.log("train/learning_rate", scheduler.get_last_lr()[0])
         now = time.perf_counter()
         self.log("perf/tokens_per_s", self.task.batch_size * self.task.seq_len / (now - self.stepped))
         self.stepped = now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 from unittest.mock import patch
 
@@ -39,9 +39,9 @@ def train(task: Task, records: bool = True, extra_metrics: int = 0) -> Sample:
         def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
             trainer = super().instantiate_trainer(**kwargs)
             if not records:
-                trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ not in RECORDING]  # ty: ignore[unresolved-attribute]
+                trainer.callbacks = [each for each in trainer.callbacks if type(each).__name__ not in RECORDING]  # ty: ignore[missing-attribute]
                 trainer.loggers = []
-            trainer.callbacks.append(Timer(stopwatch))  # ty: ignore[unresolved-attribute]
+            trainer.callbacks.append(Timer(stopwatch))  # ty: ignore[missing-attribute]
             return trainer
 
     with edited(task, extra_metrics):
@@ -71,7 +71,7 @@ def flags(task: Task, ranks: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def edited(task: Task, extra_metrics: int) -> Iterator[None]:
+def edited(task: Task, extra_metrics: int) -> Generator[None]:
     """module.py as its user would edit it for the task's model."""
     as_shipped = LanguageModule.training_step
 

@@ -73,7 +73,11 @@ class Task:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        fields = {"vocab_size": BYTES_VOCABULARY, "max_position_embeddings": self.seq_len, **self.architecture}
+        fields: dict[str, Any] = {
+            "vocab_size": BYTES_VOCABULARY,
+            "max_position_embeddings": self.seq_len,
+            **self.architecture,
+        }
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
@@ -126,7 +130,7 @@ class Null(nn.Module):
         return self.weight.sum() * 0.01 + 1.0
 
 
-def inputs_of(batch: dict[str, Any]) -> dict[str, Tensor]:
+def inputs_of(batch: Any) -> dict[str, Tensor]:
     """Without what the project alone makes use of."""
     return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
 

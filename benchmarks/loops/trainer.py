@@ -76,6 +76,7 @@ class Lines(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stopwatch.tick(state.global_step)
+        control.should_save = False  # at the last step, which is timed by now: tied weights could not be saved so
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         now = time.perf_counter()

@@ -148,7 +148,7 @@ class CLI(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = Parser(**kwargs)
+        parser = Parser(**kwargs, allow_abbrev=False)  # a misspelt key is a mistake, also where it is a key's beginning
         parser.add_argument(
             "-c", "--config", action=ConfigFile, help="A YAML file of these keys; give several, the later one wins."
         )

@@ -221,14 +221,15 @@ class DataModule(L.LightningDataModule):
         return PackedRows(self.corpus.tokens(split), self.seq_len, self.eos_token_id, self.cross_document_attention)
 
     def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder, window: int = 0) -> DataLoader:
+        """Nothing is read ahead: it is a copy from memory, made while the device is still at the step before."""
         return LazyLoader(
             rows,
             window,
             batch_sampler=order,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),  # Lightning copies with non_blocking, which waits if it is not pinned
+            persistent_workers=self.num_workers > 0,  # of evaluation: to start them anew takes longer than to evaluate
             worker_init_fn=spare,
         )
 

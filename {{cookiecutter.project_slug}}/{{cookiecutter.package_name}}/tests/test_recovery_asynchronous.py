@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..callbacks.checkpoint import LastCheckpoint
 from ..checkpoint import commit, manifest
-from ..checkpoint.formats import read_full
+from ..checkpoint.formats import FILE, read_full
 from ..rehearsal.acts import KillAt
 from ..rehearsal.compare import first_difference
 from ..rehearsal.record import RunRecord
@@ -205,6 +206,9 @@ def test_what_is_under_way_is_waited_for(flags: list[str], tmp_path: Path, monke
     assert [manifest.step_of(path) for path in manifest.found(folder)] == [4, 3, 2]
     assert not list(folder.glob(".*"))
     assert all(commit.verify(path) is None for path in manifest.found(folder))
+    # By this process's thread and by the one beside it; the manifest's own is of every byte.
+    archives = [zipfile.ZipFile(path / FILE) for path in manifest.found(folder)]
+    assert not any(entry.CRC for archive in archives for entry in archive.infolist()), "torch has computed another CRC"
 
 
 def test_host_memory_is_used_again() -> None:
