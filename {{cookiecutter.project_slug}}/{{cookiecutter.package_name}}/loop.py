@@ -133,8 +133,8 @@ class EpochLoop(_TrainingEpochLoop):
                 self._accumulates = super()._should_accumulate()
             else:
                 progress.increment_started()
-                arguments: Any = {"batch": batch} | ({"batch_idx": batch_idx} if self._takes_index else {})
-                output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, arguments)
+                given: Any = {"batch": batch} | ({"batch_idx": batch_idx} if self._takes_index else {})
+                output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, given)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
         if self._num_ready_batches_reached():
@@ -238,7 +238,10 @@ class Optimization(_AutomaticOptimization):
 
 
 class Hooked(Precision):
-    """The four places where a precision plugin calls hooks."""
+    """The four places where a precision plugin calls hooks, and a context within a context."""
+
+    def train_step_context(self) -> Any:
+        return self.forward_context()
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         module.trainer.fit_loop.epoch_loop.each("on_before_backward", tensor)
@@ -283,10 +286,9 @@ def _own(owner: Any, name: str, base: type) -> Any:
 
 
 def _call(module: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
-    names = vars(module)
-    before, names["_current_fx_name"] = names["_current_fx_name"], name
+    before, vars(module)["_current_fx_name"] = module._current_fx_name, name
     output = function(*args)
-    names["_current_fx_name"] = before
+    vars(module)["_current_fx_name"] = before
     return output
 
 
@@ -294,7 +296,5 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
     """As Lightning does it, which walks through any nesting and asks each leaf's class whether it can be moved."""
     if type(batch) is not dict or not all(isinstance(value, Tensor) for value in batch.values()):
         return move_data_to_device(batch, device)
-    if device.type == "cpu":
-        return {name: value if value.device == device else value.to(device) for name, value in batch.items()}
-    blocks = device.type == "mps"  # a race condition: pytorch#83015
-    return {name: value.to(device, non_blocking=not blocks) for name, value in batch.items()}
+    blocks = device.type in ("cpu", "mps")  # as there
+    return {n: v if v.device == device else v.to(device, non_blocking=not blocks) for n, v in batch.items()}

@@ -39,7 +39,8 @@ class Hardware(Callback):
 
     Of a GPU, memory is what torch's allocator had at its highest since the last log step; libraries beside it (NCCL,
     the CUDA context) are not counted. Of a CPU it is what the process has resident, and the larger of two shares: of
-    the memory of the host (or control group) that its ranks share, and of the process's own address-space limit.
+    the memory of the host (or control group) that its ranks share, and of the process's own address-space limit; asked
+    for once a second at most.
 
     NVIDIA's library is asked in a thread of its own: an answer takes up to some ten milliseconds, and none comes from a
     GPU that has fallen off the bus.

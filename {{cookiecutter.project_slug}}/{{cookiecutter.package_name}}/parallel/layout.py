@@ -27,6 +27,9 @@ def whole_shape(tensor: Tensor) -> torch.Size:
 
 def by_layout(items: Iterable[Any], tensor: Callable[[Any], Tensor] = lambda item: item) -> list[list[Any]]:
     """`items` in groups of equal layout, in the order of first appearance."""
+    items = list(items)
+    if not any(isinstance(tensor(item), DTensor) for item in items):
+        return [items] if items else []
     groups: dict[Hashable, list[Any]] = defaultdict(list)
     for item in items:
         groups[layout(tensor(item))].append(item)
