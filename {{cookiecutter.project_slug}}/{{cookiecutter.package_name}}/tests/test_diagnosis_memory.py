@@ -74,8 +74,8 @@ class State(Callback):
 
 
 def kept(parameter: Any) -> Any:
-    """What ZeRO-3 has only gathered, and will let go again, is counted with its buffers."""
-    return parameter if getattr(parameter, "ds_persist", True) else None
+    """None under ZeRO-3: its part is counted, not what is whole for a while, or always because it is small."""
+    return None if hasattr(parameter, "ds_tensor") else parameter
 
 
 def flat(value: Any) -> list[torch.Tensor]:
