@@ -62,7 +62,7 @@ def placed(task: Task, model: nn.Module) -> nn.Module:
     if task.strategy == "ddp":
         # Every parameter has a gradient in every step, so buckets need no search; no buffer changes in training.
         return nn.parallel.DistributedDataParallel(
-            model, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
+            model, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False
         )
     if task.strategy == "fsdp2":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -2,7 +2,7 @@
 
     gradient_as_bucket_view    true: gradients lie in the buckets that are sent; without accumulation 4 bytes a
                                parameter less, and in any case the copy back
-    broadcast_buffers          false: all ranks start with rank 0's, and no other strategy sends them before a forward;
+    forward_sync_buffers       false: all ranks start with rank 0's, and no other strategy sends them before a forward;
                                what changes a buffer in training must change it on every rank alike
 
 Left alone: `static_graph`, which spares a walk through the graph that is not taken without `find_unused_parameters`,
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-DEFAULTS = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+DEFAULTS = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}
 
 for entry in StrategyRegistry.values():
     if entry["strategy"] is DDPStrategy:

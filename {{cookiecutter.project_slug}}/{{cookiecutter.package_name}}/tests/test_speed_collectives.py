@@ -82,7 +82,7 @@ Step = Callable[[Any], None]
 
 
 def ddp(trainer: Any, module: Any) -> Step:
-    model = DistributedDataParallel(built(module), broadcast_buffers=False)
+    model = DistributedDataParallel(built(module), forward_sync_buffers=False)
     optimizer = build_optimizer(model, module.optim)
 
     def step(batch: Any) -> None:
