@@ -1,8 +1,7 @@
 """Two processes of this machine: the project against the same strategy written by hand, and Hugging Face's Trainer.
 
 DDP, FSDP2 and ZeRO-2, a Llama of 5M parameters, over gloo. Each arm of each round has fresh processes. CPU time is that
-of all ranks together, wall time that of the slowest. Hugging Face's Trainer runs under DDP alone: its FSDP wants an
-accelerator, and its ZeRO is DeepSpeed's launcher's.
+of all ranks together, wall time that of the slowest. Hugging Face's Trainer is compared under DDP alone.
 
 Targets: the project runs at 0.97 of the hand-written loop's speed at least, under each.
 """

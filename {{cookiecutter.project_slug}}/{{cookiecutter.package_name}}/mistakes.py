@@ -166,6 +166,8 @@ def _class(name: str, file: Path) -> Class | None:
         if isinstance(node, ast.ClassDef) and node.name == name:
             init = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
             is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+            if is_dataclass and node.bases:
+                return Class(file, None)  # a base has fields of its own
             fields = {
                 n.target.id: (ast.unparse(n.annotation), _default(n.value))
                 for n in node.body
