@@ -44,7 +44,7 @@ ARMS: dict[str, Callable[[Task], Sample]] = {
 }
 MODELS = {  # steps, of which the first do not count, sequences, tokens of each
     "null": (None, 600, 100, 8, 32),
-    "0.1M": (SMALL, 220, 20, 8, 64),
+    "0.1M": (SMALL, 260, 60, 8, 64),  # the project collects garbage once, after 50 steps (callbacks/garbage.py)
     "5M": (LARGE, 34, 4, 4, 64),
 }
 
