@@ -47,7 +47,7 @@ check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hook
 bench: $(READY) dev build/peers  ## measure the project beside a hand-written loop and its peers (PART="step dist data …")
 	.venv/bin/python -m benchmarks $(PART)
 
-build/peers: benchmarks/peers.txt
+build/peers: $(READY) benchmarks/peers.txt
 	@.venv/bin/python -m pip install --quiet --no-deps --upgrade --target build/peers -r benchmarks/peers.txt && touch build/peers
 
 docs: $(READY)  ## build the documentation site, its reference page from the code
