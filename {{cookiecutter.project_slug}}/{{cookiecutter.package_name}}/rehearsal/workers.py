@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cluster.signals import STARTED
 from ..history.run import RUN_ID
 from .record import RunRecord
 
@@ -91,7 +92,7 @@ class Workers:
         """
         record.mkdir(parents=True, exist_ok=True)
         one = argv[0] not in ("fit", "validate", "test", "predict")
-        environment = {RUN_ID: run_id or record.name}
+        environment = {RUN_ID: run_id or record.name, STARTED: str(time.time())}  # a job of its own
         job = Job(list(argv), record.absolute(), callbacks, prelude, environment, timeout_s)
         try:
             self._start(1 if one else self.num, job)
