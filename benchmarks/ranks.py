@@ -7,6 +7,7 @@ do the same for its verbs; a hand-written loop is none of them.)
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -42,7 +43,9 @@ def on_ranks(num: int, function: Callable[..., Any], *arguments: Any, timeout_s:
                 ours, theirs = context.Pipe()
                 environment = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log = Path(folder) / f"{rank}.log"
-                process = context.Process(target=_serve, args=(theirs, environment, log, function, arguments))
+                process = context.Process(
+                    target=_serve, args=(theirs, environment, log, timeout_s, function, arguments)
+                )
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
@@ -72,7 +75,12 @@ def _ends(folder: Path) -> str:
 
 
 def _serve(
-    connection: Connection, environment: dict[str, str], log: Path, function: Callable[..., Any], arguments: Any
+    connection: Connection,
+    environment: dict[str, str],
+    log: Path,
+    timeout_s: float,
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     import torch
 
@@ -83,6 +91,7 @@ def _serve(
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
         torch.set_num_threads(1)
+        faulthandler.dump_traceback_later(0.9 * timeout_s, file=file)  # where a rank stands that does not end
         try:
             connection.send((True, function(*arguments)))
         except BaseException as error:

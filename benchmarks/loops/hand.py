@@ -44,8 +44,8 @@ def train(task: Task) -> Sample:
         if step % task.checkpoint_every == 0:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, task.folder / f"{step}.pt")
         stopwatch.tick(step)
-    if ranks > 1:
-        dist.destroy_process_group()
+    # The group is left to the process's end. Destroyed while DDP's reducer still refers to it, gloo (torch 2.13) waited
+    # for its threads with the interpreter's lock held, and one of them for the lock: once in some runs on four ranks.
     return stopwatch.result()
 
 
