@@ -31,25 +31,36 @@ OPERATORS = {
 SMALL = 64  # elements: counts, norms and votes have fewer
 
 
-class Sent(TorchDispatchMode):
-    """What this thread hands to process groups, in which a CPU's backward runs too."""
+class ToGroups(TorchDispatchMode):
+    """Has `take` see what this thread hands to process groups; a CPU's backward runs in it too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it becomes what is sent
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.take(func._overloadpacket.__name__, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def take(self, name: str, args: Any, kwargs: Any) -> None:
+        """`name`: torch's operator."""
+        raise NotImplementedError
+
+
+class Sent(ToGroups):
+    """Calls and elements by kind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.elements = Counter[str](), Counter[str]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it becomes what is sent
-        name = func._overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and name in OPERATORS:
+    def take(self, name: str, args: Any, kwargs: Any) -> None:
+        if name in OPERATORS:
             kind, argument = OPERATORS[name]
             size = sum(each.numel() for each in tree_leaves(args[argument]) if isinstance(each, Tensor))
             size *= args[1] if name == "all_gather_into_tensor" else 1
             if size >= SMALL:
                 self.calls[kind] += 1
                 self.elements[kind] += size
-        return func(*args, **(kwargs or {}))
 
 
 class CountCollectives(Callback):

@@ -22,7 +22,8 @@ from ..text.rows import PackedRows
 from .conftest import logged, only_run, run
 from .test_parallel_parity import Trainings, train  # noqa: F401  (`train` is a fixture)
 
-SLOW_S = 0.7  # longer than three steps or a validation take on a machine that is busy
+SLOW_S = 0.2
+SAVE_S = 0.7  # longer than three steps or a validation take on a machine that is busy
 
 
 def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
@@ -32,16 +33,16 @@ def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
 
     def slowly(*args: Any, **options: Any) -> Any:
         save(*args, **options)
-        time.sleep(SLOW_S)
+        time.sleep(SAVE_S)
 
     monkeypatch.setattr(commit, "save", slowly)
     steps = ["--trainer.max_steps=9", "--last_checkpoint.every_n_steps=3", "--trainer.log_every_n_steps=3"]
     assert run("fit", *flags, *steps, "--trainer.val_check_interval=6", "--model.optim.warmup=1") == 0
     folder = only_run(tmp_path)
-    assert logged(folder, "perf/checkpoint_s")[6] > SLOW_S and logged(folder, "perf/checkpoint_s")[9] > SLOW_S
-    assert 3 * logged(folder, "perf/step_s")[6] < SLOW_S
+    assert logged(folder, "perf/checkpoint_s")[6] > SAVE_S and logged(folder, "perf/checkpoint_s")[9] > SAVE_S
+    assert 3 * logged(folder, "perf/step_s")[6] < SAVE_S
     validation = logged(folder, "perf/validation_s")
-    assert list(validation) == [9] and 0 < validation[9] < SLOW_S, "not the one before training"
+    assert list(validation) == [9] and 0 < validation[9] < SAVE_S, "not the one before training"
 
 
 def test_model_tflops_follow_from_tokens_and_the_facts_and_mfu_from_the_peak(
@@ -113,7 +114,7 @@ class Slow(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "what"), [(0, "loader"), (1, "loader"), (0, "forward"), (1, "forward")])
+@pytest.mark.parametrize(("rank", "what"), [(0, "loader"), (1, "forward")])
 def test_the_slow_rank_is_named(train: Trainings, rank: int, what: str) -> None:  # noqa: F811
     steps = ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3"]
     metrics = read_metrics(train.run("fit", "llama", "ddp", *steps, callbacks=[Slow(rank, what)]).run)

@@ -17,38 +17,31 @@ import pytest
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..optim import build_optimizer
 from ..rehearsal.workers import Workers
+from .collectives import ToGroups
 from .conftest import CONFIGS, SMALL_LLAMA
 
 ACCUMULATION, CLIP = 2, 1.0
 FIRST, STEPS = 3, 2  # optimizer steps: the first that is counted, how many are; none is a log step
-UNITS = (
-    4  # of SMALL_LLAMA under FSDP: the embedding, two blocks, norm and head together; the root has nothing of its own
-)
+UNITS = 4  # of SMALL_LLAMA under FSDP: embedding, two blocks, norm and head together; the root has nothing of its own
 # What a mean over the global batch's counted tokens takes, and the one decision of all ranks whether a step is taken.
 OURS = Counter({"allreduce": 1, "allgather_base": 1})
 
 
-class Collectives(TorchDispatchMode):
-    """Counts, by name, what is handed to process groups in this thread, where a CPU's backward runs too."""
+class Collectives(ToGroups):
+    """Calls by name, and bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it becomes what is sent
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            self.counts[func._overloadpacket.__name__.strip("_")] += 1
-            self.counts["bytes"] += sum(each.nbytes for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-        return func(*args, **(kwargs or {}))
+    def take(self, name: str, args: Any, kwargs: Any) -> None:
+        self.counts[name.strip("_")] += 1
+        self.counts["bytes"] += sum(each.nbytes for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
 
 
 class CountSteps(Callback):
