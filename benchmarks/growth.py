@@ -43,7 +43,7 @@ def run(options: Options) -> Result:
     torch.set_num_threads(1)
     result = Result(NAME)
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(Path(folder), steps=12 if options.quick else 200, warm=2 if options.quick else 40)
+        task = Task(Path(folder), steps=12 if options.quick else 220, warm=2 if options.quick else 60)  # as step.py
         prepare(task, texts=20 if options.quick else 200)
         sent = counted(task, options)  # first: the processes that it starts have imported what the others' need
         for number, sweep in enumerate(SWEEPS):
