@@ -32,15 +32,11 @@ from trainer_dev.text.tokenizers import ByteBPE, Bytes
 
 from .arms import Clock, Comparison, Sample, compare, quiet
 from .loops import project
-from .loops.task import Task, prepare
+from .loops.task import LARGE, Task, prepare
 from .record import Figure, Options, Result
 
 NAME = "data"
 SEQ_LEN, MICRO_BATCH = 2048, 8
-LARGE = {  # 5M parameters with the 257 tokens of bytes, as in step.py, which needs the peers
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
 READ_TOKENS_PER_S, TOKENIZED_PER_S = 50e6, 0.7e6  # targets
 
 

@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from .arms import Arm, Comparison, Sample, compare
-from .loops.task import Task, check_alike, prepare
+from .loops.task import LARGE, SMALL, Task, check_alike, prepare
 from .ranks import on_ranks
 from .record import Figure, Options, Result
-from .step import LARGE, SMALL
 
 NAME = "dist"
 RANKS = 2

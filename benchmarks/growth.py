@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from . import ROOT
 from .arms import Comparison, Sample, compare
 from .loops import hand, lightning, project
-from .loops.task import Stopwatch, Task, prepare
+from .loops.task import SMALL, Stopwatch, Task, prepare
 from .record import Figure, Options, Result
-from .step import SMALL
 
 NAME = "growth"
 DRIFT_STEPS, DRIFT_WINDOW = 5000, 500

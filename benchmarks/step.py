@@ -21,18 +21,10 @@ import torch
 
 from .arms import Arm, Comparison, Sample, compare
 from .loops import accelerate, fabric, hand, lightning, project, trainer
-from .loops.task import Task, check_alike, prepare
+from .loops.task import LARGE, SMALL, Task, check_alike, prepare
 from .record import Figure, Options, Result
 
 NAME = "step"
-SMALL = {  # 0.1M parameters with the 257 tokens of bytes
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
-LARGE = {  # 5M
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
 ARMS: dict[str, Callable[[Task], Sample]] = {
     "hand": hand.train,
     "project": project.train,

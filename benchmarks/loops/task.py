@@ -27,6 +27,14 @@ from ..arms import Clock, Sample, quiet
 
 CORPUS = "the quick brown fox jumps over the lazy dog. "
 BYTES_EOS, BYTES_VOCABULARY = 256, 257  # of the tokenizer Bytes
+SMALL = {  # 0.1M parameters with the 257 tokens of bytes
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+LARGE = {  # 5M
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

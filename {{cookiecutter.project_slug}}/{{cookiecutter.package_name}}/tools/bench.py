@@ -77,8 +77,6 @@ def _trials(cli: Any) -> dict[str, list[str]]:
 
 def _train(flags: list[str], steps: int, ranks: int) -> Measured | None:
     """None: memory ran out."""
-    from lightning.pytorch.cli import LightningCLI
-
     from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
     from ..callbacks.windows import Windows
     from ..cli import CLI
@@ -87,9 +85,6 @@ def _train(flags: list[str], steps: int, ranks: int) -> Measured | None:
     windows = Windows(steps, ranks)
 
     class Benched(CLI):
-        def subcommands(self) -> dict[str, set[str]]:
-            return {"fit": LightningCLI.subcommands()["fit"]}
-
         def instantiate_trainer(self, **kwargs: Any) -> Any:
             trainer: Any = super().instantiate_trainer(**kwargs)
             saves = (LastCheckpoint, BestCheckpoint)
