@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "build" / "dev"))
 sys.path.append(str(ROOT / "build" / "peers"))
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # for every arm, as the project has it: else page faults by chance
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads add noise and nothing else to small models

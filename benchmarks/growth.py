@@ -169,8 +169,8 @@ def ranks(arm: str, task: Task, size: int) -> Sample:
     from .dist import train_rank
     from .ranks import on_ranks
 
-    steps, warm = (60, 10) if task.steps > 12 else (task.steps, task.warm)
-    small = replace(task, architecture=SMALL, strategy="ddp" if size > 1 else "auto", steps=steps, warm=warm)
+    steps = 110 if task.steps > 12 else task.steps
+    small = replace(task, architecture=SMALL, strategy="ddp" if size > 1 else "auto", steps=steps)
     each = on_ranks(size, train_rank, arm, small)
     return Sample(sum(one.cpu_s for one in each) / size, max(one.wall_s for one in each))
 

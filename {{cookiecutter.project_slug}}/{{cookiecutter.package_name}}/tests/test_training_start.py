@@ -54,6 +54,13 @@ def test_mistakes_in_files_and_flags_are_told_before_torch_is_imported(tmp_path:
         assert all(part in sentence for part in ("error: ", *told.split(" .* "))), sentence
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="torch asks for huge pages on Linux alone")
+def test_large_tensors_in_host_memory_begin_at_a_page(tmp_path: Path) -> None:
+    allocate = "import torch; print(torch.empty(2**20).data_ptr() % 4096)"  # 4 MiB; 64 where no page is asked for
+    done = python(f"import {PACKAGE}.__main__; {allocate}", tmp_path)
+    assert done.stdout == "0\n", done.stderr
+
+
 def test_a_file_of_the_users_that_is_not_python_is_told_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
