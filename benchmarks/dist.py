@@ -27,7 +27,7 @@ STRATEGIES = {"ddp": ["hand", "project", "Trainer"], "fsdp2": ["hand", "project"
 def run(options: Options) -> Result:
     result = Result(NAME)
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(Path(folder), LARGE, steps=49, warm=9, batch_size=4, seq_len=64)
+        task = Task(Path(folder), LARGE, steps=94, warm=54, batch_size=4, seq_len=64)
         if options.quick:
             task = replace(task, architecture=SMALL, steps=4, warm=1, log_every=2)
         prepare(task)
