@@ -19,7 +19,17 @@ from ..arms import Sample
 from .task import Stopwatch, Task, data_flags, loss_of, place_in_world
 
 # Callbacks that only measure, write, show and diagnose.
-RECORDING = {"Facts", "Throughput", "Hardware", "Inputs", "Experts", "TrainingLog", "Console", "Messages", "Diagnosis"}
+RECORDING = {
+    "Facts",
+    "Throughput",
+    "Hardware",
+    "Inputs",
+    "Experts",
+    "TrainingLog",
+    "Console",
+    "WarningsOfRanks",
+    "Diagnosis",
+}
 CONFIGS = ROOT / "build" / "dev" / "configs"
 
 

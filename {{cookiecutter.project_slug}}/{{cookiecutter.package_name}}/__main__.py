@@ -19,8 +19,7 @@ from .errors import Ended, Exit, InputError, another_rank_is_gone, is_first_on_n
 # torch reads it once, at its first allocation: tensors of 2 MiB and more in host memory get huge pages, aligned to a
 # page. Without, a 20 MB buffer that is made anew in each step costs 5,000 page faults, and glibc (2.36) may not find
 # the hole that the last one left: 2.3 GB more after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-os.environ.setdefault(HUGE_PAGES, "1")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "fit": (".cli", "train, validating on the way; resumes with --ckpt_path last"),

@@ -26,13 +26,13 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..diagnosis.robust import MAD_TO_SIGMA
 from ..errors import Ended, Exit, check_least
 from ..parallel.layout import total_norm
 from .first_bad import first_bad
 from .incidents import INCIDENTS, Seen, add_jump, read_jumps, write_incident
 
 Policy = Literal["stop", "skip", "roll_back"]
-MAD_TO_SIGMA = 1.4826  # of a normal distribution, whose median absolute deviation is sigma / 1.4826
 
 
 class Numerics(Callback):

@@ -17,13 +17,13 @@ from typing import Any
 
 # Before torch and DeepSpeed look: no GPU, one thread per rank, no compilation of kernels.
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as __main__.py does
 os.environ["TORCH_WARM_POOL"] = "0"  # no processes of torch's compiler beside the one that is forked from
-
-from ..__main__ import VERBS  # noqa: E402  (before torch too: it sets how memory is had)
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 
+from ..__main__ import VERBS  # noqa: E402
 from ..cli import CLI  # noqa: E402
 from ..cluster import signals  # noqa: E402
 from ..cluster.messages import MESSAGES  # noqa: E402
