@@ -5,7 +5,8 @@ With a large vocabulary logits and what backward makes of them, 12 bytes each, o
 hooks around it gather its weight once; inside of that call it computes, for one chunk after the other, logits, loss
 and at once the gradients. These are all that is kept: a sum of losses has one gradient to come, a number by which
 backward multiplies. So nothing is computed twice, three matrix products as without chunks (the idea of Liger's
-fused_linear_cross_entropy, arXiv:2410.10989; its kernels need a GPU, this is plain torch).
+fused_linear_cross_entropy, arXiv:2410.10989; its kernels need a GPU, this is plain torch, which reads nothing on the
+host; Liger reads two numbers). `model.loss_kernel liger` takes Liger's own, in the same place.
 
 Weights' gradients are added up over chunks in float32. Results differ from whole logits by rounding.
 
@@ -14,8 +15,10 @@ Shapes: B sequences, T tokens, N tokens of a chunk, D width, V vocabulary, S sum
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -24,10 +27,28 @@ from torch import Tensor, nn
 from .errors import InputError
 
 Sums = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+Kernel = Literal["torch", "liger"]
+
+
+def check_kernel(kernel: Kernel, device: torch.device) -> None:
+    """Before a model is built.
+
+    Raises:
+        InputError: Liger is not installed, or has no kernels for `device`.
+    """
+    if kernel == "liger" and not find_spec("liger_kernel"):
+        raise InputError("model.loss_kernel liger is a package of its own: pip install -e '.[liger]', or set torch")
+    if kernel == "liger" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
+        raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 
 
 def sums_over_tokens(
-    forward: Callable[[], Tensor], model: nn.Module, labels: Tensor, sums: Sums, chunk: int | None
+    forward: Callable[[], Tensor],
+    model: nn.Module,
+    labels: Tensor,
+    sums: Sums,
+    chunk: int | None,
+    kernel: Kernel = "torch",
 ) -> tuple[Tensor, ...]:
     """`sums` over all tokens of a micro-batch, in chunks where it has more tokens than `chunk`.
 
@@ -38,36 +59,53 @@ def sums_over_tokens(
         sums: Of logits (1, N, V) and labels (1, N), to () each. The first is what is minimized; the others are only
             told. What the first depends on beside the output layer's input and weights has no gradient.
         chunk: N. None: all at once.
+        kernel: liger computes cross entropy and right guesses itself, in chunks of its choice, and asks no `sums`.
 
     Raises:
-        InputError: the model does something with the logits after its output layer.
+        InputError: the model does something with the logits after its output layer; or has none, which Liger needs.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not chunk or labels.numel() <= chunk:
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if kernel == "liger" and not hasattr(head, "weight"):
+        raise InputError(f"model.loss_kernel liger needs an output layer, {type(model).__name__} has none: set torch")
+    if kernel == "torch" and (head is None or not chunk or labels.numel() <= chunk):
         return sums(forward(), labels)
-    layer, kept, states = head.forward, [], []
+    layer, kept, states, size = head.forward, [], [], chunk or labels.numel()
 
     def in_chunks(hidden: Tensor) -> Tensor:
-        num = -(-labels.numel() // chunk)  # of equal size: compiled sums are compiled for one shape
+        result = _by_liger(head, hidden, labels) if kernel == "liger" else by_torch(hidden)
+        kept.append(result)  # alive, so that no other tensor gets its address
+        states.append(_state(result))
+        return result
+
+    def by_torch(hidden: Tensor) -> Tensor:
+        num = -(-labels.numel() // size)  # of equal size: compiled sums are compiled for one shape
         rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
         parts = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
         trained = [p for p in head.parameters() if p.requires_grad]
         if torch.is_grad_enabled():
-            result = _GradientsAtOnce.apply(lambda part, of_it: sums(layer(part), of_it), parts, hidden, *trained)
-        else:
-            result = _total(sums(layer(part), of_it) for part, of_it in parts)
-        kept.append(result)  # alive, so that no other tensor gets its address
-        states.append(_state(result))
-        return result
+            return _GradientsAtOnce.apply(lambda part, of_it: sums(layer(part), of_it), parts, hidden, *trained)
+        return _total(sums(layer(part), of_it) for part, of_it in parts)
 
     with patch.object(head, "forward", in_chunks):
         returned = forward()
     if states != [_state(returned)]:
         raise InputError(
             f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
-            " set model.loss_chunk null"
+            " set model.loss_chunk null and model.loss_kernel torch"
         )
     return returned.unbind()
+
+
+def _by_liger(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    """(2,) the loss, and right guesses, which have no gradient."""
+    from liger_kernel.transformers import functional  # ty: ignore[import-not-found]
+
+    flat = labels.flatten()
+    options = {"reduction": "sum", "accum_dtype": torch.float32, "return_predicted_tokens": True}
+    told = functional.liger_fused_linear_cross_entropy(
+        hidden.flatten(0, -2), head.weight, flat, getattr(head, "bias", None), **options
+    )
+    return torch.stack([told.loss, (told.predicted_tokens == flat).sum().to(told.loss)])
 
 
 def _total(results: Iterable[tuple[Tensor, ...]]) -> Tensor:

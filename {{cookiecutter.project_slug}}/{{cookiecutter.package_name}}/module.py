@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import InputError, reason
-from .head import sums_over_tokens
+from .head import Kernel, check_kernel, sums_over_tokens
 from .kernels import Attention, known_documents, set_attention
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule
@@ -67,6 +67,8 @@ class LanguageModule(L.LightningModule):
         loss_chunk: Tokens whose logits exist at a time: with a large vocabulary they hold more memory than all else.
             Has an effect on micro-batches of more tokens. null: all at once, for a model that changes its logits after
             the output layer.
+        loss_kernel: What computes the loss. liger: Liger's fused kernel, a package of its own for GPUs, in chunks that
+            it chooses; it computes cross entropy itself, `loss` and `sums` below are not asked.
         sample_tokens: Tokens that `generate` writes for a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the likeliest token each time.
     """
@@ -81,6 +83,7 @@ class LanguageModule(L.LightningModule):
         optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
         blocks: BlockConfig = BlockConfig(),  # noqa: B008
         loss_chunk: int | None = 4096,
+        loss_kernel: Kernel = "torch",
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
     ) -> None:
@@ -91,6 +94,7 @@ class LanguageModule(L.LightningModule):
         self.optim = optim
         self.blocks = blocks
         self.loss_chunk = loss_chunk
+        self.loss_kernel: Kernel = loss_kernel
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
         self.metrics = MetricBuffer()
@@ -101,6 +105,7 @@ class LanguageModule(L.LightningModule):
     def configure_model(self) -> None:
         """Build the model once, when the data, and with it the vocabulary, is known, and put it in its place."""
         if not hasattr(self, "model"):
+            check_kernel(self.loss_kernel, self.device)
             self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
             if self.blocks.compile:  # one pass over the logits forward, one backward, where there are a dozen
                 self.sums = torch.compile(self.sums)
@@ -168,8 +173,13 @@ class LanguageModule(L.LightningModule):
         """Over all or some tokens, as `loss` gets them: the loss, then what is only told: right guesses."""
         return self.loss(logits, labels).sum(), (logits.detach().argmax(-1) == labels).sum()
 
+    def sums_of(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """`sums` over a whole micro-batch."""
+        how = self.sums, self.loss_chunk, self.loss_kernel
+        return sums_over_tokens(lambda: self(batch), self.model, batch["labels"], *how)
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss, hits = sums_over_tokens(lambda: self(batch), self.model, batch["labels"], self.sums, self.loss_chunk)
+        loss, hits = self.sums_of(batch)
         tokens = batch["tokens_per_micro_batch"]  # that count, over the global batch: not `.mean()` of this micro-batch
         loss = loss / tokens
         self.track("train/loss", loss)
@@ -189,9 +199,8 @@ class LanguageModule(L.LightningModule):
         self._eval_sums = torch.zeros(3, dtype=self._sum_dtype, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        labels = batch["labels"]
-        sums = sums_over_tokens(lambda: self(batch), self.model, labels, self.sums, self.loss_chunk)
-        counted = (labels != -100).sum()  # the last batch may be padded, so that all ranks have equally many
+        sums = self.sums_of(batch)
+        counted = (batch["labels"] != -100).sum()  # the last batch may be padded, so that all ranks have equally many
         self._eval_sums += torch.stack([*sums, counted]).to(self._eval_sums.dtype)
 
     def on_validation_epoch_end(self) -> None:

@@ -6,7 +6,7 @@ function that answers from plain values, so that a laptop can be asked about eig
 The libraries refuse most of this too, but on every rank, in the middle of a start, and in words that name no key. What
 only the built model can tell (its blocks, several optimizers) is theirs to refuse.
 
-    machine.py    what is known before the start          training.py   strategies, precision, batches, schedule
+    machine.py    what is known before the start          training.py   strategies, precision, loss, batches, schedule
     mesh.py       sizes, plans, heads, experts            zero.py       offload, clipping, the DeepSpeed JSON
 """
 
@@ -26,6 +26,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.other_strategies,
     training.derived_keys,
     training.precision,
+    training.loss_kernel,
     mesh.sizes,
     mesh.plans,
     mesh.heads,

@@ -52,6 +52,14 @@ def derived_keys(setup: Setup) -> Iterator[str]:
         yield "trainer.use_distributed_sampler true would deal out again what data.py has dealt out: remove the key"
 
 
+def loss_kernel(setup: Setup) -> Iterator[str]:
+    if setup.module.loss_kernel == "liger" and setup.mesh is not None and setup.mesh.tp > 1:
+        yield (
+            "model.loss_kernel liger needs the whole output layer, and tensor parallelism"
+            f" (tp_size {setup.mesh.tp}) cuts it: set torch"
+        )
+
+
 def precision(setup: Setup) -> Iterator[str]:
     given = setup.machine.precision
     if given == "16-mixed" and setup.machine.accelerator == "cpu":
