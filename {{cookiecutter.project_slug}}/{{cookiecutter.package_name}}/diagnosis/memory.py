@@ -40,6 +40,7 @@ class Cut:
         bucket: Elements of a bucket in which ZeRO's stages 1 and 2 reduce.
         offload_optimizer: Gradients and optimizer state are in host memory.
         offload_parameters: Weights too.
+        waits: A mesh reduces gradients once an accumulation, and keeps them whole until then.
     """
 
     kind: Literal["whole", "mesh", "zero"] = "whole"
@@ -50,6 +51,7 @@ class Cut:
     bucket: int = 0
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,13 @@ class Training:
     vocab_size: int
     eager_attention: bool
     seq_len: int
-    micro_batch_size: int
+    micro_batch_size: int  # rows
     precision: str
     cut: Cut
     checkpointing: str = "none"
     checkpoint_every: int = 1
     loss_chunk: int | None = None  # tokens
+    rows: int = 0  # of an optimizer step, of this rank; 0: those of a micro-batch
     on_host: bool = False  # trains on a CPU: offloading moves nothing
 
     @property
@@ -83,6 +86,10 @@ class Training:
     def weight_bytes(self) -> int:
         """Of a stored weight. ZeRO's are in half precision under -mixed too, beside a sharded copy in float32."""
         return 2 if self.half and (self.cut.kind == "zero" or self.precision.endswith("true")) else 4
+
+    @property
+    def accumulates(self) -> bool:
+        return self.rows > self.micro_batch_size
 
     # ---- bytes, by part ----------------------------------------------------------------------------------------------
 
@@ -97,8 +104,10 @@ class Training:
             parts = {k: v / cut.shards for k, v in (parts | {"optimizer state": self.trainable * moments}).items()}
             if cut.kind == "mesh" and cut.shards > cut.tp:
                 parts["gathered weights"] = self._gathered(w)
-            elif cut.kind == "whole" and cut.ranks > 1:
-                parts["communication buffers"] = self.trainable * w  # DDP's copy of the gradients
+                if cut.waits and self.accumulates:
+                    parts["whole gradients"] = self.trainable / cut.tp * w
+            elif cut.kind == "whole" and cut.ranks > 1 and self.accumulates:
+                parts["communication buffers"] = self.trainable * w  # DDP's; else the gradients lie in them
         if cut.offload_optimizer and not self.on_host:
             parts |= {"gradients": 0.0, "optimizer state": 0.0}
         if cut.offload_parameters and not self.on_host:
@@ -168,6 +177,7 @@ def training_of(history: History) -> Training | None:
     world_size = history.fact("machine.world_size") or 1
     if not parameters:
         return None
+    cut = cut_of(history.key("trainer.strategy", "auto"), world_size)
     width = history.fact("model.width") or architecture.get("hidden_size") or 0
     return Training(
         parameters=parameters,
@@ -182,10 +192,11 @@ def training_of(history: History) -> Training | None:
         seq_len=history.key("data.seq_len", 0),
         micro_batch_size=history.key("data.micro_batch_size", 1),
         precision=str(history.key("trainer.precision") or "32-true"),
-        cut=cut_of(history.key("trainer.strategy", "auto"), world_size),
+        cut=cut,
         checkpointing=history.key("model.blocks.checkpointing", "none"),
         checkpoint_every=max(history.key("model.blocks.checkpoint_every", 1), 1),
         loss_chunk=history.key("model.loss_chunk"),
+        rows=history.key("data.global_batch_size", 0) // cut.ranks,
         on_host=history.fact("machine.device", "cpu") == "cpu",
     )
 
@@ -210,7 +221,8 @@ def cut_of(strategy: Any, world_size: int) -> Cut:
         replicate, fsdp, tp = (size if size != "auto" else max(world_size // known, 1) for size in sizes.values())
         offloads = bool(arguments.get("cpu_offload"))
         ranks = replicate * fsdp
-        return Cut("mesh", ranks, fsdp * tp, tp, offload_optimizer=offloads, offload_parameters=offloads)
+        waits = arguments.get("reduce_each_micro_batch") is False
+        return Cut("mesh", ranks, fsdp * tp, tp, offload_optimizer=offloads, offload_parameters=offloads, waits=waits)
     if name == "ZeroStrategy":
         return _zero_cut(arguments, world_size)
     return Cut(ranks=world_size)

@@ -106,6 +106,7 @@ def remedies(memory: Held, accumulation: int, has_bf16: bool) -> list[Cause]:
     found = [
         *_fewer_logits(memory),
         *_smaller_micro_batch(memory, accumulation),
+        *_reduce_at_once(memory),
         *_shard_more(memory),
         *_half_precision(memory, has_bf16),
         *_checkpoint_activations(memory),
@@ -149,6 +150,14 @@ def _smaller_micro_batch(memory: Held, accumulation: int) -> Iterator[Cause]:
         to,
         saved[to],
     )
+
+
+def _reduce_at_once(memory: Held) -> Iterator[Cause]:
+    cut = memory.training.cut
+    if cut.waits:
+        sentence = "Gradients reduced in every micro-batch and kept as shards: more is sent, the loss curve stays."
+        saved = memory.saves(cut=replace(cut, waits=False))
+        yield _cause(memory, sentence, f"{STRATEGY}.reduce_each_micro_batch", False, True, saved)
 
 
 def _shard_more(memory: Held) -> Iterator[Cause]:

@@ -201,6 +201,19 @@ def test_savings_are_the_formulas_differences() -> None:
     assert found["trainer.strategy.init_args.offload_optimizer"].saves_gib == pytest.approx(gib * 16 / 8, 0.01)
 
 
+def test_gradients_of_an_accumulation_are_counted_where_they_wait() -> None:
+    """4 bytes a parameter, and none without an accumulation (docs/strategies/ddp.md and fsdp2.md)."""
+    ddp = replace(LLAMA_7B, rows=64)
+    assert ddp.state()["communication buffers"] == 4 * ddp.parameters
+    assert "communication buffers" not in replace(ddp, rows=8).state()
+    waits = replace(ddp, cut=Cut("mesh", 8, 8, waits=True))
+    assert waits.state()["whole gradients"] == 4 * waits.parameters
+    key, gib = "trainer.strategy.init_args.reduce_each_micro_batch", LLAMA_7B.parameters / GIB
+    assert changes(waits)[key].saves_gib == pytest.approx(4 * gib)
+    assert key not in changes(replace(waits, rows=8)), "nothing to save"
+    assert cut_of({"class_path": "MeshStrategy", "init_args": {"reduce_each_micro_batch": False}}, 8) == waits.cut
+
+
 @pytest.mark.parametrize(
     ("file", "world_size", "cut"),
     [
