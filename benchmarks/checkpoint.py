@@ -67,7 +67,10 @@ def run(options: Options) -> Result:
                 ]  # fmt: skip
             cpu = comparison.cpu_ratios(GOES_ON)
             result.figures.append(Figure(f"{strategy}: CPU time of a whole save, asynchronous, over {by_hand[0]}", cpu))
-    result.notes.append("hashing, flushing and the commit are in the project's saves and in none of the others")
+    result.notes += [
+        "hashing and the commit are in the project's saves and in none of the others; dcp.save flushes too",
+        "asynchronous, training waits for one copy in memory: the figure is memory's speed over the disk's",
+    ]
     return result
 
 
