@@ -20,16 +20,8 @@ from .task import Stopwatch, Task, data_flags, loss_of, place_in_world
 
 # Callbacks that only measure, write, show and diagnose.
 RECORDING = {
-    "Facts",
-    "Throughput",
-    "Hardware",
-    "Inputs",
-    "Experts",
-    "TrainingLog",
-    "Console",
-    "WarningsOfRanks",
-    "Diagnosis",
-}
+    "Facts", "Throughput", "Hardware", "Inputs", "Experts", "TrainingLog", "Console", "WarningsOfRanks", "Diagnosis",
+}  # fmt: skip
 CONFIGS = ROOT / "build" / "dev" / "configs"
 
 

@@ -101,7 +101,7 @@ def shrink(
     chunk, tokens = given["model"].get("loss_chunk"), given["data"]["micro_batch_size"] * given["data"]["seq_len"]
     if chunk and tokens > chunk:
         config["model"]["loss_chunk"] = config["data"]["seq_len"]  # the loss is taken in chunks here too
-    if given["model"].get("loss_kernel", "torch") != "torch":
+    if "loss_kernel" in config["model"]:  # not in a module of one's own
         config["model"]["loss_kernel"] = "torch"  # Liger's kernels need a GPU
     if "every_n_steps" in config.get("last_checkpoint", {}):
         # Waited for: the kill comes a few quick steps later, and must find it.

@@ -176,6 +176,13 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
 }
 
 
+def test_a_module_of_ones_own_needs_no_argument_of_ours() -> None:
+    module = LanguageModule()
+    for name in ("optim", "blocks", "loss_kernel"):
+        delattr(module, name)
+    assert told(module=module) == []
+
+
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_the_impossible_is_told_in_one_sentence(case: str) -> None:
     given, fragment = IMPOSSIBLE[case]

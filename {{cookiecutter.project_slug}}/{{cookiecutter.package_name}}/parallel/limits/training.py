@@ -53,7 +53,7 @@ def derived_keys(setup: Setup) -> Iterator[str]:
 
 
 def loss_kernel(setup: Setup) -> Iterator[str]:
-    if setup.module.loss_kernel == "liger" and setup.mesh is not None and setup.mesh.tp > 1:
+    if getattr(setup.module, "loss_kernel", "torch") == "liger" and setup.mesh is not None and setup.mesh.tp > 1:
         yield (
             "model.loss_kernel liger needs the whole output layer, and tensor parallelism"
             f" (tp_size {setup.mesh.tp}) cuts it: set torch"
