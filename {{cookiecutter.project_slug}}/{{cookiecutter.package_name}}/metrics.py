@@ -83,12 +83,16 @@ class MetricBuffer:
         if not (names or own or counts):
             return host
         dtype = _sum_dtype(device)
-        known = torch.zeros(len(names) + num_ranks * len(own), dtype=dtype)
-        known[: len(names)] = torch.tensor([self._weights[name] for name in names], dtype=dtype)
-        known[len(names) :].view(num_ranks, len(own))[rank] = torch.tensor(list(own.values()), dtype=dtype)  # others: 0
+        nothing = [0.0] * len(own)
+        known = [self._weights[name] for name in names]
+        for each in range(num_ranks):
+            known += own.values() if each == rank else nothing
         sums = self._sums(names)
         on_device = [torch.stack([sums[name].to(device, non_blocking=True) for name in names])] if names else []
-        on_device += [known.to(device, non_blocking=True), *(each.to(dtype) for each in counts.values())]
+        on_device += [
+            torch.tensor(known, dtype=dtype).to(device, non_blocking=True),
+            *(each.to(dtype) for each in counts.values()),
+        ]
         values = iter(all_reduce(torch.cat(on_device)).tolist())
         totals, weights = list(islice(values, len(names))), list(islice(values, len(names)))
         of_ranks = [list(islice(values, len(own))) for _ in range(num_ranks)]

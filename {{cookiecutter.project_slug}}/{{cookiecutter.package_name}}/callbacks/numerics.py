@@ -242,7 +242,7 @@ class Numerics(Callback):
         seen.arrive()
         self._norms.append(seen.norm)
         self._in_a_row = self._in_a_row + 1 if seen.bad else 0
-        is_the_scalers = self._scales_loss(trainer) and math.isfinite(seen.loss) and not seen.is_spike
+        is_the_scalers = seen.bad and self._scales_loss(trainer) and math.isfinite(seen.loss) and not seen.is_spike
         if not seen.bad or (is_the_scalers and self._in_a_row < self.patience):
             return
         self._left_out += 1

@@ -29,13 +29,12 @@ class RunLog(Logger):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self._lines: list[str] = []
+        self._kept: list[dict[str, Any]] = []
         self._written = 0.0
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        line = {"step": step, "time": round(time.time(), 3)} | {k: float(v) for k, v in metrics.items()}
-        self._lines.append(json.dumps(line) + "\n")  # NaN and Infinity as Python writes and reads them
+        self._kept.append({"step": step, "time": round(time.time(), 3)} | {k: float(v) for k, v in metrics.items()})
         if time.monotonic() - self._written > WRITE_S:
             self.save()
 
@@ -44,11 +43,11 @@ class RunLog(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        if self._lines:
+        if self._kept:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / FILE).open("a", encoding="utf-8") as file:
-                file.write("".join(self._lines))
-        self._lines, self._written = [], time.monotonic()
+                file.writelines(json.dumps(line) + "\n" for line in self._kept)  # NaN as Python writes and reads it
+        self._kept, self._written = [], time.monotonic()
 
     def finalize(self, status: str) -> None:
         self.save()
@@ -69,7 +68,10 @@ class Resumable:
 
     def new(self, metrics: Mapping[str, float], step: int | None) -> dict[str, float]:
         """Of `metrics` at `step`, what is not known."""
-        return {name: value for name, value in metrics.items() if self._known.get((step or 0, name)) != float(value)}
+        all_ = {name: float(value) for name, value in metrics.items()}
+        if not self._known:
+            return all_
+        return {name: value for name, value in all_.items() if self._known.get((step or 0, name)) != value}
 
 
 def logged(run: Path) -> dict[int, dict[str, float]]:

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -14,7 +15,7 @@ from lightning.pytorch import Callback
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from ..cluster.environment import git
-from ..loggers.tensorboard import LAYOUT
+from ..loggers.tensorboard import LAYOUT, TensorBoard
 from ..rehearsal.workers import Workers
 from . import read_back
 from .conftest import CONFIGS, StopAfter, run_in_subprocess
@@ -95,3 +96,16 @@ def test_tensorboard_has_the_charts_the_configuration_and_the_samples(restarted:
     config = events.Tensors(texts["run/config"])[-1].tensor_proto.string_val[0].decode()
     assert "global_batch_size: 4" in config
     assert {sample.step for sample in events.Tensors(texts["eval/sample"])} == {5, 10}
+
+
+@pytest.mark.parametrize("ends", [TensorBoard.save, lambda logger: logger.finalize("failed")], ids=["save", "failure"])
+def test_tensorboards_thread_is_left_asleep_between_log_steps_and_nothing_is_lost(tmp_path: Path, ends: Any) -> None:
+    logger = TensorBoard(str(tmp_path))
+    writer: Any = logger.experiment._get_file_writer().event_writer
+    logger.log_metrics({"train/loss": 0.0}, step=0)  # the first is shown at once
+    with patch.object(writer, "add_event", wraps=writer.add_event) as woken:
+        for step in range(1, 50):
+            logger.log_metrics({"train/loss": float(step)}, step=step)
+        assert not woken.called
+        ends(logger)
+    assert read_back.tensorboard_points(tmp_path)["train/loss"] == {step: [float(step)] for step in range(50)}
