@@ -3,9 +3,12 @@
 Two processes, a Llama of 40M parameters with AdamW's moments (480 MB). What a loop by hand calls is `dcp.save` of the
 weights and moments, under ZeRO-2 of each rank's partitions; and there DeepSpeed's own `engine.save_checkpoint`, which
 flushes nothing to the disk, and so is shown without a target. The project's saves are verified: each byte is hashed and
-flushed, and one rename commits all. Wall time is what training waits for, on the slower rank;
-CPU time is all that the save takes, of both ranks' threads until it is committed: where no core is idle, training pays
-for it.
+flushed, and one rename commits all.
+
+Each save is followed by a training step. Wall time is what training waits for, on the slower rank: until the call is
+back, and before the optimizer's step until all is copied. CPU time is what both ranks' threads take in these waits, and
+from there until all is committed, when nothing else runs; a copy made beside the forward and backward pass is not in
+it. Where no core is idle, training pays for both in its next steps.
 
 Targets: with `last_checkpoint.asynchronous` training waits at most 0.15 of what `dcp.save` makes it wait; without, it
 does not wait longer.
@@ -69,7 +72,7 @@ def run(options: Options) -> Result:
             result.figures.append(Figure(f"{strategy}: CPU time of a whole save, asynchronous, over {by_hand[0]}", cpu))
     result.notes += [
         "hashing and the commit are in the project's saves and in none of the others; dcp.save flushes too",
-        "asynchronous, training waits for one copy in memory: the figure is memory's speed over the disk's",
+        "asynchronous, under DDP and FSDP2 the copy in memory is made beside the next step, under ZeRO-2 before it",
     ]
     return result
 
@@ -83,13 +86,14 @@ def _flags(folder: Path, model: dict[str, Any]) -> list[str]:
         f"--data.global_batch_size={RANKS}", "--data.micro_batch_size=1",
         "--data.validation_share=0", "--data.test_share=0", f"--model.architecture={json.dumps(model)}",
         "--trainer.accelerator=cpu", f"--trainer.devices={RANKS}",
-        "--trainer.fast_dev_run=2",  # no checkpoint but the measured ones
         "--same_environment.ignore=[git_commit, git_diff]",  # whoever measures may go on editing
     ]  # fmt: skip
 
 
 def _measure(strategy: str, flags: list[str], folder: Path, rounds: int) -> dict[str, list[Sample]]:
+    steps = (rounds + 1) * (len(BY_HAND[strategy]) + 2) + 1
     argv = ["fit", *flags, f"--config={ROOT}/build/dev/configs/strategy/{strategy}.yaml"]
+    argv += [f"--trainer.fast_dev_run={steps}"]  # no checkpoint but the measured ones
     record = folder / strategy
     with Workers(RANKS) as workers:
         workers.run(argv, record, callbacks=[Saves(BY_HAND[strategy], record, rounds)], timeout_s=900).check()
@@ -106,40 +110,57 @@ def _measure(strategy: str, flags: list[str], folder: Path, rounds: int) -> dict
 
 @dataclass
 class Saves(Callback):
-    """After the first optimizer step every arm saves in each round, in an order that all ranks know."""
+    """At the end of each training step an arm saves, in an order that all ranks know; in each round every arm once.
+
+    Args:
+        by_hand: The arms beside the project's.
+        folder: Where the checkpoints go, and the times.
+        rounds: One more warms up: the copy's memory is then there.
+    """
 
     by_hand: list[str]
     folder: Path
     rounds: int
 
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step > 1:
-            return
-        saver = BackgroundSaver(trainer.strategy)
-        arms = {
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.saver = BackgroundSaver(trainer.strategy)
+        self.path, self.clock = self.folder / manifest.name(1), Clock()
+        self.arms: dict[str, Callable[[Path], None]] = {
             **{name: partial(BY_HAND_ARMS[name], trainer) for name in self.by_hand},
             WAITS: partial(commit.save, trainer),
-            GOES_ON: partial(saver.start, trainer),
+            GOES_ON: partial(self.saver.start, trainer),
         }
-        times: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
-        path, clock = self.folder / manifest.name(trainer.global_step), Clock()
-        for number in range(self.rounds + 1):  # the first one warms up: the copy's memory is then there
-            for arm in random.Random(number).sample(sorted(arms), len(arms)):
-                trainer.strategy.barrier()
-                clock.start()
-                arms[arm](path)
-                waited_s = clock.stop().wall_s
-                saver.wait()
-                cpu_s = clock.stop().cpu_s
-                trainer.strategy.barrier()
-                if trainer.is_global_zero:
-                    assert arm in self.by_hand or commit.verify(path) is None
-                    shutil.rmtree(path)
-                    os.sync()  # no arm pays for what another has not flushed
-                if number:
-                    times[arm].append((cpu_s, waited_s))
-        saver.close()
-        (self.folder / f"saves{trainer.global_rank}.json").write_text(json.dumps(times), encoding="utf-8")
+        self.times: dict[str, list[tuple[float, float]]] = {arm: [] for arm in self.arms}
+        orders = (random.Random(n).sample(sorted(self.arms), len(self.arms)) for n in range(self.rounds + 1))
+        self.left, self.arm = [arm for order in orders for arm in order], ""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.left:
+            self.arm = self.left.pop(0)
+            trainer.strategy.barrier()
+            self.clock.start()
+            self.arms[self.arm](self.path)
+            self.sample = self.clock.stop()
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.arm:
+            return
+        self.clock.start()
+        self.saver.copied()
+        waited_s = self.clock.stop().wall_s
+        self.saver.wait()
+        self.times[self.arm].append((self.sample.cpu_s + self.clock.stop().cpu_s, self.sample.wall_s + waited_s))
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            assert self.arm in self.by_hand or commit.verify(self.path) is None
+            shutil.rmtree(self.path)
+            os.sync()  # no arm pays for what another has not flushed
+        self.arm = ""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.saver.close()
+        measured = {arm: times[1:] for arm, times in self.times.items()}
+        (self.folder / f"saves{trainer.global_rank}.json").write_text(json.dumps(measured), encoding="utf-8")
 
 
 def dcp_save(trainer: Any, path: Path) -> None:

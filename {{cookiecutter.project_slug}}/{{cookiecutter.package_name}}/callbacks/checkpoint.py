@@ -32,9 +32,10 @@ class LastCheckpoint(Checkpoint):
         keep_every_hours: Length of the periods in each of which the first checkpoint is kept for good. 0: none is.
         on_failed_save: What a full or failing disk does: continue, with a warning, and try again when the next one is
             due; or stop, with exit code 1. At the last step it stops in any case.
-        asynchronous: Write while training goes on, which then waits only for a copy into host memory; it takes the
-            size of this rank's part of the checkpoint there. A failure is told when the next one is due. Not with
-            state on NVMe. false: training waits until all is written.
+        asynchronous: Write while training goes on. Weights and moments are copied into host memory during the next
+            forward and backward pass; what is left of that the optimizer's step waits for, under DeepSpeed for all of
+            it. The copy takes the size of this rank's part of the checkpoint. A failure is told when the next one is
+            due. Not with state on NVMe. false: training waits until all is written.
         dirpath: The folder, on a file system that all nodes share.
     """
 
@@ -92,6 +93,12 @@ class LastCheckpoint(Checkpoint):
             self._underway = self.folder / manifest.name(trainer.global_step)
             _flush_loggers(trainer)
             self._saver.start(trainer, self._underway)
+            if _is_followed_by_others(trainer):
+                self._saver.copied()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if self._saver is not None:
+            self._saver.copied()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._settle(trainer)
@@ -160,6 +167,12 @@ def _make_up_for_validation(trainer: Any) -> None:
     if loop.restarting and loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
         loop.val_loop.restarting = False
         loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+
+def _is_followed_by_others(trainer: Any) -> bool:
+    """Whether something other than the next batch comes now: validation may run on averaged weights, put in place."""
+    loop = trainer.fit_loop.epoch_loop
+    return loop.batch_progress.is_last_batch or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
 
 
 def _is_dry(trainer: Any) -> bool:

@@ -1,18 +1,22 @@
 """Checkpoints that are written while training goes on.
 
-    training's thread    state → staged copy in host memory      what it waits for; the buffers are used again
-    a thread beside it   write aside → hash → commit             as commit.save does, over a process group of its own
+    a thread beside training's    weights, moments → copy in host memory    during the next forward and backward pass:
+                                                                            they change in the optimizer's step
+    training's own                all else → copy; what is left of the thread's copy is waited for before that step
+    a second thread beside it     write aside → hash → commit               as commit.save does, over a group of its own
 
 The group matters: collectives of two threads in one group meet each other's, and the ranks abort. torch's own
-`dcp.async_save` does the first line and half of the second: it neither hashes nor commits, and knows the distributed
-format alone. Its stager is used here. What DeepSpeed saves by collectives of training's own groups it is asked for in
-training's thread, and each file's content is copied where DeepSpeed would write it (zero.py).
+`dcp.async_save` does the copies and half of the last: it neither hashes nor commits, and knows the distributed format
+alone. Its stager is used here; that a copy may go on until the optimizer's step is from DataStates-LLM
+(arXiv:2406.10707). What DeepSpeed saves by collectives of training's own groups it is asked for in training's thread,
+and each file's content is copied at once, for where DeepSpeed would write it (zero.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,47 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ..parallel import sharded, weights
 from ..parallel.mesh import MeshStrategy
 from . import commit, zero
+
+Tensors = dict[str, Any]  # "state_dict", and the optimizers' states
+TORN = (
+    "something other than the optimizer's step has changed weights or moments while they were copied; if it must, set"
+    " last_checkpoint.asynchronous to false"
+)
+
+
+@dataclass
+class Begun:
+    """A save of which this rank's copy may still be under way.
+
+    Args:
+        path: The checkpoint's name.
+        about: What its manifest says.
+        write: Writes the copied tensors into a folder.
+        source: What is copied in the thread.
+        copy: Of `source`. None: all is copied already.
+    """
+
+    path: Path
+    about: dict[str, Any]
+    write: Callable[[Tensors, Path], object]
+    source: Tensors
+    copy: Future[Tensors] | None = None
+
+    def __post_init__(self) -> None:
+        self._versions = list(_versions(self.source))
+
+    def wait(self) -> tuple[Tensors, str | None]:
+        """The copy, and why it is none: in place, something has written what it was taken of."""
+        copy = self.copy.result() if self.copy else {}
+        return copy, None if self._versions == list(_versions(self.source)) else TORN
 
 
 class BackgroundSaver:
@@ -39,61 +79,103 @@ class BackgroundSaver:
         options = StagingOptions(
             use_pinned_memory=pins, use_non_blocking_copy=pins, use_shared_memory=False, use_async_staging=False
         )
-        self._stager = DefaultStager(options)
+        self._at_once = DefaultStager(options)
+        self._beside = DefaultStager(replace(options, use_async_staging=True))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._begun: Begun | None = None
         self._underway: Future[None] | None = None
         timeout = getattr(strategy, "_timeout", None) or default_pg_timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
 
     def start(self, trainer: L.Trainer, path: Path) -> None:
-        """Copy the present state, and begin to save the copy as `path`; `wait` must have ended the one before.
+        """Begin to copy the present state, and to save it as `path`; `wait` must have ended the one before.
 
-        Collective.
+        Until `copied` was called, weights and optimizer state must stay as they are. Collective.
         """
-        assert self._underway is None
+        assert self._begun is self._underway is None
         path = Path(weights.broadcast(str(path)))
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        write = self._staged(trainer.strategy, checkpoint)
-        self._underway = self._thread.submit(self._save, path, write, commit.describe(trainer))
+        write, source = self._split(trainer, checkpoint)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copy's stream does not wait for the optimizer's step in training's
+        copy: Any = self._beside.stage(source) if source else None
+        self._begun = Begun(path, commit.describe(trainer), write, source, copy)
+
+    def copied(self) -> None:
+        """Wait for the copy, and begin to write it; at the same step on all ranks."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            copy, torn = begun.wait()
+            self._underway = self._thread.submit(self._save, begun, copy, torn)
 
     def wait(self) -> None:
         """Until what was begun is committed. Collective.
 
         Raises:
-            SaveError: it was not, on any rank; a disk refused it.
+            SaveError: it was not, on any rank; a disk refused it, or weights were changed too early.
         """
+        self.copied()
         underway, self._underway = self._underway, None
         if underway is not None:
             underway.result()
 
     def abandon(self) -> None:
         """Let what was begun end as it may, when training has failed: it is committed, or only a folder aside."""
+        self.copied()
         underway, self._underway = self._underway, None
         if underway is not None:
             underway.exception()
 
     def close(self) -> None:
-        """Give back memory, thread and group."""
+        """Give back memory, threads and group."""
         self.abandon()
         self._thread.shutdown()
-        self._stager.close()
+        self._at_once.close()
+        self._beside.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _staged(self, strategy: Any, checkpoint: dict[str, Any]) -> Callable[[Path], object]:
-        """What writes a copy of `checkpoint`, which training no longer changes, into a folder."""
+    def _split(self, trainer: Any, checkpoint: dict[str, Any]) -> tuple[Callable[[Tensors, Path], object], Tensors]:
+        """What writes a checkpoint into a folder, given a copy of the tensors that are told with it."""
+        strategy, group = trainer.strategy, self._group
         if hasattr(strategy, "deepspeed_engine"):
             without_frozen = strategy.exclude_frozen_parameters
-            return zero.staged(strategy.deepspeed_engine, checkpoint, without_frozen, self._stager.stage)
-        if isinstance(strategy, MeshStrategy):
-            parts: Any = self._stager.stage(dict(zip(("tensors", "rest"), sharded.split(checkpoint), strict=True)))
-            return lambda aside: sharded.write(parts["tensors"], parts["rest"], aside, self._group)
-        if not strategy.is_global_zero:
-            return lambda aside: None  # rank 0 has all, and writes it
-        copy: Any = self._stager.stage(checkpoint)
-        return lambda aside: strategy.checkpoint_io.save_checkpoint(copy, aside)
+            write_all = zero.staged(strategy.deepspeed_engine, checkpoint, without_frozen, self._at_once.stage)
+            return lambda _, aside: write_all(aside), {}
+        is_sharded = isinstance(strategy, MeshStrategy)
+        if not (is_sharded or strategy.is_global_zero):
+            return lambda copy, aside: None, {}  # rank 0 has all, and writes it
+        tensors, rest = sharded.split(checkpoint) if is_sharded else _tensors_of(checkpoint)
+        trained = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
+        state = tensors.pop("state_dict")
+        # A forward pass may change buffers, and the next batch all else.
+        now: Any = self._at_once.stage({"buffers": {n: v for n, v in state.items() if n not in trained}, "rest": rest})
 
-    def _save(self, path: Path, write: Callable[[Path], object], about: dict[str, Any]) -> None:
+        def write(copy: Tensors, aside: Path) -> None:
+            copy["state_dict"] |= now["buffers"]
+            if is_sharded:
+                sharded.write(copy, now["rest"], aside, group)
+            else:
+                strategy.checkpoint_io.save_checkpoint(now["rest"] | copy, aside)
+
+        return write, {"state_dict": {n: v for n, v in state.items() if n in trained}, **tensors}
+
+    def _save(self, begun: Begun, copy: Tensors, torn: str | None) -> None:
         """In the thread; as commit.save. No collective of another group may be called here."""
-        aside = commit.begin(path, self._group)
-        commit.finish(path, about, commit.disk_trouble(lambda: write(aside)), self._group)
+        aside = commit.begin(begun.path, self._group)
+        trouble = commit.disk_trouble(lambda: begun.write(copy, aside))
+        commit.finish(begun.path, begun.about, trouble or torn, self._group)
+
+
+def _tensors_of(checkpoint: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """As `sharded.split`, of a checkpoint that one rank writes."""
+    names = ("state_dict", "optimizer_states")
+    tensors = {name: checkpoint[name] for name in names if name in checkpoint}
+    return tensors, {name: value for name, value in checkpoint.items() if name not in names}
+
+
+def _versions(tree: Any) -> Iterator[int]:
+    """Of all tensors: whatever writes one in place counts it up."""
+    for tensor in tree_leaves(tree):
+        if isinstance(tensor, Tensor):
+            yield (tensor.to_local() if isinstance(tensor, DTensor) else tensor)._version

@@ -7,6 +7,7 @@ import os
 import time
 import zipfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,25 @@ def write_never() -> None:
 
 def stage_nothing() -> None:
     """What is written is what training goes on to change."""
-    DefaultStager.stage = lambda self, state_dict, **kwargs: state_dict
+    DefaultStager._stage = lambda self, state_dict, **kwargs: state_dict
     write_late()
+
+
+def copy_late() -> None:
+    """The copy beside the next batch begins when that batch is done with all but the optimizer's step."""
+    stage = DefaultStager._stage
+
+    def late(self: DefaultStager, state_dict: Any, **kwargs: Any) -> Any:
+        if self._config.use_async_staging:
+            time.sleep(SLOW_S)
+        return stage(self, state_dict, **kwargs)
+
+    DefaultStager._stage = late
+
+
+def copy_late_and_wait_not() -> None:
+    copy_late()
+    del LastCheckpoint.on_before_optimizer_step
 
 
 def disk_full_on_rank_1() -> None:
@@ -87,6 +105,10 @@ class Trainings:
         self.flags = flags
         self._synchronous: dict[str, Path] = {}
 
+    def prepare(self, *extra: str) -> None:
+        with Workers(1) as workers:
+            workers.run(["prepare", *self.flags, *extra], self.folder / "prepare").check()
+
     def synchronous(self, strategy: str) -> Path:
         """The checkpoints of a run that waits for each."""
         if strategy not in self._synchronous:
@@ -114,9 +136,9 @@ def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trainings:
         " hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
     ]  # fmt: skip
     (folder / "records").mkdir()
-    with Workers(1) as workers:
-        workers.run(["prepare", *flags], folder / "prepare").check()
-    return Trainings(folder / "records", flags)
+    trainings = Trainings(folder / "records", flags)
+    trainings.prepare()
+    return trainings
 
 
 def difference(expected: Path, got: Path) -> str:
@@ -132,7 +154,8 @@ def difference(expected: Path, got: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "fault"), [*((strategy, write_late) for strategy in STRATEGIES), ("fsdp2", stage_nothing)]
+    ("strategy", "fault"),
+    [*((strategy, write_late) for strategy in STRATEGIES), ("fsdp2", stage_nothing), *product(STRATEGIES, [copy_late])],
 )
 def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
     train: Trainings, strategy: str, fault: Any
@@ -174,6 +197,42 @@ def test_a_disk_that_is_full_for_one_rank_is_told_to_all_when_the_next_is_due(tr
     else:
         assert all(answer.startswith("Ended: ") and "training stops" in answer for answer in record.answers.values())
         assert max(record.loss) == STEPS - 1 and not manifest.found(folder), "when the next one was due"
+
+
+class Average(Callback):
+    """Validate other weights than those that are trained, in their place."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.trained = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        self.put(pl_module, [torch.zeros_like(weight) for weight in self.trained])
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.put(pl_module, self.trained)
+
+    @staticmethod
+    @torch.no_grad()
+    def put(module: Any, weights: list[Any]) -> None:
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+
+
+@pytest.mark.slow
+def test_a_validation_with_other_weights_in_place_comes_after_the_copy(train: Trainings) -> None:
+    train.prepare("--data.validation_share=0.2")
+    validation = [f"--trainer.val_check_interval={EVERY}", "--data.validation_share=0.2", "--best_checkpoint.keep=0"]
+    record = train("averaged", "ddp", *validation, prelude=copy_late, callbacks=[Average()]).check()
+    assert "was not saved" not in record.log(0)
+    saved = read_full(record.run / "checkpoints" / manifest.name(EVERY))
+    assert all(weight.any() for weight in saved["state_dict"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_copy_of_weights_that_were_changed_meanwhile_is_thrown_away(train: Trainings, strategy: str) -> None:
+    record = train(f"{strategy}-torn", strategy, prelude=copy_late_and_wait_not)
+    told = f"{manifest.name(EVERY)} was not saved, something other than the optimizer's step has changed weights"
+    assert told in record.log(0)
+    assert [path.name for path in manifest.found(record.check().run / "checkpoints")] == [manifest.name(STEPS)]
 
 
 class SaveThenFail(Callback):
