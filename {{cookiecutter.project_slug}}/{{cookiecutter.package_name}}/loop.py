@@ -5,10 +5,10 @@ debug message, enters a profiler's context, and writes the hook's name to the mo
 `nn.Module.__setattr__`: a hundred times a batch. It asks again in each batch what the batch cannot change: who has
 which hook, what arguments they take, whether there is validation. Here that is asked when an epoch begins.
 
-The classes below take the places of Lightning's own by `__class__`: nothing is built anew, and what a checkpoint holds
-of them stays as it is. They hand back to Lightning what is rare: the first batch of a resumed epoch, validation, manual
-optimization, `dataloader_iter`, a schedule that is not stepped once per optimizer step. With a profiler
-(`--trainer.profiler simple`) all is Lightning's own, and tests/test_speed_step.py finds no other difference.
+The classes below take the places of Lightning's own by `__class__`, and hand back what is rare: the first batch of a
+resumed epoch, validation, manual optimization, `dataloader_iter`, a schedule not stepped with the optimizer. One
+thing comes earlier: gradients are cleared before the forward pass, for the sake of its memory. A profiler
+(`--trainer.profiler simple`) has Lightning's own loop, and tests/test_speed_step.py finds no other difference.
 """
 
 from __future__ import annotations
@@ -194,10 +194,10 @@ class Optimization(_AutomaticOptimization):
         def closure() -> Tensor | None:
             nonlocal outputs
             with torch.enable_grad():
-                output = _call(module, "training_step", strategy.training_step, *kwargs.values())
-                loss, outputs = _with_loss(output, trainer)
                 if batch_idx % trainer.accumulate_grad_batches == 0:
                     self._clear(optimizer, batch_idx)
+                output = _call(module, "training_step", strategy.training_step, *kwargs.values())
+                loss, outputs = _with_loss(output, trainer)
                 if loss is not None:
                     _call(module, "backward", strategy.backward, loss, optimizer)
             return outputs.get("loss")

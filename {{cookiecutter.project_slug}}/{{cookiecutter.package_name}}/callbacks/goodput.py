@@ -4,7 +4,7 @@
     productive   batches: forward, backward, optimizer, logging
     data_wait    between two batches
     validation   and what is done at its end
-    checkpoint   from the first collecting to the next batch's end; of an asynchronous one, what training waits for
+    checkpoint   from the first collecting to the next batch; of an asynchronous one, what that batch waits for
     restart      from the last sign of life of one attempt to the first batch of the next: a queue's time too
     lost         batches that a later attempt did again, because no checkpoint held them
 

@@ -118,6 +118,36 @@ def test_a_step_makes_half_of_the_calls_that_lightnings_own_loop_makes(
     assert ours.total() < 0.5 * lightnings.total(), ours.most_common(5)
 
 
+class Gradients(Callback):
+    """Whether there are any, where they are cleared."""
+
+    cleared: Any = None
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        Gradients.cleared.append(has_gradients(pl_module))
+
+
+def has_gradients(module: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_a_forward_pass_has_the_memory_of_the_gradients_before_it(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_shipped, forward = LanguageModule.training_step, []
+
+    def step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        forward.append(has_gradients(self))
+        return as_shipped(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModule, "training_step", step)
+    monkeypatch.setattr(Gradients, "cleared", [])
+    flags = [*flags, *OFF, "--data.micro_batch_size=4", "--trainer.max_steps=3"]  # two micro-batches a step
+    assert run("fit", *flags, f"--trainer.callbacks+={PACKAGE}.tests.test_speed_step.Gradients") == 0
+    assert forward == [False, True] * 3, "of the same step alone"
+    assert Gradients.cleared == [False, True, True], "callbacks may look at them before"
+
+
 class Diary(Callback):
     """Which hooks were called, at which step."""
 
