@@ -64,7 +64,9 @@ class Begun:
     def wait(self) -> tuple[Tensors, str | None]:
         """The copy, and why it is none: in place, something has written what it was taken of."""
         copy = self.copy.result() if self.copy else {}
-        return copy, None if self._versions == list(_versions(self.source)) else TORN
+        torn = None if self._versions == list(_versions(self.source)) else TORN
+        self.source = {}  # some may have been made for this alone
+        return copy, torn
 
 
 class BackgroundSaver:
@@ -75,12 +77,12 @@ class BackgroundSaver:
     """
 
     def __init__(self, strategy: Any) -> None:
-        pins = torch.cuda.is_available()  # only there can memory be pinned, and is it worth anything
+        self._pins = pins = torch.cuda.is_available()  # only there can memory be pinned, and is it worth anything
         options = StagingOptions(
             use_pinned_memory=pins, use_non_blocking_copy=pins, use_shared_memory=False, use_async_staging=False
         )
         self._at_once = DefaultStager(options)
-        self._beside = DefaultStager(replace(options, use_async_staging=True))
+        self._beside = DefaultStager(replace(options, use_async_staging=pins))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._begun: Begun | None = None
         self._underway: Future[None] | None = None
@@ -96,10 +98,7 @@ class BackgroundSaver:
         path = Path(weights.broadcast(str(path)))
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         write, source = self._split(trainer, checkpoint)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copy's stream does not wait for the optimizer's step in training's
-        copy: Any = self._beside.stage(source) if source else None
-        self._begun = Begun(path, commit.describe(trainer), write, source, copy)
+        self._begun = Begun(path, commit.describe(trainer), write, source, self._copy(source) if source else None)
 
     def copied(self) -> None:
         """Wait for the copy, and begin to write it; at the same step on all ranks."""
@@ -159,6 +158,13 @@ class BackgroundSaver:
                 strategy.checkpoint_io.save_checkpoint(now["rest"] | copy, aside)
 
         return write, {"state_dict": {n: v for n, v in state.items() if n in trained}, **tensors}
+
+    def _copy(self, source: Tensors) -> Future[Tensors]:
+        stage: Any = self._beside.stage
+        if not self._pins:
+            return self._thread.submit(stage, source)  # torch's thread wants a stream, which a CPU or MPS has not
+        torch.cuda.synchronize()  # that stream does not wait for the optimizer's step in training's
+        return stage(source)
 
     def _save(self, begun: Begun, copy: Tensors, torn: str | None) -> None:
         """In the thread; as commit.save. No collective of another group may be called here."""

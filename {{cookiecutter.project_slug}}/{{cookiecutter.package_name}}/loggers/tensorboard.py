@@ -85,6 +85,8 @@ class TensorBoard(Resumable, TensorBoardLogger):
 
     def _hand_over(self) -> None:
         """All metrics of a step in one event: one for each, as Lightning writes them, takes seven times as long."""
+        if not self._kept:
+            return  # `experiment` would make a file
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         events, summaries = cast(Any, event_pb2), cast(Any, summary_pb2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 import zipfile
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def copy_late() -> None:
     stage = DefaultStager._stage
 
     def late(self: DefaultStager, state_dict: Any, **kwargs: Any) -> Any:
-        if self._config.use_async_staging:
+        if threading.current_thread() is not threading.main_thread():
             time.sleep(SLOW_S)
         return stage(self, state_dict, **kwargs)
 
