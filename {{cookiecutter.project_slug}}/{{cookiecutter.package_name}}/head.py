@@ -64,10 +64,12 @@ def sums_over_tokens(
     Raises:
         InputError: the model does something with the logits after its output layer; or has none, which Liger needs.
     """
+    if kernel == "torch" and (not chunk or labels.numel() <= chunk):
+        return sums(forward(), labels)
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if kernel == "liger" and not hasattr(head, "weight"):
         raise InputError(f"model.loss_kernel liger needs an output layer, {type(model).__name__} has none: set torch")
-    if kernel == "torch" and (head is None or not chunk or labels.numel() <= chunk):
+    if head is None:
         return sums(forward(), labels)
     layer, kept, states, size = head.forward, [], [], chunk or labels.numel()
 

@@ -5,15 +5,14 @@ debug message, enters a profiler's context, and writes the hook's name to the mo
 `nn.Module.__setattr__`: a hundred times a batch. It asks again in each batch what the batch cannot change: who has
 which hook, what arguments they take, whether there is validation. Here that is asked when an epoch begins.
 
-The classes below take the places of Lightning's own by `__class__`, and hand back what is rare: the first batch of a
-resumed epoch, validation, manual optimization, `dataloader_iter`, a schedule not stepped with the optimizer. One
-thing comes earlier: gradients are cleared before the forward pass, for the sake of its memory. A profiler
-(`--trainer.profiler simple`) has Lightning's own loop, and tests/test_speed_step.py finds no other difference.
+The classes below take the places of Lightning's own by `__class__`: nothing is built anew, and what a checkpoint holds
+of them stays as it is. They hand back to Lightning what is rare: the first batch of a resumed epoch, validation, manual
+optimization, `dataloader_iter`, a schedule that is not stepped once per optimizer step. With a profiler
+(`--trainer.profiler simple`) all is Lightning's own, and tests/test_speed_step.py finds no other difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
+
+from .hooks import call, own
 
 OF_EACH_BATCH = (
     "on_train_batch_start",
@@ -80,10 +81,13 @@ class EpochLoop(_TrainingEpochLoop):
         )
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._callbacks = {
-            name: [partial(hook, trainer, module) for each in trainer.callbacks if (hook := _own(each, name, Callback))]
+            name: [partial(hook, trainer, module) for each in trainer.callbacks if (hook := own(each, name, Callback))]
             for name in OF_EACH_BATCH
         }
-        self._own_hooks = {name: _own(module, name, L.LightningModule) for name in OF_EACH_BATCH}
+        self._own_hooks = {name: own(module, name, L.LightningModule) for name in OF_EACH_BATCH}
+        clears = own(module, "optimizer_zero_grad", L.LightningModule) or self._own_hooks["on_before_zero_grad"]
+        as_torch = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in trainer.optimizers)
+        self.drops_gradients = as_torch and not (clears or self._callbacks["on_before_zero_grad"])  # nobody looks
         owner = trainer._data_connector._datahook_selector.get_instance
         before, transfer, after = (getattr(owner(name), name) for name in TRANSFER)
         is_default = getattr(transfer, "__func__", None) in (
@@ -94,13 +98,13 @@ class EpochLoop(_TrainingEpochLoop):
 
     def each(self, name: str, *args: Any) -> Any:
         """Call the hook `name` of the callbacks, then the module's, whose answer it is."""
-        if (own := self._own_hooks[name]) is None and not self._callbacks[name]:
+        if (last := self._own_hooks[name]) is None and not self._callbacks[name]:
             return None
         names = vars(self._module)
         before, names["_current_fx_name"] = names["_current_fx_name"], name  # `self.log` asks for it
         for hook in self._callbacks[name]:
             hook(*args)
-        answer = own(*args) if own else None
+        answer = last(*args) if last else None
         names["_current_fx_name"] = before
         return answer
 
@@ -171,7 +175,7 @@ class EpochLoop(_TrainingEpochLoop):
         elif interval == "step" and not update_plateau_schedulers and not self._should_accumulate():
             for config in self.trainer.lr_scheduler_configs:
                 self.scheduler_progress.increment_ready()
-                _call(self._module, "lr_scheduler_step", self._module.lr_scheduler_step, config.scheduler, None)
+                call(self._module, "lr_scheduler_step", self._module.lr_scheduler_step, config.scheduler, None)
                 self.scheduler_progress.increment_completed()
 
     def _should_accumulate(self) -> bool:
@@ -189,17 +193,21 @@ class Optimization(_AutomaticOptimization):
         if self._skip_backward:
             return super().run(optimizer, batch_idx, kwargs)
         trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
+        epoch_loop: Any = trainer.fit_loop.epoch_loop
         outputs: dict[str, Any] | None = None
 
         def closure() -> Tensor | None:
             nonlocal outputs
             with torch.enable_grad():
-                if batch_idx % trainer.accumulate_grad_batches == 0:
-                    self._clear(optimizer, batch_idx)
-                output = _call(module, "training_step", strategy.training_step, *kwargs.values())
+                begins = batch_idx % trainer.accumulate_grad_batches == 0
+                if begins and epoch_loop.drops_gradients:
+                    _drop_gradients(optimizer)  # and the forward pass has their memory
+                output = call(module, "training_step", strategy.training_step, *kwargs.values())
                 loss, outputs = _with_loss(output, trainer)
+                if begins:
+                    self._clear(optimizer, batch_idx)
                 if loss is not None:
-                    _call(module, "backward", strategy.backward, loss, optimizer)
+                    call(module, "backward", strategy.backward, loss, optimizer)
             return outputs.get("loss")
 
         if trainer.fit_loop._should_accumulate() and not strategy.handles_gradient_accumulation:
@@ -212,18 +220,14 @@ class Optimization(_AutomaticOptimization):
         return outputs
 
     def _clear(self, optimizer: Any, batch_idx: int) -> None:
-        trainer, module, progress = self.trainer, self.trainer.lightning_module, self.optim_progress.optimizer.zero_grad
+        if not self.trainer.fit_loop.epoch_loop.drops_gradients:  # ty: ignore[missing-attribute]
+            self._on_before_zero_grad(optimizer)
+            self._optimizer_zero_grad(batch_idx, optimizer)
+            return
+        progress = self.optim_progress.optimizer.zero_grad
         progress.increment_ready()
-        trainer.fit_loop.epoch_loop.each("on_before_zero_grad", optimizer)  # ty: ignore[missing-attribute]
         progress.increment_started()
-        hook = _own(module, "optimizer_zero_grad", L.LightningModule)
-        if hook or type(optimizer).zero_grad is not Optimizer.zero_grad:
-            clear = partial(module.optimizer_zero_grad, trainer.current_epoch, batch_idx)
-            _call(module, "optimizer_zero_grad", clear, optimizer)
-        else:  # torch's does so in a range for its profiler, which takes longer
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        _drop_gradients(optimizer)  # again: a training step may have called backward itself
         progress.increment_completed()
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
@@ -232,7 +236,7 @@ class Optimization(_AutomaticOptimization):
         if not accumulates:
             steps.increment_ready()
         arguments = (trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0])
-        _call(module, "optimizer_step", module.optimizer_step, *arguments, train_step_and_backward_closure)
+        call(module, "optimizer_step", module.optimizer_step, *arguments, train_step_and_backward_closure)
         if not accumulates:
             steps.increment_completed()
 
@@ -263,7 +267,7 @@ class Hooked(Precision):
         if model.automatic_optimization:
             options = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
             clip = partial(model.configure_gradient_clipping, **options)
-            _call(model, "configure_gradient_clipping", clip, optimizer)
+            call(model, "configure_gradient_clipping", clip, optimizer)
 
 
 def _with_loss(output: Any, trainer: Any) -> tuple[Tensor | None, dict[str, Any]]:
@@ -279,17 +283,11 @@ def _with_loss(output: Any, trainer: Any) -> tuple[Tensor | None, dict[str, Any]
     return result.closure_loss, result.asdict()
 
 
-def _own(owner: Any, name: str, base: type) -> Any:
-    """The hook `name` of `owner`, None where it is the empty one of `base`."""
-    hook = getattr(owner, name)
-    return None if getattr(hook, "__func__", None) is getattr(base, name) else hook
-
-
-def _call(module: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
-    before, vars(module)["_current_fx_name"] = module._current_fx_name, name
-    output = function(*args)
-    vars(module)["_current_fx_name"] = before
-    return output
+def _drop_gradients(optimizer: Any) -> None:
+    """As torch's `zero_grad`, which does so in a range for its profiler, and that takes longer."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:

@@ -121,7 +121,7 @@ def test_a_step_makes_half_of_the_calls_that_lightnings_own_loop_makes(
 class Gradients(Callback):
     """Whether there are any, where they are cleared."""
 
-    cleared: Any = None
+    cleared: Any = []  # noqa: RUF012  (a test gives its own)
 
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         Gradients.cleared.append(has_gradients(pl_module))
@@ -131,21 +131,30 @@ def has_gradients(module: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("looks", [False, True])
 def test_a_forward_pass_has_the_memory_of_the_gradients_before_it(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, looks: bool
 ) -> None:
+    """Unless a callback looks at them where Lightning clears them. What a step's own backward leaves is cleared too."""
     as_shipped, forward = LanguageModule.training_step, []
 
     def step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         forward.append(has_gradients(self))
+        if batch_idx % 2 == 0:
+            (as_shipped(self, batch, batch_idx) * 1e6).backward()
         return as_shipped(self, batch, batch_idx)
 
+    flags = [*flags, *OFF, "--data.micro_batch_size=4", "--trainer.max_steps=3"]  # two micro-batches a step
+    flags += [f"--trainer.callbacks+={PACKAGE}.tests.test_speed_step.Gradients"] if looks else []
+    assert run("fit", *flags, "--run.name=expected") == 0
     monkeypatch.setattr(LanguageModule, "training_step", step)
     monkeypatch.setattr(Gradients, "cleared", [])
-    flags = [*flags, *OFF, "--data.micro_batch_size=4", "--trainer.max_steps=3"]  # two micro-batches a step
-    assert run("fit", *flags, f"--trainer.callbacks+={PACKAGE}.tests.test_speed_step.Gradients") == 0
-    assert forward == [False, True] * 3, "of the same step alone"
-    assert Gradients.cleared == [False, True, True], "callbacks may look at them before"
+    assert run("fit", *flags, "--run.name=got") == 0
+    # The second micro-batch meets the gradients of the first.
+    assert forward == ([False, True, True, True, True, True] if looks else [False, True] * 3)
+    assert Gradients.cleared == ([True] * 3 if looks else [])
+    got, expected = (logged(only_run(tmp_path, name), "train/grad_norm") for name in ("got", "expected"))
+    assert got == expected and got
 
 
 class Diary(Callback):
