@@ -111,8 +111,14 @@ def test_packages_are_those_that_python_finds() -> None:
 
 
 def test_variables_are_those_of_libraries_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_X": "1", "PYTHONPATH": "x", "OMP_NUM_THREADS": "1"}
-    others = {"CUDA_VISIBLE_DEVICES": "0", "WANDB_API_KEY": "k", "TORCHELASTIC_RESTART_COUNT": "1", "HF_TOKEN": "t"}
+    given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_X": "1", "PYTHONPATH": "x", "MKL_NUM_THREADS": "1"}
+    others = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "OMP_NUM_THREADS": "1",
+        "WANDB_API_KEY": "k",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "HF_TOKEN": "t",
+    }
     for name, value in (given | others).items():
         monkeypatch.setenv(name, value)
     assert given.items() <= variables().items() and not others.keys() & variables().keys()
