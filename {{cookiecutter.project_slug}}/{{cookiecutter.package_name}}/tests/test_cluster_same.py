@@ -22,7 +22,7 @@ from ..cluster.meeting import Meeting
 from ..cluster.verdict import spans
 from ..errors import Ended, Exit
 from ..rehearsal.workers import Workers, _free_port
-from .conftest import OF_ANOTHER_RUN, PACKAGE, PROJECT, run
+from .conftest import CONFIGS, OF_ANOTHER_RUN, PACKAGE, PROJECT, run
 
 OWN: dict[str, Any] = {
     "python": "3.11.7",
@@ -208,6 +208,16 @@ def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: P
     assert ["config.data.seed", "0", "0"] in rows and ["config.data.seed", "1", "1"] in rows
     assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
     assert "".join(told).count("these ranks do not run the same") == 1
+
+
+@pytest.mark.slow
+def test_fsdp2_starts_where_nobody_has_set_the_threads(two: list[str]) -> None:
+    """Lightning then sets them, after it has started the other process."""
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", PACKAGE, *two, f"--config={CONFIGS}/strategy/fsdp2.yaml"]
+    env |= {"PYTHONPATH": str(PROJECT)}
+    result = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
