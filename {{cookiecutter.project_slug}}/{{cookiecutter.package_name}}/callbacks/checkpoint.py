@@ -18,6 +18,7 @@ from ..checkpoint.asynchronous import BackgroundSaver
 from ..errors import Ended, Exit, InputError, check_least
 from ..loggers.wandb import WandB
 from ..parallel import weights
+from .random_state import validation_may_follow
 
 
 class LastCheckpoint(Checkpoint):
@@ -170,9 +171,8 @@ def _make_up_for_validation(trainer: Any) -> None:
 
 
 def _is_followed_by_others(trainer: Any) -> bool:
-    """Whether something other than the next batch comes now: validation may run on averaged weights, put in place."""
-    loop = trainer.fit_loop.epoch_loop
-    return loop.batch_progress.is_last_batch or loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    """Whether something other than the next batch may come now: validation may run on averaged weights, in place."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validation_may_follow(trainer)
 
 
 def _is_dry(trainer: Any) -> bool:

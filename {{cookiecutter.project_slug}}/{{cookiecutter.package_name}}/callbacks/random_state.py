@@ -49,8 +49,7 @@ class RandomState(Callback):
         self._state, self._restores = None, False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-        if trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher):
+        if validation_may_follow(trainer):
             self._keep()  # others draw next: taking it in each step would cost 25 µs
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -85,6 +84,12 @@ class RandomState(Callback):
         dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
         sequence = np.random.SeedSequence([torch.initial_seed(), step, dealt["rank"]])
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+def validation_may_follow(trainer: Any) -> bool:
+    """Asked at a batch's end; with a time between validations only later will tell."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    return trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher)
 
 
 def _get_state() -> Callable[[], dict[str, Any]]:

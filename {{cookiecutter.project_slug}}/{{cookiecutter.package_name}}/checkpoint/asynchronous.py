@@ -3,7 +3,7 @@
     a thread beside training's    weights, moments → copy in host memory    during the next forward and backward pass:
                                                                             they change in the optimizer's step
     training's own                all else → copy; what is left of the thread's copy is waited for before that step
-    a second thread beside it     write aside → hash → commit               as commit.save does, over a group of its own
+    a thread beside it, then      write aside → hash → commit               as commit.save does, over a group of its own
 
 The group matters: collectives of two threads in one group meet each other's, and the ranks abort. torch's own
 `dcp.async_save` does the copies and half of the last: it neither hashes nor commits, and knows the distributed format
