@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
@@ -215,6 +216,8 @@ class CLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
+        if trainer.num_devices > 1:
+            _set_num_threads_if_needed(trainer.num_devices)  # by Lightning in rank 0 alone, for some of the strategies
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = EveryFormat()
         if type(trainer.strategy.precision_plugin) is HalfPrecision:

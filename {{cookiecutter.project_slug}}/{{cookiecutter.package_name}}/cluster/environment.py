@@ -18,7 +18,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 CGROUPS = Path("/sys/fs/cgroup")
 # Of the libraries that training stands on. torchrun's own (TORCHELASTIC_*) differ by rank and restart.
 VARIABLES = re.compile(r"(NCCL_|TORCH_|PYTORCH_|CUDA_|DS_|PYTHON)\w+|(OMP|MKL)_NUM_THREADS")
-# A scheduler may show each process its own devices; Lightning sets the threads in some of a node's processes only.
+# A scheduler may show each process its own devices; the threads, if nobody sets them, follow from a process's cores.
 NOT_COMPARED = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
+from lightning.pytorch import Callback
 
 from ..cluster import meeting
 from ..cluster.environment import comparable, environment, packages, variables
@@ -211,13 +215,25 @@ def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: P
 
 
 @pytest.mark.slow
-def test_fsdp2_starts_where_nobody_has_set_the_threads(two: list[str]) -> None:
-    """Lightning then sets them, after it has started the other process."""
+def test_where_nobody_has_set_the_threads_each_process_has_its_share(two: list[str], tmp_path: Path) -> None:
+    """Lightning would do so in the first alone, when it has started the others, and they would have all cores each."""
     env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"}
     command = [sys.executable, "-m", PACKAGE, *two, f"--config={CONFIGS}/strategy/fsdp2.yaml"]
-    env |= {"PYTHONPATH": str(PROJECT)}
+    command += [f"--trainer.callbacks+={__name__}.Threads"]
+    env |= {"PYTHONPATH": str(PROJECT), "THREADS_INTO": str(tmp_path)}
     result = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
+    share = _suggested_max_num_threads(2)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}").read_text()) == [share, str(share)]
+
+
+class Threads(Callback):
+    """Write down how many threads torch has, and what processes that this one starts are told."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"
+        path.write_text(json.dumps([torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]), encoding="utf-8")
 
 
 @pytest.mark.slow
