@@ -62,11 +62,13 @@ class Begun:
         self._versions = list(_versions(self.source))
 
     def wait(self) -> tuple[Tensors, str | None]:
-        """The copy, and why it is none: in place, something has written what it was taken of."""
-        copy = self.copy.result() if self.copy else {}
-        torn = None if self._versions == list(_versions(self.source)) else TORN
+        """The copy, and why it is none: it could not be made, or something has written in place what it is of."""
+        error = self.copy.exception() if self.copy else None
+        trouble = f"weights and moments could not be copied: {error!r}" if error else None
+        if self._versions != list(_versions(self.source)):
+            trouble = TORN
         self.source = {}  # some may have been made for this alone
-        return copy, torn
+        return self.copy.result() if self.copy and not trouble else {}, trouble
 
 
 class BackgroundSaver:
@@ -104,14 +106,14 @@ class BackgroundSaver:
         """Wait for the copy, and begin to write it; at the same step on all ranks."""
         begun, self._begun = self._begun, None
         if begun is not None:
-            copy, torn = begun.wait()
-            self._underway = self._thread.submit(self._save, begun, copy, torn)
+            copy, trouble = begun.wait()
+            self._underway = self._thread.submit(self._save, begun, copy, trouble)
 
     def wait(self) -> None:
         """Until what was begun is committed. Collective.
 
         Raises:
-            SaveError: it was not, on any rank; a disk refused it, or weights were changed too early.
+            SaveError: it was not, on any rank; a disk refused it, or one rank has no whole copy.
         """
         self.copied()
         underway, self._underway = self._underway, None
@@ -166,11 +168,11 @@ class BackgroundSaver:
         torch.cuda.synchronize()  # that stream does not wait for the optimizer's step in training's
         return stage(source)
 
-    def _save(self, begun: Begun, copy: Tensors, torn: str | None) -> None:
+    def _save(self, begun: Begun, copy: Tensors, trouble: str | None) -> None:
         """In the thread; as commit.save. No collective of another group may be called here."""
-        aside = commit.begin(begun.path, self._group)
+        aside = commit.begin(begun.path, self._group, trouble)
         trouble = commit.disk_trouble(lambda: begun.write(copy, aside))
-        commit.finish(begun.path, begun.about, trouble or torn, self._group)
+        commit.finish(begun.path, begun.about, trouble, self._group)
 
 
 def _tensors_of(checkpoint: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:

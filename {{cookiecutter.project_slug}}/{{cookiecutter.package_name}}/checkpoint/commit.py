@@ -65,12 +65,18 @@ def describe(trainer: L.Trainer) -> dict[str, Any]:
     }
 
 
-def begin(path: Path, group: Any = None) -> Path:
+def begin(path: Path, group: Any = None, trouble: str | None = None) -> Path:
     """An empty folder, in which the ranks write what `finish` makes `path` of. Collective over `group`.
 
+    Args:
+        path: The checkpoint's name.
+        group: Of the ranks that will write. None: all.
+        trouble: Why this rank has nothing that it could write.
+
     Raises:
-        SaveError: on all ranks, it cannot be made.
+        SaveError: on all ranks, it cannot be made, or one of them has nothing to write.
     """
+    _agree(trouble, None, group)
     aside = _beside(path, "tmp")
     _agree(disk_trouble(lambda: _empty(aside)) if _rank(group) == 0 else None, None, group)
     return aside

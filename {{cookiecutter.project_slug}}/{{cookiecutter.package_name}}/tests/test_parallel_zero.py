@@ -257,3 +257,11 @@ def test_a_skeleton_gets_memory_and_keeps_its_ties() -> None:
         _materialize(parameter, torch.device("cpu"))
     assert model["head"].weight is model["embedding"].weight is shared
     assert shared.device.type == "cpu" and shared.shape == (5, 3) and vars(shared)["of_note"] == "kept"
+
+
+def test_nvme_refuses_checkpoints_beside_training_before_anything_starts(
+    flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    strategy = [f"--config={CONFIGS}/strategy/zero3_nvme.yaml", f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
+    assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
+    assert "last_checkpoint.asynchronous true cannot be had with state on NVMe" in capfd.readouterr().err

@@ -38,9 +38,9 @@ def write_late() -> None:
     """Every write in the background begins when training has gone on for some steps."""
     begin = commit.begin
 
-    def late(path: Path, group: Any = None) -> Path:
+    def late(*args: Any) -> Path:
         time.sleep(SLOW_S)
-        return begin(path, group)
+        return begin(*args)
 
     commit.begin = late  # ty: ignore[invalid-assignment]
 
@@ -63,21 +63,33 @@ def stage_nothing() -> None:
     write_late()
 
 
-def copy_late() -> None:
-    """The copy beside the next batch begins when that batch is done with all but the optimizer's step."""
+def in_the_copys_thread(act: Callable[[], None]) -> None:
     stage = DefaultStager._stage
 
-    def late(self: DefaultStager, state_dict: Any, **kwargs: Any) -> Any:
+    def planted(self: DefaultStager, state_dict: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(SLOW_S)
+            act()
         return stage(self, state_dict, **kwargs)
 
-    DefaultStager._stage = late
+    DefaultStager._stage = planted
+
+
+def copy_late() -> None:
+    """The copy beside the next batch begins when that batch is done with all but the optimizer's step."""
+    in_the_copys_thread(lambda: time.sleep(SLOW_S))
 
 
 def copy_late_and_wait_not() -> None:
     copy_late()
     del LastCheckpoint.on_before_optimizer_step
+
+
+def copy_fails_on_rank_1() -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    if os.environ["RANK"] == "1":
+        in_the_copys_thread(fail)
 
 
 def disk_full_on_rank_1() -> None:
@@ -227,13 +239,21 @@ def test_a_validation_with_other_weights_in_place_comes_after_the_copy(train: Tr
     assert all(weight.any() for weight in saved["state_dict"].values())
 
 
+WHY = {
+    copy_late_and_wait_not: "something other than the optimizer's step has changed weights",
+    copy_fails_on_rank_1: "weights and moments could not be copied: MemoryError",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_copy_of_weights_that_were_changed_meanwhile_is_thrown_away(train: Trainings, strategy: str) -> None:
-    record = train(f"{strategy}-torn", strategy, prelude=copy_late_and_wait_not)
-    told = f"{manifest.name(EVERY)} was not saved, something other than the optimizer's step has changed weights"
-    assert told in record.log(0)
-    assert [path.name for path in manifest.found(record.check().run / "checkpoints")] == [manifest.name(STEPS)]
+@pytest.mark.parametrize(("strategy", "fault"), [("ddp", copy_late_and_wait_not), *product(["fsdp2"], WHY)])
+def test_where_one_rank_has_no_whole_copy_all_give_up_that_checkpoint(
+    train: Trainings, strategy: str, fault: Any
+) -> None:
+    record = train(f"{strategy}-{fault.__name__}", strategy, prelude=fault).check()
+    assert f"{manifest.name(EVERY)} was not saved, {WHY[fault]}" in record.log(0)
+    folder = record.run / "checkpoints"
+    assert [path.name for path in manifest.found(folder)] == [manifest.name(STEPS)] and not list(folder.glob(".*"))
 
 
 class SaveThenFail(Callback):
@@ -254,9 +274,9 @@ def test_what_is_under_way_is_waited_for(flags: list[str], tmp_path: Path, monke
     """By a save that must be there on return, by the next one, and when training fails; no thread is left."""
     begin = commit.begin
 
-    def late(path: Path, group: Any = None) -> Path:
+    def late(*args: Any) -> Path:
         time.sleep(0.3)
-        return begin(path, group)
+        return begin(*args)
 
     monkeypatch.setattr(commit, "begin", late)
     flags = [*flags, "--last_checkpoint.asynchronous=true", "--last_checkpoint.every_n_steps=2"]
@@ -278,9 +298,3 @@ def test_host_memory_is_used_again() -> None:
     copies: list[Any] = [stager.stage({"state_dict": {"weight": weight.detach()}}) for _ in range(2)]
     first, second = (copy["state_dict"]["weight"] for copy in copies)
     assert first.data_ptr() == second.data_ptr() != weight.data_ptr()
-
-
-def test_nvme_refuses_before_anything_starts(flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
-    strategy = [f"--config={CONFIGS}/strategy/zero3_nvme.yaml", f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
-    assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
-    assert "last_checkpoint.asynchronous true cannot be had with state on NVMe" in capfd.readouterr().err
