@@ -10,7 +10,7 @@ The way of a text, in the order of this file and of `text/`:
     6  rows        row i is tokens[i*T : i*T + T + 1], the last at their end   text/rows.py
     7  order       which rows a rank takes next                                text/order.py
     8  batch       input_ids, labels, position_ids                             text/rows.py
-    9  its weight  tokens_per_micro_batch: what a sum of losses is divided by  on_after_batch_transfer
+    9  its weight  tokens_per_micro_batch: what a sum of losses is divided by  text/weight.py
 
 `prepare` does 1 to 5, once, on one machine; training maps its result into memory and does 6 to 8.
 
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from .cluster.signals import spare
@@ -37,6 +36,7 @@ from .text.order import ROWS, WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, J
 from .text.rows import PackedRows
 from .text.sources import Source, StandardLibrary
 from .text.tokenizers import ByteBPE, TokenizerSpec
+from .text.weight import TokensOfRanks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -102,7 +102,7 @@ class DataModule(L.LightningDataModule):
         self.steps_per_validation: int | None = None  # None: Lightning counts in shares of an epoch
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
-        self._tokens = torch.ones(())
+        self._tokens_of_ranks, self._tokens = TokensOfRanks(), torch.ones(())
         self.fetched_s = 0.0  # when the newest batch came from the loader, by time.perf_counter
         self.window_rows: list[list[int]] = []  # which rows this rank has in the optimizer step, per micro-batch
 
@@ -183,19 +183,15 @@ class DataModule(L.LightningDataModule):
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Add how many tokens count per micro-batch, on average over the global batch and all ranks.
-
-        Every strategy averages over ranks and accumulation, so a sum of losses divided by this becomes the mean over
-        the global batch's counted tokens, wherever they are. One collective of one number per optimizer step.
-        """
+        """Add how many tokens count per micro-batch, on average over the global batch and all ranks."""
         if WINDOW in batch:
-            tokens = batch.pop(WINDOW)
-            if dist.is_initialized():  # not by Lightning's `strategy.reduce`, which waits at a barrier first (2.6.6)
-                dist.all_reduce(tokens)
-                tokens /= dist.get_world_size()
+            tokens = self._tokens_of_ranks.mean(batch.pop(WINDOW), batch["labels"].device)
             self._tokens = (tokens / self.accumulation if self.accumulation > 1 else tokens).clamp(min=1)
         training = self.trainer is not None and self.trainer.training
         return batch | {"tokens_per_micro_batch": self._tokens} if training else batch
+
+    def teardown(self, stage: str) -> None:
+        self._tokens_of_ranks.close()
 
     def val_dataloader(self) -> DataLoader | list:
         return self._eval_loader("validation")

@@ -22,13 +22,14 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Sampler
 
+from .weight import Window
+
 PADDING = -1  # an index that stands for no row: its labels are ignored
 NOT_COUNTED = -100  # a label that cross_entropy ignores
-WINDOW = "window_tokens"  # key of a window's first batch
+WINDOW = "window"  # key of a window's first batch
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
 
 Jump = tuple[int, int]
@@ -137,8 +138,8 @@ class LazyLoader(DataLoader):
 
     Lightning makes the iterator before it has loaded the checkpoint, and workers would start at sample 0.
 
-    `window` > 0 is the number of batches in an optimizer step: it reads them all before it gives the first, which then
-    says how many of this rank's labels count in the window. A micro-batch's share of the loss depends on the others.
+    `window` > 0 is the number of batches in an optimizer step: it reads them all, and the next step's, before it gives
+    the first, which then says how many of this rank's labels count in both (weight.py).
     """
 
     def __init__(self, dataset: Any, window: int = 0, **options: Any) -> None:
@@ -152,10 +153,19 @@ class LazyLoader(DataLoader):
         if not self.window:
             yield from batches
             return
-        while window := list(islice(batches, self.window)):
-            counted = sum(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED) for batch in window)
-            yield window[0] | {WINDOW: torch.from_numpy(np.array(counted, dtype=np.float32))}
+        window, is_first = list(islice(batches, self.window)), True
+        tokens = _counted(window)
+        while window:
+            following = list(islice(batches, self.window))
+            coming = _counted(following)
+            yield window[0] | {WINDOW: Window(tokens, coming if following else None, is_first)}
             yield from window[1:]
+            window, tokens, is_first = following, coming, False
+
+
+def _counted(window: list[Any]) -> int:
+    """Labels that count."""
+    return sum(int(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED)) for batch in window)
 
 
 class ConsumedSamples(Callback):
