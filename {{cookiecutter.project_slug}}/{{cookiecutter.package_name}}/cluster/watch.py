@@ -30,6 +30,7 @@ from .verdict import stands, verdict_of
 
 START_TIMEOUT_S = 1800.0  # until a configuration has been read that says another
 POLL_S = 0.1
+BACK_UP_S = 0.5  # between two windings of faulthandler's timer: each starts a thread
 ANSWER_S = 0.3  # rank 0 waits so long for the others' places
 VERDICT_S = 0.6  # the others wait so long for rank 0's sentence: it may have noticed a poll later
 FAREWELL_S = 0.1  # all stay so long, for the others to read it and for the disk; all in all, about a second
@@ -127,10 +128,10 @@ class Watch:
     def _back_up(self) -> None:
         """Wind up faulthandler's timer again, where there was progress since."""
         with self._lock:
-            now = (self._last, self.limit_s)
-            if self.limit_s and self._backed_up != now:
-                self._backed_up = now
-                rest_s = self._last + self.limit_s + 1 - time.monotonic()
+            last, limit_s = self._backed_up or (-BACK_UP_S, 0.0)
+            if self.limit_s and (self.limit_s != limit_s or self._last - last >= BACK_UP_S):
+                self._backed_up = (self._last, self.limit_s)
+                rest_s = self._last + self.limit_s + 1 + BACK_UP_S - time.monotonic()
                 faulthandler.dump_traceback_later(max(0.1, rest_s), exit=True, file=2)
 
     def _is_called(self) -> bool:

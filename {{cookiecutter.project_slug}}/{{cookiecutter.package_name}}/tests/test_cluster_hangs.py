@@ -150,7 +150,7 @@ def test_a_rank_that_hangs_is_named_and_all_end(
     }
     limits = []
     if where == LOADER:
-        options = {"prelude": functools.partial(hang_in_data, rank, 6, tmp_path)}
+        options = {"prelude": functools.partial(hang_in_data, rank, 10, tmp_path)}
     if where == START:
         limits = [f"--watchdog.start_timeout_s={LIMIT_S}"]
     record = train(prepared, tmp_path, *limits, strategy=strategy, num=num, **options)
