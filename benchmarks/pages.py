@@ -35,7 +35,7 @@ LLAMAS = {  # width, inner, layers, heads, key-value heads, vocabulary
 }
 RANKS = [2**power for power in range(1, 11)]
 TOKENS, NODE = 4096, 8
-DENSE = [name for name in STRATEGIES if name not in ("fsdp2_ep", "tp")]  # tp ends at a node; a Llama has no experts
+DENSE = [name for name in STRATEGIES if name != "tp" and "ep" not in name]  # tp ends at a node; a Llama has no experts
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ from ..parallel.traffic import STRATEGIES, Setting
 from .throughput import peak_of
 
 WINDOWS = 3  # of each, after one to warm up
-PLANS = {"tp": "tp_plan", "fsdp2_tp": "tp_plan", "fsdp2_ep": "ep_plan"}  # without which a model cannot be cut so
+# Without which a model cannot be cut so.
+PLANS = {"tp": "tp_plan", "fsdp2_tp": "tp_plan", "fsdp2_ep": "ep_plan", "fsdp2_tp_ep": "ep_plan"}
 
 
 class Measured(NamedTuple):

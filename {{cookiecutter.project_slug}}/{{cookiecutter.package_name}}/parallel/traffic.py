@@ -35,6 +35,7 @@ class Setting:
         accumulation: Micro-batches per optimizer step.
         node: Ranks that hold one copy under HSDP, and share matrices or experts under tp and ep.
         half: Precision bf16-mixed in place of 32-true.
+        reduces_each: FSDP2's `reduce_each_micro_batch`.
         ddp_bucket_mib: Of DDP's gradients; its first bucket is smaller, to begin early (torch 2.13).
         zero_bucket: Elements that ZeRO reduces, or gathers after a step, at once.
         zero_whole: Elements below which ZeRO-3 leaves a parameter whole.
@@ -47,6 +48,7 @@ class Setting:
     accumulation: int = 1
     node: int = 8
     half: bool = True
+    reduces_each: bool = True
     ddp_bucket_mib: int = 25
     zero_bucket: int = 200_000_000
     zero_whole: int = 100_000
@@ -101,7 +103,7 @@ def ddp(model: Any, at: Setting) -> Traffic:
 
 
 def fsdp2(model: Any, at: Setting, copies: int = 1, tp: int = 1, ep: int = 1) -> Traffic:
-    """Units gathered in forward and, unless they are kept, again in backward; gradients scattered in each micro-batch.
+    """Units gathered in forward and, unless they are kept, again in backward; gradients scattered in each or the last.
 
     Copies add up their shards once per optimizer step. Parameters are padded to a multiple of the ranks along their
     first dimension. Under `ep` the experts are units of their own, which lie over fewer ranks.
@@ -115,7 +117,7 @@ def fsdp2(model: Any, at: Setting, copies: int = 1, tp: int = 1, ep: int = 1) ->
             elements = sum(_padded(p, cut if inside else _cut(model, name, tp), over) for name, p in mine)
             if elements and over > 1:
                 yield Collective("all_gather", elements, wide, over, at.accumulation * (1 if kept else 2))
-                yield Collective("reduce_scatter", elements, 4, over, at.accumulation)
+                yield Collective("reduce_scatter", elements, 4, over, at.accumulation if at.reduces_each else 1)
             if elements and copies > 1:
                 yield Collective("all_reduce", elements // over, 4, copies, 1)  # waits for the last micro-batch
 
@@ -144,14 +146,28 @@ def fsdp2_tp(model: Any, at: Setting) -> Traffic:
     yield from fsdp2(model, at, tp=size)
 
 
-def fsdp2_ep(model: Any, at: Setting) -> Traffic:
-    """FSDP2, and each token sent to the ranks that hold its experts and back, in forward and in backward."""
-    experts, size = find_experts(model), min(at.ranks, at.node)
-    yield from fsdp2(model, at, ep=size)
+def fsdp2_ep(model: Any, at: Setting, tp: int = 1) -> Traffic:
+    """FSDP2, and each token sent to the ranks that hold its experts and back, in forward and in backward.
+
+    Of `tp` ranks, which have the same tokens, each sends a part; what comes back is gathered, and in backward the
+    gradients of hidden states and routing weights (transformers' `AllToAllEP`).
+    """
+    experts, size, wide = find_experts(model), min(at.ranks, at.node), 2 if at.half else 4
+    yield from fsdp2(model, at, tp=tp, ep=size)
     if experts:
-        config = text_config(model)
-        elements = at.tokens * config.num_experts_per_tok * config.hidden_size
-        yield Collective("all_to_all", elements, 2 if at.half else 4, size, 4 * len(experts) * at.accumulation)
+        config, times = text_config(model), len(experts) * at.accumulation
+        routed, hidden = at.tokens * config.num_experts_per_tok, config.hidden_size
+        yield Collective("all_to_all", routed * hidden // tp, wide, size, 4 * times)
+        if tp > 1:
+            yield Collective("all_gather", at.tokens * hidden, wide, tp, 2 * times)
+            yield Collective("all_gather", routed, wide, tp, times)
+
+
+def fsdp2_tp_ep(model: Any, at: Setting) -> Traffic:
+    """A node's ranks share each dense matrix and deal out the experts."""
+    size = min(at.ranks, at.node)
+    yield from tensor_parallel(model, at, size)
+    yield from fsdp2_ep(model, at, tp=size)
 
 
 def zero(model: Any, at: Setting, stage: int) -> Traffic:
@@ -180,6 +196,7 @@ STRATEGIES: dict[str, Callable[[Any, Setting], Traffic]] = {  # by their files i
     "tp": tensor_parallel,
     "fsdp2_tp": fsdp2_tp,
     "fsdp2_ep": fsdp2_ep,
+    "fsdp2_tp_ep": fsdp2_tp_ep,
     "zero1": lambda model, at: zero(model, at, 1),
     "zero2": lambda model, at: zero(model, at, 2),
     "zero3": lambda model, at: zero(model, at, 3),

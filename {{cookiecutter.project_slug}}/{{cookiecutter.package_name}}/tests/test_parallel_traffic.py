@@ -31,6 +31,7 @@ CASES = {  # (processes, ranks of a node, architecture)
     "tp": (2, 2, LLAMA),
     "fsdp2_tp": (4, 2, LLAMA),
     "fsdp2_ep": (2, 2, EXPERTS),
+    "fsdp2_tp_ep": (4, 2, EXPERTS),
     "zero1": (2, 2, LLAMA),
     "zero2": (2, 2, LLAMA),
     "zero3": (2, 2, LLAMA),
@@ -46,7 +47,7 @@ def build(architecture: dict[str, Any], vocab_size: int) -> Any:
 def test_every_strategy_that_sends_differently_is_in_the_model_and_in_the_cases() -> None:
     shipped = {path.stem for path in CONFIGS.glob("strategy/*.yaml")}
     same = {name for name in shipped if name.endswith(("_offload", "_nvme"))}  # over the network as without
-    assert STRATEGIES.keys() == CASES.keys() == shipped - same - {"fsdp2_tp_ep"}
+    assert STRATEGIES.keys() == CASES.keys() == shipped - same
 
 
 def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() -> None:
@@ -71,14 +72,23 @@ def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", CASES)
-def test_a_training_sends_what_the_model_says(strategy: str, flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "setting"), [*((name, {}) for name in CASES), ("fsdp2", {"reduces_each": False})])
+def test_a_training_sends_what_the_model_says(
+    strategy: str, setting: dict[str, Any], flags: list[str], tmp_path: Path
+) -> None:
     """Calls and elements of each kind of collective, in a step of two micro-batches; gathered tensors may be padded."""
     processes, node, architecture = CASES[strategy]
     data_parallel = processes // (node if "tp" in strategy else 1)
     zero = ["--trainer.strategy.init_args.param_persistence_threshold=16"] if strategy == "zero3" else []
     zero += ["--trainer.strategy.init_args.prefetch_bucket_size=0"] if strategy == "zero3" else []
-    argv = ["fit", *flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--model.architecture={architecture}"]
+    more = [f"--trainer.strategy.init_args.reduce_each_micro_batch={each}" for each in setting.values()]
+    argv = [
+        "fit",
+        *flags,
+        f"--config={CONFIGS}/strategy/{strategy}.yaml",
+        *more,
+        f"--model.architecture={architecture}",
+    ]
     argv += [f"--trainer.devices={processes}", f"--data.global_batch_size={2 * MICRO_BATCH * data_parallel}"]
     argv += [f"--data.micro_batch_size={MICRO_BATCH}", "--trainer.max_steps=4", "--trainer.limit_val_batches=0"]
     argv += ["--trainer.log_every_n_steps=100", "--data.prompts=[]", "--last_checkpoint.every_n_steps=100", *zero]
@@ -86,7 +96,7 @@ def test_a_training_sends_what_the_model_says(strategy: str, flags: list[str], t
     counted = tmp_path / "counted"
     with Workers(processes) as workers:
         workers.run(argv, counted, callbacks=[CountCollectives(counted)]).check()
-    at = Setting(processes, MICRO_BATCH * SEQ_LEN, 2, node, half=False, zero_whole=WHOLE)
+    at = Setting(processes, MICRO_BATCH * SEQ_LEN, 2, node, half=False, zero_whole=WHOLE, **setting)
     expected, found = summed(STRATEGIES[strategy](build(architecture, 257), at)), read_sent(counted)
     assert found.keys() == expected.keys()
     for kind, (calls, elements) in expected.items():
