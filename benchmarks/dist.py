@@ -1,40 +1,46 @@
 """Two processes of this machine: the project against the same strategy written by hand, and Hugging Face's Trainer.
 
-DDP, FSDP2 and ZeRO-2, a Llama of 5M parameters, over gloo. Each arm of each round has fresh processes. CPU time is that
-of all ranks together, wall time that of the slowest. Hugging Face's Trainer is compared under DDP alone.
+DDP, FSDP2 and ZeRO-2, a Llama of 5M parameters, over gloo. Each round has fresh processes of all arms of a strategy,
+which warm up together and then take turns of ten steps. CPU time is that of all ranks together, wall time that of the
+slowest. Hugging Face's Trainer is compared under DDP alone.
 
 Targets: the project runs at 0.97 of the hand-written loop's speed at least, under each.
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from .arms import Arm, Comparison, Sample, compare
+from .arms import Comparison, Sample
 from .loops.task import LARGE, SMALL, Task, check_alike, prepare
-from .ranks import on_ranks
+from .ranks import side_by_side
 from .record import Figure, Options, Result
+from .turns import turns
 
 NAME = "dist"
-RANKS = 2
+RANKS, TURN = 2, 10  # processes; optimizer steps
 STRATEGIES = {"ddp": ["hand", "project", "Trainer"], "fsdp2": ["hand", "project"], "zero2": ["hand", "project"]}
 
 
 def run(options: Options) -> Result:
     result = Result(NAME)
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(Path(folder), LARGE, steps=94, warm=54, batch_size=4, seq_len=64)
+        task = Task(Path(folder), LARGE, steps=54 + 8 * TURN, warm=54, batch_size=4, seq_len=64)
         if options.quick:
-            task = replace(task, architecture=SMALL, steps=4, warm=1, log_every=2)
+            task = replace(task, architecture=SMALL, steps=1 + 2 * TURN, warm=1)
         prepare(task)
         for strategy, names in STRATEGIES.items():
-            arms: dict[str, Arm] = {name: partial(train, name, replace(task, strategy=strategy)) for name in names}
             comparison = Comparison(f"5M model, {strategy}, {RANKS} processes", "optimizer step", "hand")
-            compare(comparison, arms, options.rounds, warm=False)
+            comparison.samples = {name: [] for name in names}
+            for number in range(1, options.rounds + 1):
+                for name, sample in taking_turns(names, replace(task, strategy=strategy)).items():
+                    comparison.samples[name].append(sample)
+                print(f"  {comparison.title}: round {number} of {options.rounds}", flush=True)
             result.comparisons.append(comparison)
             cpu, wall = comparison.cpu_ratios("hand", "project"), comparison.speeds("project")
             result.figures += [
@@ -45,9 +51,18 @@ def run(options: Options) -> Result:
     return result
 
 
-def train(arm: str, task: Task) -> Sample:
-    ranks = on_ranks(RANKS, train_rank, arm, task)
-    return Sample(sum(each.cpu_s for each in ranks), max(each.wall_s for each in ranks))
+def taking_turns(names: list[str], task: Task) -> dict[str, Sample]:
+    """A round: what a step took, of each arm, in a new order."""
+    order = random.sample(names, len(names))
+    with turns(len(order), RANKS, TURN) as each:
+        trainings = [
+            partial(train_rank, name, replace(task, turns=turn)) for name, turn in zip(order, each, strict=True)
+        ]
+        answers = side_by_side(RANKS, trainings)
+    return {
+        name: Sample(sum(rank.cpu_s for rank in ranks), max(rank.wall_s for rank in ranks))
+        for name, ranks in zip(order, answers, strict=True)
+    }
 
 
 def train_rank(arm: str, task: Task) -> Sample:

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from . import ROOT
 from .arms import Comparison, Sample, compare
 from .loops import hand, lightning, project
-from .loops.task import SMALL, Stopwatch, Task, prepare
+from .loops.stopwatch import Stopwatch
+from .loops.task import SMALL, Task, prepare
 from .record import Figure, Options, Result
 
 NAME = "growth"

@@ -8,7 +8,8 @@ from accelerate.state import AcceleratorState
 
 from ..arms import Sample
 from .lightning import Batches
-from .task import Log, Stopwatch, Task, loss_of
+from .stopwatch import Stopwatch
+from .task import Log, Task, loss_of
 
 PRECISIONS = {"32-true": "no", "bf16-mixed": "bf16"}
 

@@ -9,7 +9,8 @@ from lightning.fabric import Fabric
 
 from ..arms import Sample
 from .lightning import Batches
-from .task import Log, Stopwatch, Task, loss_of
+from .stopwatch import Stopwatch
+from .task import Log, Task, loss_of
 
 
 def train(task: Task) -> Sample:

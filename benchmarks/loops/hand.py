@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..arms import Sample
-from .task import Log, Stopwatch, Task, loss_of, place_in_world
+from .stopwatch import Stopwatch
+from .task import Log, Task, loss_of, place_in_world
 
 
 def train(task: Task) -> Sample:

@@ -9,7 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..arms import Sample
-from .task import Log, Stopwatch, Task, loss_of, place_in_world
+from .stopwatch import Stopwatch
+from .task import Log, Task, loss_of, place_in_world
 
 
 def train(task: Task) -> Sample:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..arms import Sample
 from .project import Timer
-from .task import Stopwatch, Task, loss_of
+from .stopwatch import Stopwatch
+from .task import Task, loss_of
 
 
 def train(task: Task) -> Sample:

@@ -16,7 +16,8 @@ from trainer_dev.module import LanguageModule
 
 from .. import ROOT
 from ..arms import Sample
-from .task import Stopwatch, Task, data_flags, loss_of, place_in_world
+from .stopwatch import Stopwatch
+from .task import Task, data_flags, loss_of, place_in_world
 
 # Callbacks that only measure, write, show and diagnose.
 RECORDING = {

@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from trainer_dev.text.rows import PackedRows
 
-from ..arms import Clock, Sample, quiet
+from ..arms import quiet
+from ..turns import Turns
 
 CORPUS = "the quick brown fox jumps over the lazy dog. "
 BYTES_EOS, BYTES_VOCABULARY = 256, 257  # of the tokenizer Bytes
@@ -54,6 +55,7 @@ class Task:
         precision: As Lightning names it: 32-true, bf16-mixed or bf16-true.
         compile: Compile each block with torch.compile.
         flags: More of `fit`'s flags, for the project alone.
+        turns: That the arms take, after the first `warm` steps.
     """
 
     folder: Path
@@ -68,6 +70,7 @@ class Task:
     precision: str = "32-true"
     compile: bool = False
     flags: tuple[str, ...] = ()
+    turns: Turns | None = None
     clip: float = 1.0
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
@@ -219,32 +222,6 @@ def check_alike(folder: Path, names: list[str]) -> None:
         pairs = zip(first, others, strict=True)
         if not first or not all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs):
             raise ValueError(f"{name} has trained to other losses than {names[0]}: {others} and {first}")
-
-
-@dataclass
-class Stopwatch:
-    """Takes time from the end of step `warm` to the end of the last."""
-
-    task: Task
-    sample: Sample | None = None
-    _clock: Clock = field(default_factory=Clock)
-
-    def tick(self, step: int) -> None:
-        """At the end of each optimizer step, the first being 1."""
-        if step == self.task.warm:
-            self._wait_for_device()
-            self._clock.start()
-        elif step == self.task.steps:
-            self._wait_for_device()
-            self.sample = self._clock.stop(self.task.steps - self.task.warm)
-
-    def _wait_for_device(self) -> None:
-        if self.task.device == "cuda":
-            torch.cuda.synchronize()
-
-    def result(self) -> Sample:
-        assert self.sample is not None, "the loop ended before its last step"
-        return self.sample
 
 
 def prepare(task: Task, texts: int = 40) -> Task:

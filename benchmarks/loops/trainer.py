@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..arms import Sample
-from .task import Stopwatch, Task, inputs_of, loss_of, place_in_world
+from .stopwatch import Stopwatch
+from .task import Task, inputs_of, loss_of, place_in_world
 
 
 def train(task: Task) -> Sample:
