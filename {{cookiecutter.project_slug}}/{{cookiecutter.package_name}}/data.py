@@ -217,7 +217,7 @@ class DataModule(L.LightningDataModule):
         return PackedRows(self.corpus.tokens(split), self.seq_len, self.eos_token_id, self.cross_document_attention)
 
     def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder, window: int = 0) -> DataLoader:
-        """Nothing is read ahead: it is a copy from memory, made while the device is still at the step before."""
+        """Rows are read an optimizer step ahead (weight.py): copies from memory, while the device is still at work."""
         return LazyLoader(
             rows,
             window,
