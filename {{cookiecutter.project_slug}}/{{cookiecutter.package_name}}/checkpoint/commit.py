@@ -14,12 +14,13 @@ All ranks must see one folder: on a shared file system, where there is more than
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +69,16 @@ def describe(trainer: L.Trainer) -> dict[str, Any]:
 def begin(path: Path, group: Any = None, trouble: str | None = None) -> Path:
     """An empty folder, in which the ranks write what `finish` makes `path` of. Collective over `group`.
 
-    Args:
-        path: The checkpoint's name.
-        group: Of the ranks that will write. None: all.
-        trouble: Why this rank has nothing that it could write.
+    `trouble` is why this rank has nothing to write.
 
     Raises:
         SaveError: on all ranks, it cannot be made, or one of them has nothing to write.
     """
-    _agree(trouble, None, group)
     aside = _beside(path, "tmp")
-    _agree(disk_trouble(lambda: _empty(aside)) if _rank(group) == 0 else None, None, group)
+    if _rank(group) == 0:
+        trouble = trouble or disk_trouble(lambda: _empty(aside))
+    with _all_or_nothing(aside, group):
+        _agree(trouble, None, group)
     return aside
 
 
@@ -97,7 +97,7 @@ def finish(path: Path, about: dict[str, Any], trouble: str | None = None, group:
         SaveError: on all ranks, a disk refused one of them; what was written is deleted.
     """
     aside = _beside(path, "tmp")
-    try:
+    with _all_or_nothing(aside, group):
         # A directory of a network file system may be listed late; but not to the rank that wrote in it.
         listings = _agree(trouble, _files(aside), group)
         files = sorted(set().union(*listings))
@@ -106,10 +106,6 @@ def finish(path: Path, about: dict[str, Any], trouble: str | None = None, group:
         known = {file: value for part in _agree(trouble, hashes, group) for file, value in part.items()}
         full = {"format": FORMAT, **about, "time": time.time(), "files": {file: known[file] for file in files}}
         _agree(disk_trouble(lambda: _commit(aside, path, full)) if _rank(group) == 0 else None, None, group)
-    except SaveError:
-        if _rank(group) == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def disk_trouble(write: Callable[[], object]) -> str | None:
@@ -137,6 +133,17 @@ def disk_trouble(write: Callable[[], object]) -> str | None:
 def _is_of_torchs_writer(error: BaseException) -> bool:
     """torch.save tells a full disk as a RuntimeError of its archive, which has no number and no type of its own."""
     return isinstance(error, RuntimeError) and bool(re.search(r"PytorchStreamWriter|inline_container", str(error)))
+
+
+@contextlib.contextmanager
+def _all_or_nothing(aside: Path, group: Any) -> Generator[None]:
+    """Delete what was written aside when the ranks give up."""
+    try:
+        yield
+    except SaveError:
+        if _rank(group) == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def _empty(folder: Path) -> None:

@@ -186,15 +186,15 @@ def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_kill_during_a_write_leaves_the_one_before(train: Trainings, strategy: str) -> None:
     name = f"{strategy}-killed"
-    more = f"--trainer.max_steps={STEPS + 2}"
-    killed = train(name, strategy, more, prelude=write_never, callbacks=[KillAt(STEPS + 1)])
+    more = f"--trainer.max_steps={STEPS + 3}"
+    killed = train(name, strategy, more, prelude=write_never, callbacks=[KillAt(STEPS + 2)])
     assert killed.was_killed
     folder = killed.run / "checkpoints"
     assert commit.newest(folder) == folder / manifest.name(EVERY)
     assert list(folder.glob(".*.tmp")), "the kill must have come during the write"
     resumed = train(name, strategy, more).check()
     assert min(resumed.loss) == EVERY + 1
-    assert commit.newest(folder) == folder / manifest.name(STEPS + 2) and not list(folder.glob(".*"))
+    assert commit.newest(folder) == folder / manifest.name(STEPS + 3) and not list(folder.glob(".*"))
 
 
 @pytest.mark.slow
