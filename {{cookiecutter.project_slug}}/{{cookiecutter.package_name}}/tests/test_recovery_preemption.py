@@ -153,7 +153,7 @@ def _nothing(*_: int) -> None:
 @pytest.mark.slow
 def test_thirty_signals_to_any_ranks_at_any_time_lose_no_step(runs: Runs) -> None:
     """One run that is stopped again and again, in training and in validation; every rank within 10 s."""
-    flags = ["--trainer.max_steps=400", "--last_checkpoint.every_n_steps=50", DROPOUT]
+    flags = ["--trainer.max_steps=1000", "--last_checkpoint.every_n_steps=50", DROPOUT]
     whole = runs.fit("whole", *flags).check()
     chance, last, trials = random.Random(0), 0, 0
     while trials < 30:
