@@ -58,7 +58,7 @@ def turns(arms: int, ranks: int, steps: int) -> Generator[list[Turns]]:
         each = [Turns(folder, arm, arms, ranks, steps) for arm in range(arms)]
         for arm in range(arms):
             for rank in range(ranks):
-                path = folder / f"{arm}_{rank}"
+                path = each[arm]._pipe(arm, rank)
                 os.mkfifo(path)
                 held = os.open(path, os.O_RDWR)  # what is in a pipe that nobody has open is lost
                 stack.callback(os.close, held)
