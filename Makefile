@@ -12,7 +12,7 @@ PROJECT := {{cookiecutter.project_slug}}
 PACKAGE := {{cookiecutter.package_name}}
 DEMO := $(OUT)/my-trainer
 READY := .venv/.ready
-TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
+TEMPLATE := $(shell find cookiecutter.json hooks docs '$(PROJECT)' -type f -not -path '*/__pycache__/*')
 export PYTHON TORCH_INDEX TORCH_CUDA
 
 help:  ## print this

@@ -124,7 +124,7 @@ class Saves(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.saver = BackgroundSaver(trainer.strategy)
-        self.path, self.clock = self.folder / manifest.name(1), Clock()
+        self.clock = Clock()
         self.arms: dict[str, Callable[[Path], None]] = {
             **{name: partial(BY_HAND_ARMS[name], trainer) for name in self.by_hand},
             WAITS: partial(commit.save, trainer),
@@ -137,6 +137,7 @@ class Saves(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self.left:
             self.arm = self.left.pop(0)
+            self.path = self.folder / manifest.name(trainer.global_step)  # commit.verify compares the two
             trainer.strategy.barrier()
             self.clock.start()
             self.arms[self.arm](self.path)

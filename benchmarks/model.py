@@ -86,12 +86,12 @@ def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
     sums = LanguageModule().sums
     compiled = torch.compile(sums)
 
-    def step(sums: Callable[[Tensor, Tensor], tuple[Tensor, ...]], chunk: int | None) -> None:
+    def step(sums: Callable[[Tensor, Tensor], dict[str, Tensor]], chunk: int | None) -> None:
         def forward() -> Tensor:
             return model(input_ids=tokens, use_cache=False).logits
 
         model.zero_grad()
-        (sums_over_tokens(forward, model, tokens, sums, chunk)[0] / tokens.numel()).backward()
+        (sums_over_tokens(forward, model, tokens, sums, chunk)["loss"] / tokens.numel()).backward()
 
     steps = {
         "whole": partial(step, sums, None),

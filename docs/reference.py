@@ -3,7 +3,7 @@
     .venv/bin/python docs/reference.py
 
 Keys, types, defaults and help come from the parser of `fit`, the reasons for Trainer defaults from the
-comments beside them in cli.py, the shipped files from `configs/`. A test fails when the page is out of date.
+comments beside them in defaults.py, the shipped files from `configs/`. A test fails when the page is out of date.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ Files compose from left to right, flags after them override, lists replace each 
 COMMAND_HELP = {
     "seed_everything": "Seed of torch, numpy and Python: starting weights and dropout. "
     "The order of data has its own, `data.seed`.",
-    "ckpt_path": "The checkpoint to go on from. `last` is the newest of this `run.name` and continues in its "
-    "folder; the path of a checkpoint starts a new folder. null starts afresh.",
+    "ckpt_path": "",  # ours
+    "optimizer": "",
+    "lr_scheduler": "",
     "config": "A YAML file of these keys; may be given several times.",
 }
 
@@ -154,7 +155,8 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
         table = _table(inner) if inner else "It has no keys."
         yield f"### `{slot}`\n\n{_first_paragraph(callback)}\n\n{table}"
     yield "## The command itself\n\n| key | default | meaning |\n|---|---|---|\n" + "\n".join(
-        f"| `{key}` | {_code(_default(found[key].default))} | {text} |" for key, text in COMMAND_HELP.items()
+        f"| `{key}` | {_code(_default(found[key].default))} | {text or found[key].help} |"
+        for key, text in COMMAND_HELP.items()
     )
 
 
@@ -191,7 +193,8 @@ def _table(actions: dict[str, Any]) -> str:
 
 
 def _trainer(cli: Any) -> str:
-    reasons = dict(re.findall(r'^    "(\w+)": .*?  # (.+)$', inspect.getsource(cli), re.MULTILINE))
+    source = inspect.getsource(sys.modules[f"{cli.__package__}.defaults"])
+    reasons = dict(re.findall(r'^    "(\w+)": .*?  # (.+)$', source, re.MULTILINE))
     rows = ["| key | default here | reason |", "|---|---|---|"]
     for key, value in cli.TRAINER_DEFAULTS.items():
         own = ", ".join(item["class_path"] for item in value) if key == "logger" else _default(value)

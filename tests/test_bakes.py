@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 
 def assert_valid(project: BakedProject) -> None:
-    """Files parse, nothing of the template is left in them, Python compiles, lints and type-checks clean."""
+    """Files parse, nothing of the template is left in them, Python compiles, shell scripts too."""
     for name, path in project.files.items():
         text = path.read_text(encoding="utf-8")
         assert "cookiecutter." not in name + text, f"{name} holds an answer that was not filled in"
@@ -45,20 +46,24 @@ def assert_valid(project: BakedProject) -> None:
         if name.endswith(".sh"):
             assert path.stat().st_mode & 0o100, f"{name} is not executable"
             assert run("bash", "-n", name, cwd=project.path).returncode == 0
+
+
+def test_default_project_is_valid_lints_and_type_checks_clean(default: BakedProject) -> None:
+    assert_valid(default)
+    assert default.path.name == "my-trainer" and default.package == "my_trainer"
     for tool in (["ruff", "check", "--no-cache"], ["ty", "check", "--python", sys.prefix]):
-        done = run(sys.executable, "-m", *tool, project.package, cwd=project.path)
+        done = run(sys.executable, "-m", *tool, default.package, cwd=default.path)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_default_project_is_valid(default: BakedProject) -> None:
-    assert_valid(default)
-    assert default.path.name == "my-trainer" and default.package == "my_trainer"
-
-
 @pytest.mark.parametrize(("license", "ci"), list(itertools.product(LICENSES, CI)))
-def test_licence_and_ci_are_what_was_asked_for_and_nothing_else(bake: Bake, license: str, ci: str) -> None:
+def test_licence_and_ci_are_what_was_asked_for_and_nothing_else(
+    bake: Bake, default: BakedProject, license: str, ci: str
+) -> None:
     project = bake(license=license, ci=ci, author="Ada Lovelace")
     assert_valid(project)
+    python = {name: digest for name, digest in default.digests.items() if name.endswith(".py")}
+    assert python.items() <= project.digests.items(), "what was linted and type-checked once"
     assert [name for name in project.files if "LICENSE" in name] == (["LICENSE"] if LICENSES[license] else [])
     if words := LICENSES[license]:
         assert words in project.read("LICENSE") and "Copyright" in project.read("LICENSE")
@@ -81,17 +86,25 @@ def test_generating_over_a_project_changes_nothing(default: BakedProject, tmp_pa
     assert first.digests == default.digests
 
 
-def test_a_git_archive_gives_the_same_project_as_the_checkout(default: BakedProject, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_a_git_archive_gives_the_same_project_as_the_checkout(
+    default: BakedProject, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The archive holds what git would commit now: an index of its own leaves HEAD and the real one alone."""
     index = {"GIT_INDEX_FILE": str(tmp_path / "index")}
     if run("git", "rev-parse", "--git-dir", cwd=ROOT).returncode:
         pytest.skip("this is not a git checkout")
     assert run("git", "add", "--all", cwd=ROOT, **index).returncode == 0
     tree = run("git", "write-tree", cwd=ROOT, **index).stdout.strip()
-    (tmp_path / "archive").mkdir()
-    assert run("git", "archive", "-o", str(tmp_path / "archive.tar"), tree, cwd=ROOT).returncode == 0
-    assert run("tar", "-xf", "../archive.tar", cwd=tmp_path / "archive").returncode == 0
-    project = bake_into(tmp_path / "bakes", tmp_path / "archive")
+    archive, folder = tmp_path / f"archive.{kind}", tmp_path / "archive"
+    folder.mkdir()
+    assert run("git", "archive", "--prefix=template/", "-o", str(archive), tree, cwd=ROOT).returncode == 0
+    if kind == "zip":
+        monkeypatch.setenv("TMPDIR", str(tmp_path))  # where cookiecutter unpacks it
+        monkeypatch.setattr(tempfile, "tempdir", None)
+    else:
+        assert run("tar", "-xf", str(archive), cwd=folder).returncode == 0
+    project = bake_into(tmp_path / "bakes", archive if kind == "zip" else folder / "template")
     assert project.digests == default.digests
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import PACKAGE, ROOT, SOURCE, BakedProject
+from conftest import PACKAGE, ROOT, SOURCE, Bake, BakedProject
 
 SKIPPED = {".git", ".venv", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache"}
 IMAGES = {".png", ".gif", ".svg"}
@@ -113,6 +113,26 @@ def test_tree_in_the_projects_readme_is_current(default: BakedProject) -> None:
     top |= {path for path in (default.path / "configs").iterdir()}
     must_list = {path.relative_to(default.path).as_posix() for path in package | top}
     assert_tree_is_current(default.path, tree_in(default.read("README.md")), must_list)
+
+
+def test_every_page_that_the_project_names_is_in_it(default: BakedProject) -> None:
+    """What a comment or string calls docs/…, and what a page or the README links to."""
+    named = []
+    for name, path in default.files.items():
+        text = path.read_text(encoding="utf-8")
+        if not name.startswith("docs/"):
+            named += [(name, page) for page in re.findall(r"(?<![\w/])docs/[\w/.-]*\w", text)]
+        if name.endswith(".md"):
+            for target in re.findall(r"\]\((?!https:)([^)#\s]+)", re.sub("```.*?```", "", text, flags=re.DOTALL)):
+                assert (path.parent / target).exists(), f"{name} links to {target}"
+    assert {"README.md", "my_trainer/__main__.py"} <= {name for name, _ in named}
+    assert not [each for each in named if not (default.path / each[1]).exists()]
+
+
+def test_the_pages_have_the_projects_own_names(bake: Bake) -> None:
+    project = bake(project_name="Other Name")
+    text = "".join(project.read(name) for name in project.files if name.startswith("docs/"))
+    assert "python -m other_name" in text and not re.search("my[-_]trainer", text)
 
 
 def test_tree_in_the_templates_readme_is_current() -> None:

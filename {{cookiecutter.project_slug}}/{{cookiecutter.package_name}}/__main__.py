@@ -7,14 +7,17 @@ what it needs.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
+from pathlib import Path
 
 from .cluster import signals
+from .cluster.leave import leave, skip_finalization
 from .cluster.messages import MESSAGES
 from .cluster.watch import START_TIMEOUT_S, WATCH
-from .errors import Ended, Exit, InputError, another_rank_is_gone, is_first_on_node, reason
+from .errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
 
 # torch reads it once, at its first allocation: tensors of 2 MiB and more in host memory get huge pages, aligned to a
 # page. Without, a 20 MB buffer that is made anew in each step costs 5,000 page faults, and glibc (2.36) may not find
@@ -40,6 +43,9 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
 }
 
 
+NEEDED = ("torch", "lightning", "transformers", "jsonargparse", "numpy", "yaml")  # by every verb
+
+
 def usage(program: str) -> str:
     verbs = "\n".join(f"  {verb:<18} {what}" for verb, (_, what) in VERBS.items())
     return f"""usage: python -m {program} VERB [--config FILE]… [--KEY VALUE]…
@@ -53,6 +59,7 @@ Files given with --config compose from left to right; a --KEY VALUE after them o
   python -m {program} fit --config configs/quickstart.yaml --print_config     what would run, every key resolved
   python -m {program} VERB --help                                             every key: meaning, unit, off value
 
+Documentation: docs/index.md.
 Set TRACEBACK=1 to see the Python traceback behind an error."""
 
 
@@ -65,6 +72,9 @@ def main(argv: list[str]) -> int:
     verb = argv[0]
     if verb not in VERBS:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
+        return Exit.BAD_INPUT
+    if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(f"error: {_no_environment(program, verb, lacking)}", file=sys.stderr)
         return Exit.BAD_INPUT
     if VERBS[verb][0] == ".cli":
         MESSAGES.listen()
@@ -79,7 +89,7 @@ def main(argv: list[str]) -> int:
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
             traceback.print_exc()
-        if is_first_on_node():
+        if local_rank() == (error.local_rank if isinstance(error, Ended) else 0):
             print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
@@ -96,6 +106,17 @@ def main(argv: list[str]) -> int:
         WATCH.disarm()
 
 
+def _no_environment(program: str, verb: str, lacking: list[str]) -> str:
+    """What to do about a Python that lacks the dependencies: most often the environment is not activated."""
+    project = Path(__file__).absolute().parents[1]
+    environment = next((one for one in (Path(".venv"), project / ".venv") if (one / "bin" / "python").exists()), None)
+    if environment is None or environment.absolute() == Path(sys.prefix).absolute():
+        cure = f"`make setup` in {project} builds the environment .venv, `source .venv/bin/activate` activates it"
+    else:
+        cure = f"`source {environment}/bin/activate`, or start {environment}/bin/python -m {program} {verb}"
+    return f"{sys.executable} has no {', '.join(lacking)}: activate the project's environment: {cure}"
+
+
 def command(argv: list[str]) -> int:
     """`main`, for a process of its own: an error ends with a diagnosis in place of its traceback."""
     try:
@@ -107,8 +128,9 @@ def command(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    skip_finalization()
     if VERBS.get(" ".join(sys.argv[1:2]), ("",))[0] == ".cli":
         signals.listen()
     code = command(sys.argv[1:])
     signals.ignore()
-    sys.exit(code)
+    leave(code)

@@ -7,9 +7,7 @@ must pass before any process starts, and how a mistake is told.
 from __future__ import annotations
 
 import json
-import logging
 import re
-import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,40 +20,27 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from .callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from .callbacks.console import Console
+from . import config_file
 from .callbacks.crash import Crash
-from .callbacks.diagnosis import Diagnosis
-from .callbacks.experts import Experts
 from .callbacks.facts import Facts
 from .callbacks.garbage import Garbage
-from .callbacks.goodput import Goodput
-from .callbacks.hardware import Hardware
-from .callbacks.inputs import Inputs
-from .callbacks.ledger import SampleLedger
-from .callbacks.messages import WarningsOfRanks
-from .callbacks.numerics import Numerics
-from .callbacks.preemption import Preemption
-from .callbacks.random_state import RandomState
 from .callbacks.record import Record
-from .callbacks.samples import Samples
 from .callbacks.summary import Summary
-from .callbacks.throughput import Throughput
-from .callbacks.training_log import TrainingLog
-from .callbacks.watchdog import Watchdog
-from .checkpoint.optimizer import ParameterNames
+from .callbacks.unused import UnusedParameters
 from .checkpoint.resume import EveryFormat
 from .cluster import children  # noqa: F401  (how Lightning's own launcher ends)
-from .cluster.fingerprint import SameEnvironment
 from .cluster.messages import MESSAGES
+from .cluster.run_lock import RUN_LOCK
 from .cluster.watch import WATCH
 from .data import DataModule
+from .defaults import ALWAYS_ON, SAVERS, TRAINER_DEFAULTS
 from .errors import InputError, reason
 from .loggers.run_log import RunLog
 from .loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
 from .loggers.wandb import WandB  # noqa: F401
 from .loop import lighten
 from .module import LanguageModule
+from .optim import OptimConfig
 from .parallel import (
     ddp,  # noqa: F401  (gives "ddp" its defaults)
     limits,
@@ -63,56 +48,18 @@ from .parallel import (
 from .parallel.half import HalfParameters
 from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from .parallel.zero import ZeroStrategy  # noqa: F401
-from .parser import ConfigFile, Parser, as_launched
-from .run import RunConfig, check_checkpoint, fill_placeholders, goes_on, new_run, newest_run
-
-# In the order in which they are called: measure, write, show, act.
-ALWAYS_ON = {
-    "watchdog": Watchdog,
-    "same_environment": SameEnvironment,
-    "random_state": RandomState,
-    "parameter_names": ParameterNames,
-    "numerics": Numerics,
-    "sample_ledger": SampleLedger,
-    "throughput": Throughput,
-    "hardware": Hardware,
-    "inputs": Inputs,
-    "experts": Experts,
-    "messages": WarningsOfRanks,
-    "training_log": TrainingLog,
-    "console": Console,
-    "diagnosis": Diagnosis,
-    "samples": Samples,
-    "last_checkpoint": LastCheckpoint,
-    "best_checkpoint": BestCheckpoint,
-    "goodput": Goodput,
-    "preemption": Preemption,
-}
-
-TRAINER_DEFAULTS = {
-    "use_distributed_sampler": False,  # data.py owns the order of samples
-    "num_sanity_val_steps": -1,  # a whole validation before training: where did it begin?
-    "check_val_every_n_epoch": None,  # val_check_interval counts across epochs
-    "val_check_interval": 100,
-    "log_every_n_steps": 10,
-    "gradient_clip_val": 1.0,
-    "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
-    "enable_model_summary": False,
-    "logger": [{"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}],
-}
-
-
-# What Lightning says at every start about itself; its warnings stay.
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # torch 2.13 with lightning 2.6
-for expected in (
-    ".*sync_dist=True.*",  # module.py has reduced them already
-    ".*your dataloader is not resumable.*",  # data.py's is, by samples consumed
-    ".*smaller than the logging interval.*",  # callbacks/training_log.py counts optimizer steps across epochs
-    ".*exists and is not empty.*",  # a resumed run goes on in its folder
-):
-    warnings.filterwarnings("ignore", message=expected)
+from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
+from .redaction import redacted
+from .run import (
+    RunConfig,
+    check_checkpoint,
+    check_writable,
+    fill_placeholders,
+    goes_on,
+    has_checkpoint,
+    new_run,
+    newest_checkpoint,
+)
 
 
 def main(argv: list[str]) -> None:
@@ -121,23 +68,26 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: what was given cannot be run.
     """
-    CLI(args=argv, run=True)
+    with RUN_LOCK:
+        CLI(args=argv, run=True)
 
 
 def parse(argv: list[str]) -> CLI:
     """The objects that `argv` describes, without a Trainer; `argv[0]`, the tool's verb, is passed over."""
-    return WithoutTrainer(args=argv[1:], run=False)
+    return WithoutTrainer(args=argv[1:], run=False, verb=argv[0])
 
 
 class CLI(LightningCLI):
     """LightningCLI with our classes, defaults and checks."""
 
     run: Path
-    dirpath: str  # of checkpoints, with "{run}" in it
+    unfilled: Any  # the configuration with "{run}" in it
 
-    def __init__(self, args: list[str], run: bool) -> None:
+    def __init__(self, args: list[str], run: bool, verb: str | None = None) -> None:
         MESSAGES.listen()
+        config_file.refuse_variables()
         self._verb = args[0] if run else None
+        self._name = self._verb or verb
         super().__init__(
             LanguageModule,
             DataModule,
@@ -146,10 +96,12 @@ class CLI(LightningCLI):
             seed_everything_default=0,
             args=args,
             run=run,
+            auto_configure_optimizers=False,  # it would build the optimizer before there are parameters
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = Parser(**kwargs, allow_abbrev=False)  # a misspelt key is a mistake, also where it is a key's beginning
+        # A misspelt key is a mistake, also where it is a key's beginning.
+        parser = Parser(verb=self._name, **kwargs, allow_abbrev=False)
         parser.add_argument(
             "-c", "--config", action=ConfigFile, help="A YAML file of these keys; give several, the later one wins."
         )
@@ -163,40 +115,62 @@ class CLI(LightningCLI):
         parser.add_class_arguments(RunConfig, "run")
         for key, callback in ALWAYS_ON.items():
             parser.add_lightning_class_args(callback, key)
+        add_optimization(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # without Lightning's warning that sys.argv is there too
+        if (self.config[self._verb] if self._verb else self.config).get("optimizer"):
+            given = parser.parse_args(args, defaults=False)  # tells a given learning rate from the class's default
+            inherit_rates(*(c[self._verb] if self._verb else c for c in (self.config, given)))
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let the checkpoint's hyperparameters override the configuration: here the YAML rules."""
 
     def before_instantiate_classes(self) -> None:
-        settings = self.config[self.subcommand] if self.subcommand else self.config
+        self.unfilled = settings = self.config[self.subcommand] if self.subcommand else self.config
         as_launched(settings)
-        run_config = RunConfig(**vars(settings.run))
-        self.dirpath = dirpath = settings.last_checkpoint.dirpath
-        self.run = newest_run(run_config, dirpath) if settings.get("ckpt_path") == "last" else new_run(run_config)
-        own = Path(fill_placeholders(dirpath, self.run))
-        if settings.get("ckpt_path") == "last":
-            settings.ckpt_path = str(own)
-        elif self.subcommand == "fit" and goes_on(own):
-            self._tell_that_it_goes_on(settings.ckpt_path)
-            settings.ckpt_path = str(own)
+        RunConfig(**vars(settings.run)).check(writes=self.subcommand is not None)
+        self._find_checkpoint(settings)
         if settings.get("ckpt_path"):
             check_checkpoint(Path(settings.ckpt_path))
             if settings.weights_only is None:
                 settings.weights_only = True  # a checkpoint is data: nothing in it may run
         filled = fill_placeholders(settings, self.run)
+        if self.subcommand == "fit":
+            for key in ("last_checkpoint", "best_checkpoint"):  # not after hours, at the first save
+                check_writable(f"{key}.dirpath", settings[key].dirpath, Path(filled[key].dirpath))
         if self.subcommand:
             self.config[self.subcommand] = filled
         else:
             self.config = filled
 
+    def _find_checkpoint(self, settings: Any) -> None:
+        """Set `run` and `ckpt_path`: `last` continues in its run's folder, as does an evaluation of a run's weights."""
+        given, evaluates = settings.get("ckpt_path"), self.subcommand not in (None, "fit")
+        if evaluates and not given and (not settings.model.get("pretrained") or has_checkpoint(settings)):
+            given = "best or last"
+        newest = None
+        if given in ("last", "best", "best or last"):
+            newest, checkpoint = newest_checkpoint(given, settings)
+            settings.ckpt_path = str(checkpoint)
+        self.run = newest if newest and (evaluates or given == "last") else new_run(RunConfig(**vars(settings.run)))
+        folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, self.run))
+        if self.subcommand == "fit" and given != "last" and goes_on(folder):
+            first = f", not from {settings.ckpt_path}, where it began" if given else ""
+            self._say(
+                f"{self.run} has checkpoints: the run goes on from its newest{first} (another run.name begins anew)"
+            )
+            settings.ckpt_path = str(folder)
+        elif given in ("best", "best or last"):
+            self._say(f"{self.subcommand}: the weights are those of {settings.ckpt_path}")
+        elif evaluates and not given:
+            self._say(
+                f"{self.subcommand}: the weights are those of model.pretrained; there is no checkpoint of run.name"
+            )
+
     @rank_zero_only
-    def _tell_that_it_goes_on(self, instead_of: str | None) -> None:
-        """The first process's; a relaunch resumes by itself, and someone may not have meant a relaunch."""
-        first = f", not from {instead_of}, where it began" if instead_of else ""
-        print(f"{self.run} has checkpoints: the run goes on from its newest{first} (another run.name begins anew)")
+    def _say(self, sentence: str) -> None:
+        print(sentence)
 
     def instantiate_classes(self) -> None:
         """Where a strategy refuses its arguments, its reason alone: jsonargparse tells it as one of several."""
@@ -211,15 +185,19 @@ class CLI(LightningCLI):
             raise InputError(reasons[-1]) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        self._choose_optimization()
         self._refuse_the_impossible()
+        saves = self._get(self.config_init, "trainer", default={}).get("enable_checkpointing") is not False
         try:
-            trainer = super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs, enable_checkpointing=True)
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
+        if not saves:  # Lightning would refuse the callbacks that save, and asks none of them to stop
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, SAVERS)]  # ty: ignore
         if trainer.num_devices > 1:
             _set_num_threads_if_needed(trainer.num_devices)  # by Lightning in rank 0 alone, for some of the strategies
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = EveryFormat()
+            trainer.strategy.checkpoint_io = EveryFormat(self.model)
         if type(trainer.strategy.precision_plugin) is HalfPrecision:
             trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
         if not trainer.fast_dev_run:  # ty: ignore[missing-attribute]
@@ -227,15 +205,24 @@ class CLI(LightningCLI):
         reports = self._get(self.config_init, "run").report and not trainer.fast_dev_run  # ty: ignore[missing-attribute]
         self.summary = Summary(self.run, reports)
         self._dump_config()
-        plain = json.loads(json.dumps(self.config_dump, default=str))
+        plain = redacted(json.loads(json.dumps(self.config_dump, default=str)))
         facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
-        trainer.callbacks += [facts, record, Garbage(), self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks += [facts, record, Garbage(), UnusedParameters(), self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         lighten(trainer)
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
         same.begin(trainer, self.run, plain, watchdog.start_timeout_s)
         return trainer
+
+    def _choose_optimization(self) -> None:
+        """Pass --optimizer and --lr_scheduler to optim.py, which builds them when there are parameters."""
+        for key in OPTIMIZATION:
+            if not (chosen := self._get(self.config, key)):
+                continue
+            if not isinstance(getattr(self.model, "optim", None), OptimConfig):
+                raise InputError(f"--{key}: {type(self.model).__name__} has no `optim`; edit its configure_optimizers")
+            setattr(self.model.optim, key, chosen.as_dict())
 
     def _defaults(self) -> str:
         """As config.yaml would be if nobody had set a key."""
@@ -248,6 +235,7 @@ class CLI(LightningCLI):
         options = {
             "trains": self.subcommand == "fit",
             "saves_asynchronously": self._get(self.config_init, "last_checkpoint").asynchronous,
+            "monitor": best.monitor if (best := self._get(self.config_init, "best_checkpoint")).keep else None,
         }
         for sentence in limits.violations(
             self._machine, arguments, self.model, self.datamodule, *model_config, **options
@@ -270,8 +258,16 @@ class CLI(LightningCLI):
         else:
             self.datamodule.prepare(report=WATCH.say)
         self._refuse_the_impossible(self.model.build_config(self.datamodule))
+        if self.subcommand == "fit":
+            self._get(self.config_init, "same_environment").lock(self.trainer, self.run, started_by_a_launcher)
 
-    before_validate = before_test = before_predict = before_fit
+    before_validate = before_test = before_fit
+
+    def before_predict(self) -> None:
+        """Refuse to write nothing."""
+        if not getattr(self.datamodule, "prompts", True):
+            raise InputError("data.prompts is []: give what `predict` continues, such as ['def', 'import']")
+        self.before_fit()
 
     def after_fit(self) -> None:
         """End on a validation of the last step, then say where everything is."""
@@ -294,5 +290,11 @@ class CLI(LightningCLI):
 class WithoutTrainer(CLI):
     """For tools: the same keys, the model and the data, nothing that trains."""
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        assert isinstance(parser, Parser)
+        parser.keys_of_fit = {action.dest for action in parser._actions} - {"help", "config"}
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        self._choose_optimization()
         return None  # ty: ignore[invalid-explicit-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterable
@@ -50,21 +51,33 @@ class Ended(Exception):
 
     Args:
         code: Every rank's exit code.
-        sentence: Why; rank 0 prints it.
+        sentence: Why; one rank of each node prints it.
+        local_rank: Which one: 1 where rank 0 is missing.
     """
 
-    def __init__(self, code: Exit, sentence: str) -> None:
+    def __init__(self, code: Exit, sentence: str, local_rank: int = 0) -> None:
         super().__init__(sentence)
         self.code = code
+        self.local_rank = local_rank
 
 
 class InputError(ValueError):
     """The input is wrong; the message says what was given, what is allowed and which key to edit."""
 
 
+def local_rank() -> int:
+    """The number of this process on its node, by what launchers set; known before anything is imported."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
+
+
+def program(verb: str | None) -> str:
+    """The command line that starts `verb`."""
+    return f"python -m {__name__.split('.')[0]} {verb or 'VERB'}"
+
+
 def is_first_on_node() -> bool:
-    """Whether this process speaks for its node; the others found the same. Known before anything is imported."""
-    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+    """Whether this process speaks for its node; the others found the same."""
+    return local_rank() == 0
 
 
 def check_least(slot: str, **given: tuple[float, float]) -> None:
@@ -74,13 +87,19 @@ def check_least(slot: str, **given: tuple[float, float]) -> None:
         InputError: one is less.
     """
     for key, (value, least) in given.items():
-        if value < least:
+        if not value >= least:  # nan is neither
             raise InputError(f"{slot}.{key} is {value}; give {least} or more")
 
 
 def first_line(error: BaseException | str) -> str:
-    """Of another library's message; the error's type where it has none."""
-    return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
+    """Returns the first line of another library's message, or the error's type if it has none.
+
+    A line that ends in a colon announces the reason: the next one is added.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return "" if isinstance(error, str) else type(error).__name__
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 def reason(error: BaseException) -> str:
@@ -92,6 +111,17 @@ def another_rank_is_gone(error: BaseException | str) -> bool:
     """Whether it only says so, in gloo's or NCCL's words: the reason stands in that rank's output."""
     signs = ("closed by peer", "closed by remote peer", "Connection reset", "remote process exited")
     return any(sign in str(error) for sign in signs)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether a file system had no space, or the user no quota, for `error` or for what it came after."""
+    full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    while error is not None:
+        # `tokenizers` writes in Rust and raises a plain Exception
+        if getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

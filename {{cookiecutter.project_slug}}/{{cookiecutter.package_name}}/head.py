@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .errors import InputError
 
-Sums = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
 Kernel = Literal["torch", "liger"]
 
 
@@ -49,28 +49,37 @@ def sums_over_tokens(
     sums: Sums,
     chunk: int | None,
     kernel: Kernel = "torch",
-) -> tuple[Tensor, ...]:
+) -> dict[str, Tensor]:
     """`sums` over all tokens of a micro-batch, in chunks where it has more tokens than `chunk`.
 
     Args:
         forward: Runs `model` and returns its logits, (B, T, V).
         model: One without an output layer of its own (`get_output_embeddings`) is not cut into chunks.
         labels: (B, T).
-        sums: Of logits (1, N, V) and labels (1, N), to () each. The first is what is minimized; the others are only
-            told. What the first depends on beside the output layer's input and weights has no gradient.
+        sums: Of logits (1, N, V) and labels (1, N), to () each by name. The first is minimized; the others are metrics
+            and get no gradient. What the first depends on beside the output layer's input and weights has none either.
         chunk: N. None: all at once.
         kernel: liger computes cross entropy and right guesses itself, in chunks of its choice, and asks no `sums`.
 
     Raises:
         InputError: the model does something with the logits after its output layer; or has none, which Liger needs.
     """
+    names = ["loss", "token_accuracy"]  # Liger's
+
+    def values(logits: Tensor, of_it: Tensor) -> tuple[Tensor, ...]:
+        named = sums(logits, of_it)
+        names[:] = named
+        minimized, *metrics = named.values()
+        # Nothing keeps a graph that backward does not free; a count has none, and `detach` is an operation.
+        return minimized, *(metric.detach() if metric.requires_grad else metric for metric in metrics)
+
     if kernel == "torch" and (not chunk or labels.numel() <= chunk):
-        return sums(forward(), labels)
+        return _named(names, values(forward(), labels))
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if kernel == "liger" and not hasattr(head, "weight"):
         raise InputError(f"model.loss_kernel liger needs an output layer, {type(model).__name__} has none: set torch")
     if head is None:
-        return sums(forward(), labels)
+        return _named(names, values(forward(), labels))
     layer, kept, states, size = head.forward, [], [], chunk or labels.numel()
 
     def in_chunks(hidden: Tensor) -> Tensor:
@@ -85,8 +94,8 @@ def sums_over_tokens(
         parts = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
         trained = [p for p in head.parameters() if p.requires_grad]
         if torch.is_grad_enabled():
-            return _GradientsAtOnce.apply(lambda part, of_it: sums(layer(part), of_it), parts, hidden, *trained)
-        return _total(sums(layer(part), of_it) for part, of_it in parts)
+            return _GradientsAtOnce.apply(lambda part, of_it: values(layer(part), of_it), parts, hidden, *trained)
+        return _total(values(layer(part), of_it) for part, of_it in parts)
 
     with patch.object(head, "forward", in_chunks):
         returned = forward()
@@ -95,7 +104,11 @@ def sums_over_tokens(
             f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
             " set model.loss_chunk null and model.loss_kernel torch"
         )
-    return returned.unbind()
+    return _named(names, returned.unbind())
+
+
+def _named(names: list[str], values: Iterable[Tensor]) -> dict[str, Tensor]:
+    return dict(zip(names, values, strict=True))
 
 
 def _by_liger(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -124,7 +137,7 @@ class _GradientsAtOnce(torch.autograd.Function):
     """(S,) sums of which only the first has a gradient, computed on the way."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Sums, parts: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Any, parts: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
         results, of_hidden, of_weights = [], [], []
         with torch.enable_grad():
             for part, labels in parts:

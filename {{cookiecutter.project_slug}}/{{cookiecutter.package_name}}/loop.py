@@ -8,7 +8,7 @@ which hook, what arguments they take, whether there is validation. Here that is 
 The classes below take the places of Lightning's own by `__class__`: nothing is built anew, and what a checkpoint holds
 of them stays as it is. They hand back to Lightning what is rare: the first batch of a resumed epoch, validation, manual
 optimization, `dataloader_iter`, a schedule that is not stepped once per optimizer step. With a profiler
-(`--trainer.profiler simple`) all is Lightning's own, and tests/test_speed_step.py finds no other difference.
+(`--trainer.profiler simple`) all but epochs.py is Lightning's own; tests/test_speed_step.py finds no other difference.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
@@ -31,6 +30,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .epochs import ResumableEpochLoop, make_resumable
 from .hooks import call, own
 
 OF_EACH_BATCH = (
@@ -46,6 +46,7 @@ TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_ba
 
 def lighten(trainer: Any) -> None:
     """Let `trainer` train by this file, unless it has a profiler, which wants to see every call."""
+    make_resumable(trainer)
     if not isinstance(trainer.profiler, PassThroughProfiler):
         return
     loop, plugin = trainer.fit_loop.epoch_loop, trainer.strategy.precision_plugin
@@ -55,7 +56,7 @@ def lighten(trainer: Any) -> None:
     plugin.__class__ = type(kind.__name__, bases, {"__qualname__": kind.__qualname__})  # its key in a checkpoint
 
 
-class EpochLoop(_TrainingEpochLoop):
+class EpochLoop(ResumableEpochLoop):
     """`advance` and what it calls in each batch."""
 
     _accumulates: bool | None = None  # in this batch; None: Lightning must be asked

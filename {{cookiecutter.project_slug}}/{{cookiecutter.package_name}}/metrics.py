@@ -6,6 +6,7 @@ buffer keeps a reference. Validation keeps `self.log`, so that ModelCheckpoint a
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
@@ -122,6 +123,23 @@ class MetricBuffer:
             values = torch.stack([value for name in group for value, _ in self._kept[name]]).view(-1, count)
             sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
         return sums
+
+
+class SplitMeans:
+    """Means per token over a whole split. Sums come first, over all ranks: the split's distribution has no effect."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add a micro-batch's sums, () each, and the number of its tokens that count, without reading them."""
+        for name, value in {"": tokens, **sums}.items():
+            self._sums[name] = self._sums.get(name, 0) + value.detach().to(_sum_dtype(value.device))
+
+    def read(self, strategy: Any) -> dict[str, float]:
+        """One collective, one device-to-host transfer. NaN where no token counts: nothing was measured."""
+        tokens, *totals = strategy.reduce(torch.stack([*self._sums.values()]), reduce_op="sum").tolist()
+        return {name: total / (tokens or math.nan) for name, total in zip([*self._sums][1:], totals, strict=True)}
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from . import config_file
 from .errors import InputError
 from .text import sources
 from .text.limits import check_numbers
@@ -56,11 +57,13 @@ def refuse(argv: list[str]) -> None:
     Raises:
         InputError: this cannot run.
     """
+    config_file.refuse_variables()
     given = list(_given(argv[1:]))
     if any(one.path[0] in ("help", "print_config") for one in given):
         return
     slots, known = _slots(), _top(argv[0])
     for one in given:
+        config_file.check_section(".".join(one.path), one.value, one.where)
         if one.path[0] in slots:
             _check(one, one.path[:1], slots[one.path[0]])
         elif one.path[0] not in known and (near := get_close_matches(one.path[0], {*slots, *known}, 1)):
@@ -88,15 +91,8 @@ def _given(flags: list[str]) -> Iterator[Given]:
 
 
 def _of_file(text: str) -> Iterator[Given]:
-    if "://" in text or text.startswith("{"):
-        return
-    try:
-        content = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--config {text} cannot be read, seen from {Path.cwd()}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"--config {text} is not YAML: {' '.join(str(error).split())}") from error
-    yield from _leaves((), content, f"--config {text}")
+    if "://" not in text and not text.startswith("{"):
+        yield from _leaves((), config_file.read(text), f"--config {text}")
 
 
 def _leaves(path: tuple[str, ...], value: Any, where: str) -> Iterator[Given]:
@@ -126,16 +122,16 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _slots() -> dict[str, Class]:
-    """Top-level key -> the class whose arguments stand below it: cli.py pairs them, in dictionaries and calls."""
-    pairs: dict[str, str] = {"model": "LanguageModule", "data": "DataModule"}
-    for node in ast.walk(_parsed(HERE / "cli.py")):
+    """Top-level key -> the class whose arguments it takes: cli.py and defaults.py pair them, in calls and in a dict."""
+    cli, defaults = HERE / "cli.py", HERE / "defaults.py"
+    found = {"model": _class("LanguageModule", cli), "data": _class("DataModule", cli)}
+    for file, node in ((each, node) for each in (cli, defaults) for node in ast.walk(_parsed(each))):
         keys, values = (node.keys, node.values) if isinstance(node, ast.Dict) else ([], [])
         if isinstance(node, ast.Call) and len(node.args) == 2:
             keys, values = node.args[1:], node.args[:1]
         for key, value in zip(keys, values, strict=True):
             if isinstance(key, ast.Constant) and isinstance(value, ast.Name):
-                pairs[str(key.value)] = value.id
-    found = {key: _class(name, HERE / "cli.py") for key, name in pairs.items()}
+                found[str(key.value)] = _class(value.id, file)
     model, data = (found.pop(key) or Class(HERE, None) for key in ("model", "data"))  # None: renamed
     slots = {key: one for key, one in found.items() if one}
     return {**slots, "model": model, "data": data, "trainer": _lightning("__init__")}

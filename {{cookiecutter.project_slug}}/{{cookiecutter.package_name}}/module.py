@@ -3,7 +3,8 @@
 Three edits, each in one place:
     another model           `architecture` or `pretrained` in the YAML; `build_model` for one of your own
     other inputs/outputs    `build_model` (the vocabulary is resized there) and `forward`
-    another loss or metric  `loss` and `training_step`; a training metric is one line: `self.track(name, value)`
+    another loss or metric  `loss` is minimized; a metric of tokens is one line in `sums`, any other training metric one
+                            line in `training_step`: `self.track(name, value)`
 
 The machine is not mentioned here: strategy, precision, devices, accumulation and checkpoints are configuration.
 
@@ -20,14 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .architecture_keys import checked_fields
+from .balance import BalanceConfig, Balancer
 from .errors import InputError, reason
 from .head import Kernel, check_kernel, sums_over_tokens
 from .kernels import Attention, known_documents, set_attention
-from .metrics import MetricBuffer
+from .metrics import MetricBuffer, SplitMeans
 from .optim import OptimConfig, build_optimizer, build_schedule
 from .parallel.blocks import BlockConfig
 from .parallel.layout import clip_by_norm
 from .parallel.place import place
+from .pretrained import check_files, load_pretrained
 
 # DeepSeek-V3's architecture (multi-head latent attention, mixture of experts) at a size that learns on a CPU.
 SMALL_DEEPSEEK_V3 = {
@@ -57,13 +61,15 @@ class LanguageModule(L.LightningModule):
     """A transformers causal language model with next-token loss.
 
     Args:
-        architecture: A transformers configuration: `model_type` and any of its fields. Vocabulary, sequence length
-            and end-of-document token come from the data. Trained from scratch. Not used when `pretrained` is set.
+        architecture: A transformers configuration: `model_type` and any of its fields; under `extra`, keys that only
+            your own model reads. Vocabulary, sequence length and end-of-document token come from the data. Trained from
+            scratch. Not used when `pretrained` is set.
         pretrained: A local folder or hub name to load weights from. null starts from scratch.
         attention: The kernel, see kernels.py; flash_attention_2 and 3 are packages of their own. null: sdpa where the
             model can, else eager.
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
+        balance: Load balancing of a mixture of experts.
         loss_chunk: Tokens whose logits exist at a time: with a large vocabulary they hold more memory than all else.
             Has an effect on micro-batches of more tokens. null: all at once, for a model that changes its logits after
             the output layer.
@@ -82,6 +88,7 @@ class LanguageModule(L.LightningModule):
         attention: Attention | None = None,
         optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
         blocks: BlockConfig = BlockConfig(),  # noqa: B008
+        balance: BalanceConfig = BalanceConfig(),  # noqa: B008
         loss_chunk: int | None = 4096,
         loss_kernel: Kernel = "torch",
         sample_tokens: int = 64,
@@ -93,6 +100,7 @@ class LanguageModule(L.LightningModule):
         self.attention = attention
         self.optim = optim
         self.blocks = blocks
+        self.balance = balance
         self.loss_chunk = loss_chunk
         self.loss_kernel: Kernel = loss_kernel
         self.sample_tokens = sample_tokens
@@ -107,6 +115,7 @@ class LanguageModule(L.LightningModule):
         if not hasattr(self, "model"):
             check_kernel(self.loss_kernel, self.device)
             self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
+            self.balancer = Balancer(self.model, self.balance)
             if self.blocks.compile:  # one pass over the logits forward, one backward, where there are a dozen
                 self.sums = torch.compile(self.sums)
 
@@ -122,9 +131,7 @@ class LanguageModule(L.LightningModule):
         if not self.pretrained or torch.get_default_device().type == "meta":
             config.vocab_size = max(config.vocab_size, data.vocab_size)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model = AutoModelForCausalLM.from_pretrained(
-            self.pretrained, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
+        model = load_pretrained(self.pretrained, config)
         embeddings: Any = model.get_input_embeddings()
         if embeddings.num_embeddings < data.vocab_size:
             model.resize_token_embeddings(data.vocab_size)
@@ -141,12 +148,15 @@ class LanguageModule(L.LightningModule):
         if self.pretrained:
             try:
                 config = AutoConfig.from_pretrained(self.pretrained, trust_remote_code=False)
+                check_files(self.pretrained)
                 return set_attention(config, self.attention)
+            except InputError:
+                raise
             except (OSError, ValueError) as error:
                 raise InputError(f"model.pretrained {self.pretrained!r} cannot be loaded: {reason(error)}") from error
-        fields = {"max_position_embeddings": data.seq_len, **self.architecture}
+        fields = {"max_position_embeddings": data.seq_len, **checked_fields(self.architecture)}
         fields |= {"vocab_size": data.vocab_size, "bos_token_id": data.eos_token_id, "eos_token_id": data.eos_token_id}
-        model_type = fields.pop("model_type", None)
+        model_type: Any = self.architecture.get("model_type")
         try:
             config = AutoConfig.for_model(model_type, **fields)
         except Exception as error:  # each architecture refuses in its own way
@@ -165,25 +175,42 @@ class LanguageModule(L.LightningModule):
 
     # ---- loss and metrics --------------------------------------------------------------------------------------
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(B, T, V) logits and (B, T) labels, already shifted, -100 where none counts, to (B*T,) losses in nats."""
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+    def loss(self, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
+        """Returns what training minimizes: (B*T,) values, 0 where the label is -100.
 
-    def sums(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        """Over all or some tokens, as `loss` gets them: the loss, then what is only told: right guesses."""
-        return self.loss(logits, labels).sum(), (logits.detach().argmax(-1) == labels).sum()
+        Change it for label smoothing or a penalty on logits: train/loss, eval/loss, perplexity and bits per byte are
+        means of `cross_entropy` all the same; the mean of what is returned here is then train/objective.
+        """
+        return cross_entropy
 
-    def sums_of(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """`sums` over a whole micro-batch."""
+    def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
+
+        A further line `"name": sum` is logged as its mean per token: train/name, eval/name, test/name. `labels` (B, T)
+        are already shifted, -100 where none counts.
+        """
+        cross_entropy = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+        minimized = self.loss(logits, labels, cross_entropy)
+        objective = {} if minimized is cross_entropy else {"objective": minimized.sum()}
+        return objective | {
+            "loss": cross_entropy.sum(),
+            "token_accuracy": (logits.detach().argmax(-1) == labels).sum(),
+        }
+
+    def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns `sums` over a whole micro-batch. Only the first is differentiable."""
         how = self.sums, self.loss_chunk, self.loss_kernel
         return sums_over_tokens(lambda: self(batch), self.model, batch["labels"], *how)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss, hits = self.sums_of(batch)
         tokens = batch["tokens_per_micro_batch"]  # that count, over the global batch: not `.mean()` of this micro-batch
-        loss = loss / tokens
-        self.track("train/loss", loss)
-        self.track("train/token_accuracy", hits / tokens)
+        means = {name: total / tokens for name, total in self.sums_of(batch).items()}
+        for name, mean in means.items():
+            self.track(f"train/{name}", mean)
+        loss = next(iter(means.values()))
+        for name, weight, value in self.balancer.losses(batch):  # of a mixture of experts' routers, see balance.py
+            self.track(name, value)
+            loss = loss + weight * value
         return loss
 
     def track(self, name: str, value: Tensor) -> None:
@@ -196,12 +223,11 @@ class LanguageModule(L.LightningModule):
             metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))  # exp(710) overflows
 
     def on_validation_epoch_start(self) -> None:
-        self._eval_sums = torch.zeros(3, dtype=self._sum_dtype, device=self.device)
+        self.split_means = SplitMeans()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        sums = self.sums_of(batch)
         counted = (batch["labels"] != -100).sum()  # the last batch may be padded, so that all ranks have equally many
-        self._eval_sums += torch.stack([*sums, counted]).to(self._eval_sums.dtype)
+        self.split_means.add(self.sums_of(batch), counted)
 
     def on_validation_epoch_end(self) -> None:
         self._log_eval("eval", "validation")
@@ -212,24 +238,15 @@ class LanguageModule(L.LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_eval("test", "test")
 
-    @property
-    def _sum_dtype(self) -> torch.dtype:
-        return torch.float32 if self.device.type == "mps" else torch.float64  # MPS has no float64
-
     def _log_eval(self, prefix: str, split: str) -> None:
-        """Sums over all ranks first, then ratios: the result does not depend on how the split was dealt out."""
-        nats, hits, tokens = self.trainer.strategy.reduce(self._eval_sums, reduce_op="sum").tolist()
-        tokens = tokens or math.nan  # no label counts: nothing was measured, and diagnosis will say why
-        loss = nats / tokens
-        self.eval_metrics = {
-            f"{prefix}/loss": loss,
-            f"{prefix}/perplexity": math.exp(min(loss, 700.0)),
-            f"{prefix}/token_accuracy": hits / tokens,
-        }
+        means = self.split_means.read(self.trainer.strategy)
+        loss = means["loss"]
+        means["perplexity"] = math.exp(min(loss, 700.0))
         if bytes_per_token := self.data.bytes_per_token(split):
-            self.eval_metrics[f"{prefix}/bits_per_byte"] = loss / math.log(2) / bytes_per_token
+            means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        self.eval_metrics = {f"{prefix}/{name}": mean for name, mean in means.items()}
         self.log_dict(self.eval_metrics, logger=False)  # for callbacks to monitor; Lightning would log it a step early
-        if not self.trainer.sanity_checking:
+        if not self.trainer.sanity_checking or self.trainer.num_sanity_val_batches == self.trainer.num_val_batches:
             for logger in self.trainer.loggers:
                 logger.log_metrics(self.eval_metrics, step=self.global_step)
 
@@ -238,6 +255,8 @@ class LanguageModule(L.LightningModule):
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
         """Continue (1, T) tokens by up to `sample_tokens`, within `seq_len`; keeps training's random state."""
+        if not hasattr(self.model, "generate"):
+            raise InputError(f"{type(self.model).__name__} has no generate: write LanguageModule.generate for it")
         sampling = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []

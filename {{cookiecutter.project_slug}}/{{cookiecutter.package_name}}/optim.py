@@ -1,26 +1,32 @@
-"""How parameters are updated: parameter groups, AdamW, the schedule per optimizer step.
+"""How parameters are updated: parameter groups, the optimizer, the schedule per optimizer step.
 
-The schedules themselves are `transformers.get_scheduler`'s; this file only translates our keys into its.
+AdamW and a schedule of `transformers.get_scheduler`, whose arguments are the keys under `model.optim`; or the classes
+that `--optimizer` and `--lr_scheduler` name.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .errors import InputError
+from .errors import InputError, reason
 from .parallel.layout import by_layout, whole_shape
 
+Class = dict[str, Any]  # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule.
+    """AdamW and its learning-rate schedule; `--optimizer` and `--lr_scheduler` name other classes.
 
     Args:
         learning_rate: Peak learning rate, reached at the end of the warm-up.
@@ -47,10 +53,19 @@ class OptimConfig:
     plateau_metric: str = "eval/loss"
     plateau_patience: int = 2
     plateau_factor: float = 0.5
+    optimizer: Class | None = field(default=None, init=False)  # cli.py sets these two
+    lr_scheduler: Class | None = field(default=None, init=False)
+
+    @property
+    def waits_for_validation(self) -> bool:
+        """Whether the schedule acts on a metric after each validation."""
+        if self.lr_scheduler:
+            return self.lr_scheduler["class_path"].endswith(".ReduceLROnPlateau")
+        return self.schedule == "reduce_on_plateau"
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
-    """AdamW over `module`'s trainable parameters, fused where torch has a fused kernel for their device.
+    """The optimizer of `module`'s trainable parameters; AdamW is fused where torch has such a kernel for their device.
 
     Args:
         module: With all of its parameters.
@@ -64,27 +79,53 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     # Stacked expert biases are matrices by shape, hence the look at the name as well.
     decayed = [p for name, p in trainable if len(whole_shape(p)) >= 2 and not name.endswith("bias")]
     kept = [p for name, p in trainable if len(whole_shape(p)) < 2 or name.endswith("bias")]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
     fused = not scaled and all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
-    adamw = MixedAdamW if len(by_layout(p for _, p in trainable)) > 1 else torch.optim.AdamW
-    return adamw(
-        [g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused
-    )
+    groups: list[dict[str, Any]] = [{"params": group} for group in (decayed, kept) if group]
+    arguments: dict[str, Any] = {
+        "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps,
+        "fused": fused,
+    } if config.optimizer is None else config.optimizer["init_args"]  # fmt: skip
+    if "weight_decay" in arguments and kept:
+        groups[-1]["weight_decay"] = 0.0
+    kind = resolve_name(config.optimizer["class_path"]) if config.optimizer else torch.optim.AdamW
+    kind = mixed(kind) if len(by_layout(p for _, p in trainable)) > 1 else kind
+    with _named("--optimizer", config.optimizer):
+        return kind(groups, **arguments)
 
 
-class MixedAdamW(torch.optim.AdamW):
-    """AdamW over parameters that lie differently over the ranks, of which its kernel takes one kind at a time.
+@contextmanager
+def _named(flag: str, chosen: Class | None) -> Generator[None]:
+    """Put the class that `flag` names before what it says of its arguments.
 
-    Outside of a step the parameter groups are those of every other strategy, so a schedule's state fits them all.
+    Raises:
+        InputError: it refuses them.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if chosen is None or isinstance(error, InputError):
+            raise
+        name = chosen["class_path"].rpartition(".")[2]
+        raise InputError(f"{flag} {name}: {reason(error)}; give other arguments or another class") from error
+
+
+@cache
+def mixed(kind: type[Optimizer]) -> type[Optimizer]:
+    """`kind`, an optimizer, for parameters with different device meshes or placements.
+
+    A kernel over lists of tensors takes one layout at a time. Outside of a step the parameter groups are those of every
+    other strategy, so a schedule's state fits them all.
     """
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self: Any, closure: Any = None) -> Any:
         groups = self.param_groups
         self.param_groups = [group | {"params": part} for group in groups for part in by_layout(group["params"])]
         try:
-            return super().step(closure)
+            return kind.step(self, closure)
         finally:
             self.param_groups = groups
+
+    return type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
 
 def build_schedule(
@@ -99,12 +140,24 @@ def build_schedule(
     """
     from transformers import get_scheduler
 
-    if config.schedule == "reduce_on_plateau":
+    if config.waits_for_validation:
         options = {"factor": config.plateau_factor, "patience": config.plateau_patience}
-        scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options)
+        scheduler: Any = None
+        if config.lr_scheduler is None:
+            scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options)
+        else:
+            scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
         # Lightning updates it right after the validation of the same step, and counts in batches.
         when = {"interval": "step", "frequency": batches_per_validation} if batches_per_validation else {}
-        return {"scheduler": scheduler, "monitor": config.plateau_metric, "reduce_on_plateau": True, **when}
+        monitor = getattr(scheduler, "monitor", config.plateau_metric)
+        return {"scheduler": scheduler, "monitor": monitor, "reduce_on_plateau": True, **when}
+    if config.lr_scheduler:
+        scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
+        if (total := getattr(scheduler, "total_steps", num_steps)) < num_steps:  # OneCycleLR
+            raise InputError(
+                f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer steps; make them equal"
+            )
+        return {"scheduler": scheduler, "interval": "step"}
 
     ends = num_steps != float("inf")
     if not ends and (config.warmup < 1 or config.schedule in ("cosine", "linear", "warmup_stable_decay")):
@@ -122,6 +175,11 @@ def build_schedule(
     total = int(num_steps) if ends else None
     scheduler = get_scheduler(name, optimizer, warmup_steps, total, scheduler_specific_kwargs=options)
     return {"scheduler": scheduler, "interval": "step"}
+
+
+def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
+    with _named("--lr_scheduler", chosen):
+        return resolve_name(chosen["class_path"])(optimizer, **chosen["init_args"])
 
 
 def _transformers_schedule(config: OptimConfig, warmup_steps: int, num_steps: float) -> tuple[str, dict[str, Any]]:

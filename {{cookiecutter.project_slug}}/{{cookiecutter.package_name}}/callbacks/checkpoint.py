@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -78,7 +77,6 @@ class LastCheckpoint(Checkpoint):
             self.saved_step = step  # training goes on from it
         if trainer.is_global_zero:
             commit.clear(self.folder)
-        _make_up_for_validation(trainer)
         if self.asynchronous:
             self._saver = BackgroundSaver(trainer.strategy)
 
@@ -158,18 +156,6 @@ def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path
     return [path for path in steps if path not in kept]
 
 
-def _make_up_for_validation(trainer: Any) -> None:
-    """Let a resumed run begin with the validation that is due at its checkpoint's step.
-
-    The checkpoint comes before it, and Lightning passes over it: the best checkpoint, early stopping and a schedule
-    that waits for validations would never hear of it. What Lightning goes back to finish is done from the beginning.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    if loop.restarting and loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
-        loop.val_loop.restarting = False
-        loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
-
-
 def _is_followed_by_others(trainer: Any) -> bool:
     """Whether something other than the next batch may come now: validation may run on averaged weights, in place."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validation_may_follow(trainer)
@@ -198,10 +184,11 @@ def _failure(path: Path, error: commit.SaveError) -> str:
     sentence = ""
     if weights.is_rank_zero():
         folder = next(folder for folder in path.absolute().parents if folder.exists())
-        free = shutil.disk_usage(folder).free / 2**30
+        mount = next(one for one in (folder, *folder.parents) if one.is_mount())
+        free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free on the file system at {mount}"
         newest = commit.newest(path.parent)
         stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
-        sentence = f"{path.name} was not saved, {error} ({free:.1f} GiB are free); {stands}"
+        sentence = f"{path.name} was not saved, {error} ({free}); {stands}"
     return weights.broadcast(sentence)
 
 
@@ -228,12 +215,13 @@ class BestCheckpoint(Checkpoint):
         self.folder = Path(dirpath)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        fits = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and not _is_dry(trainer)
-        if not fits or not self.keep:
+        if trainer.state.fn != TrainerFn.FITTING or not self.keep or _is_dry(trainer):
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
             raise InputError(f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}")
+        if trainer.sanity_checking:
+            return
         score = float(trainer.callback_metrics[self.monitor])
         path = self.folder / manifest.name(trainer.global_step, best=True)
         if not weights.broadcast(self._is_among_the_best(score) and manifest.torn(path) is not None):
@@ -245,18 +233,13 @@ class BestCheckpoint(Checkpoint):
             return
         _announce(trainer, path)
         if trainer.is_global_zero:
-            for worse in self._ranked()[self.keep :]:
+            for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
                 commit.remove(worse)
 
     def _is_among_the_best(self, score: float) -> bool:
         """Of what is in the folder, so that it holds through restarts too; a score that is no number never is."""
-        kept = self._ranked()[: self.keep]
+        kept = manifest.ranked(self.folder, self.mode)[: self.keep]
         return score == score and (len(kept) < self.keep or self._rank(score) < self._rank(self._score(kept[-1])))
-
-    def _ranked(self) -> list[Path]:
-        """The best first."""
-        named = [path for path in manifest.found(self.folder) if path.name.startswith("best")]
-        return sorted((p for p in named if not manifest.torn(p)), key=lambda path: self._rank(self._score(path)))
 
     def _rank(self, score: float) -> float:
         return score if self.mode == "min" else -score

@@ -6,12 +6,15 @@ import shutil
 import sys
 import textwrap
 import time
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TextIO
 
 import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
+
+from ..cluster.messages import is_rank_zero
+from ..errors import Ended, another_rank_is_gone, reason
 
 # (metric, how it is shown, how gladly it is left out on a narrow terminal); what was not measured is left out anyway
 COLUMNS = (
@@ -23,6 +26,30 @@ COLUMNS = (
     ("perf/data_wait_share", "wait {:.0%}", 7),
 )
 HEALTH = 36  # characters of a finding's title
+
+
+def only_shows(hook: Any) -> Any:
+    """Decorates a callback's method that only shows something: an error in it is reported once, and training continues.
+
+    What other ranks will notice too still raises: that a rank is gone, and a decision of all ranks.
+    """
+    reported: set[str] = set()
+
+    @wraps(hook)
+    def guarded(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(callback, *args, **kwargs)
+        except Ended:
+            raise
+        except Exception as error:
+            if another_rank_is_gone(error):
+                raise
+            what = f"{type(callback).__name__.lower()}: {type(error).__name__}: {reason(error)}"
+            if what not in reported and is_rank_zero():
+                print(f"note: {what}; training continues without it", flush=True)
+            reported.add(what)
+
+    return guarded
 
 
 class Console(Callback):
@@ -49,6 +76,7 @@ class Console(Callback):
         self._first_step = trainer.global_step
 
     @rank_zero_only
+    @only_shows
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         now = time.perf_counter()
         step, total = trainer.global_step, trainer.estimated_stepping_batches
@@ -78,11 +106,13 @@ class Console(Callback):
             else:
                 parts.remove(max(parts, key=lambda part: part[1]))
 
+    @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         when = "before training" if trainer.sanity_checking else f"at step {trainer.global_step}"
         title = f"validation {when}" if trainer.sanity_checking or trainer.global_step else "validation"
         self._show_results(title, pl_module.eval_metrics)  # `validate` alone counts no steps
 
+    @only_shows
     def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._show_results("test", pl_module.eval_metrics)
 

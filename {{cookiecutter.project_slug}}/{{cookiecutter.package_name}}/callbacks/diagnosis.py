@@ -16,7 +16,7 @@ from ..diagnosis.finding import Finding
 from ..errors import Ended, InputError
 from ..history.run import History, look_again, read_run
 from ..loggers.wandb import WandB
-from .console import console_of, say
+from .console import console_of, only_shows, say
 
 FILE = "findings.jsonl"
 KEPT = 2000  # entries of a metric: the rules take 20 ms over so many
@@ -43,6 +43,7 @@ class Diagnosis(Callback):
         self._open: list[Finding] = []
         self._looked = 0.0
 
+    @only_shows
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What the run's earlier attempts wrote counts too."""
         if trainer.is_global_zero and self.enabled:
@@ -77,6 +78,7 @@ class Diagnosis(Callback):
             self._history.metrics.add({"step": trainer.global_step, "time": time.time(), **metrics})
 
     @rank_zero_only
+    @only_shows
     def _look(self, trainer: Any, says: bool = True) -> None:
         if self._history is None:
             return

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback
 
+from ..balance import Balancer
 from ..cluster.environment import memory_limit
 from ..flops import Size, peak, text_config
 from ..history.run import FACTS
@@ -42,6 +43,7 @@ class Facts(Callback):
         facts = {
             "parameters": {name: getattr(size, name) for name in ("total", "trainable", "active", "embedding")},
             "model": of_model(model, size),
+            "balance": of_balance(getattr(pl_module, "balancer", None)),
             "data": of_data(data),
             "machine": of_machine(trainer, hosts),
             "training": of_training(trainer, pl_module)
@@ -64,6 +66,10 @@ def of_model(model: Any, size: Size) -> dict[str, Any]:
         "vocab_size": getattr(config, "vocab_size", None),
         "attention": getattr(config, "_attn_implementation", None),
     }
+
+
+def of_balance(balancer: Balancer | None) -> dict[str, Any]:
+    return {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef} if balancer else {}
 
 
 def of_data(data: Any) -> dict[str, Any]:

@@ -28,7 +28,12 @@ def first_bad(trainer: Any, module: nn.Module, batches: list[Any]) -> dict[str, 
     Returns:
         what (weight, output or gradient), module (its name, or the weight's), ranks (that saw it). None: not again.
     """
-    own = _bad_weight(module) or _bad_module(trainer, module, batches)
+    # A weight's NaN is in one rank's shard: all ranks skip the forward, or all take part in its collectives.
+    return _agreed(_bad_weight(module)) or _agreed(_bad_module(trainer, module, batches))
+
+
+def _agreed(own: tuple[str, str] | None) -> dict[str, Any] | None:
+    """The finding of the first rank that has one, with all ranks that have the same; collective."""
     seen = [(rank, found) for rank, found in enumerate(weights.from_all_ranks(own)) if found]
     if not seen:
         return None

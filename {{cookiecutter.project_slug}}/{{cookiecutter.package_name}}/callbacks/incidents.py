@@ -68,8 +68,8 @@ class Seen:
         return f"step {self.step} was left out: {what}{norm}{ranks}"
 
 
-def write_incident(folder: Path, seen: Seen, decision: str, data: Any, first_bad: dict[str, Any] | None) -> None:
-    """A line of `incidents.jsonl`, by rank 0; collective, for all ranks' row numbers."""
+def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> dict[str, Any]:
+    """Rank 0 appends a line to `incidents.jsonl`, and all ranks get its content; collective, for all row numbers."""
     own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": seen.rows}
     ranks = weights.from_all_ranks(own)
     incident = {
@@ -81,13 +81,29 @@ def write_incident(folder: Path, seen: Seen, decision: str, data: Any, first_bad
         "limit": seen.limit,
         "gradient_norm": None if seen.norm < 0 else seen.norm,
         "suspects": seen.suspects,
-        "first_bad": first_bad,
+        "first_bad": None,
         "ranks": [{"rank": r, "loss": seen.losses[r], **each} for r, each in enumerate(ranks)],
     }
     if weights.is_rank_zero():
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(incident) + "\n")  # NaN and Infinity as Python writes and reads them
+    return incident
+
+
+def add_first_bad(folder: Path, incident: dict[str, Any], first_bad: dict[str, Any] | None) -> None:
+    """Rank 0 adds to the last line of `incidents.jsonl`, which is `incident`, what the search after it has found."""
+    if first_bad and weights.is_rank_zero():
+        lines = (folder / INCIDENTS).read_text(encoding="utf-8").splitlines()
+        lines[-1] = json.dumps(incident | {"first_bad": first_bad})
+        _replace(folder / INCIDENTS, "\n".join(lines) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file, all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def read_jumps(folder: Path) -> list[dict[str, int]]:
@@ -102,8 +118,6 @@ def add_jump(folder: Path, seen: Seen, num_steps: int, from_step: int, data: Any
     start, last = stream_position(first, data.jumps), stream_position(first + size - 1, data.jumps)
     jump = {"start": start, "end": last + 1, "step": seen.step, "from_step": from_step}
     if weights.is_rank_zero():
-        aside = folder / f".{JUMPS}.tmp"
-        aside.write_text(json.dumps([*read_jumps(folder), jump]), encoding="utf-8")
-        os.replace(aside, folder / JUMPS)
+        _replace(folder / JUMPS, json.dumps([*read_jumps(folder), jump]))
     if dist.is_initialized():
         dist.barrier()  # written before any rank ends, and with it perhaps the job

@@ -30,7 +30,7 @@ from ..diagnosis.robust import MAD_TO_SIGMA
 from ..errors import Ended, Exit, check_least
 from ..parallel.layout import total_norm
 from .first_bad import first_bad
-from .incidents import INCIDENTS, Seen, add_jump, read_jumps, write_incident
+from .incidents import INCIDENTS, Seen, add_first_bad, add_jump, read_jumps, write_incident
 
 Policy = Literal["stop", "skip", "roll_back"]
 
@@ -88,6 +88,7 @@ class Numerics(Callback):
         self._pending: Seen | None = None  # of the step before, until the host has looked
         self._batches: list[Any] = []  # of the step that is being taken, kept until the host has looked
         self._has_looked = False  # where bad numbers begin: once, it costs about a step
+        self.skipped: Tensor | None = None  # () 1 where the newest optimizer step was skipped, on the device
         self._in_a_row = self._first_step = self._left_out = 0
         self._norms: list[float] = []  # of the steps that the host has looked at since the last log step
 
@@ -163,10 +164,9 @@ class Numerics(Callback):
             bad = torch.maximum(bad, (loss > limit).to(bad))
         self._recent.append(loss)
         self._steps += 1
-        judged = [norm, limit, bad]
-        several = self._losses.dim()
+        judged, several = [norm, limit, bad], self._losses.dim()
         values = torch.cat([self._losses, torch.stack(judged)]) if several else torch.stack([loss, *judged])
-        self._decided = Seen.copy(values)
+        self._decided, self.skipped = Seen.copy(values), bad
         return bad
 
     def _limit(self) -> Tensor:
@@ -196,6 +196,7 @@ class Numerics(Callback):
         if self._leaves_it_to_zero:
             overflowed, norm = trainer.precision_plugin.outcome(pl_module)  # ty: ignore[missing-attribute]
             decided.values[-3], decided.values[-1] = norm, max(decided.values[-1], overflowed)
+            self.skipped = torch.ones((), device=pl_module.device) if overflowed else self.skipped
             self._act_on(trainer, pl_module, decided)
         else:
             before, self._pending = self._pending, decided
@@ -247,11 +248,11 @@ class Numerics(Callback):
             return
         self._left_out += 1
         decision = self._decision(seen)
-        found = None
+        found, incident = None, write_incident(Path(self.folder), seen, decision, trainer.datamodule)
         if seen.batches and not seen.is_spike and not self._has_looked:
             self._has_looked = True
             found = first_bad(trainer, module, seen.batches)
-        write_incident(Path(self.folder), seen, decision, trainer.datamodule, found)
+            add_first_bad(Path(self.folder), incident, found)
         told = f"; the first bad {found['what']} is that of {found['module']}" if found else ""
         sentence = f"{seen}{told}; see {self.folder}/{INCIDENTS}"
         if trainer.is_global_zero:

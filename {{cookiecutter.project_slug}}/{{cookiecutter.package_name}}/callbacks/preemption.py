@@ -96,8 +96,8 @@ class Preemption(Checkpoint):
 
     def _end(self, trainer: L.Trainer, why: int) -> None:
         self._vote.close()
-        last = next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint))
-        saved = last.save_now(trainer)
+        savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
+        saved = any(saver.save_now(trainer) for saver in savers)  # trainer.enable_checkpointing false: there is none
         cause = f"preemption.max_time {self.max_time} is up" if why == TIME_IS_UP else signal.Signals(why).name
         raise Ended(
             Exit.REQUEUE,

@@ -11,6 +11,7 @@ import lightning as L
 import yaml
 from lightning.pytorch import Callback
 
+from ..history.run import without_folder
 from ..loggers.run_log import Resumable
 from ..run import write_record
 
@@ -34,7 +35,8 @@ class Record(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        write_record(self.folder, yaml.safe_dump(self.config, sort_keys=False), self.defaults())
+        config = without_folder(str(self.folder), self.config)  # run again under another name, it is another run
+        write_record(self.folder, yaml.safe_dump(config, sort_keys=False), self.defaults())
         known = {name: self.folder / f"{name}.json" for name in ("environment", "facts")}
         facts = {name: json.loads(path.read_text("utf-8")) for name, path in known.items() if path.exists()}
         for logger in trainer.loggers:

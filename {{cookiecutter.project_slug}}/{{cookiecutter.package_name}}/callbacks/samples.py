@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 
 from ..loggers.tensorboard import TensorBoard
 from ..loggers.wandb import WandB
+from .console import only_shows
 
 
 class Samples(Callback):
@@ -24,6 +25,7 @@ class Samples(Callback):
     def __init__(self, folder: str | None = "{run}") -> None:
         self.folder = folder
 
+    @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.sanity_checking or not self.folder or not pl_module.data.prompts:
             return

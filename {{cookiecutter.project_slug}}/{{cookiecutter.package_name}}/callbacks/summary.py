@@ -6,11 +6,13 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..checkpoint import commit
@@ -20,7 +22,7 @@ from ..history import goodput
 from ..loggers.run_log import RunLog
 from ..report.commands import without
 from .checkpoint import LastCheckpoint
-from .console import figure
+from .console import figure, only_shows
 
 TOLD = 3  # findings
 
@@ -60,14 +62,13 @@ class Summary(Callback):
         self._report(trainer)
 
     def _tell_how_to_go_on(self, trainer: Any) -> None:
-        savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
-        if any(commit.newest(saver.folder) for saver in savers):
+        if _has_checkpoint(trainer):
             print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}", flush=True)
-            environment: Any = getattr(trainer.strategy, "cluster_environment", None)
-            if environment is None or not environment.creates_processes_externally:  # a launcher has its own command
+            if not _is_launched(trainer):
                 print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
 
     @rank_zero_only
+    @only_shows
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Print it, on rank 0."""
         data, last = pl_module.data, pl_module.eval_metrics
@@ -88,11 +89,25 @@ class Summary(Callback):
         print(f"everything is in  {self.folder}")
         for finding in self._report(trainer)[:TOLD]:
             print(f"found             {finding.line}")
-        print(f"watch it          tensorboard --logdir {self.folder}")
-        print(f"measure it        {_command('test')} --ckpt_path last")
-        print(f"let it write      {_command('predict')} --ckpt_path last")
-        more = f"--trainer.max_steps {2 * trainer.global_step}"
-        print(f"train further     {_command('fit', but='--trainer.max_steps')} --ckpt_path last {more}")
+        for line in self._next_commands(trainer, data):
+            print(line)
+
+    def _next_commands(self, trainer: Any, data: Any) -> Iterator[str]:
+        """Those for which this run has what they need."""
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                yield f"TensorBoard       tensorboard --logdir {Path(logger.log_dir).parent}"
+        if not _has_checkpoint(trainer):
+            return
+        if getattr(data, "test_share", 1):
+            yield f"evaluate          {_command('test')} --ckpt_path last"
+        yield f"generate          {_command('predict')} --ckpt_path last"
+        if not _is_launched(trainer):
+            limit, now = "max_steps", trainer.global_step
+            if trainer.max_steps < 0:
+                limit, now = "max_epochs", trainer.current_epoch
+            again = _command("fit", but=f"--trainer.{limit}")
+            yield f"continue training {again} --ckpt_path last --trainer.{limit} {2 * max(1, now)}"
 
     def _report(self, trainer: Any) -> list[Finding]:
         """Write it, and give back what is found in it. Where that fails, it says so in a line and hides no error."""
@@ -110,6 +125,17 @@ class Summary(Callback):
             return []
         print(f"report            {self.folder / HTML}", flush=True)
         return findings
+
+
+def _has_checkpoint(trainer: Any) -> bool:
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
+    return any(commit.newest(saver.folder) for saver in savers)
+
+
+def _is_launched(trainer: Any) -> bool:
+    """Whether a launcher has started the processes: it has a command of its own."""
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+    return environment is not None and environment.creates_processes_externally
 
 
 def _command(verb: str, but: str = "--ckpt_path") -> str:

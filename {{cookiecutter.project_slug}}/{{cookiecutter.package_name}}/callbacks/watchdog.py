@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..cluster.watch import WATCH
+from ..errors import check_least
 
 LATER_S = 60.0  # than the watchdog, which can say more, a collective gives up
 
@@ -31,6 +32,7 @@ class Watchdog(Callback):
     """
 
     def __init__(self, timeout_s: float = 600.0, start_timeout_s: float = 1800.0) -> None:
+        check_least("watchdog", timeout_s=(timeout_s, 0), start_timeout_s=(start_timeout_s, 0))
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
         self._step = self._batch = -1

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from ..errors import InputError, reason
+from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
 from .optimizer import by_name, by_name_from_flat, is_by_name
 
 Format = Literal["file", "distributed", "zero"]
@@ -62,11 +65,61 @@ def read_full(path: str | Path) -> dict[str, Any]:
     found = format_of(path)
     if found is None:
         raise InputError(f"{str(path)!r} is not a checkpoint, or only part of one")
-    try:
+    with refusing_unreadable(path):
         return readers[found](path)
+
+
+@contextlib.contextmanager
+def refusing_unreadable(path: Path) -> Generator[None]:
+    """Turns what reading a damaged or foreign checkpoint raises into one sentence.
+
+    Raises:
+        InputError: it cannot be read. torch's CheckpointException is no Exception, and would pass every other handler.
+    """
+    try:
+        yield
+    except (InputError, dist.DistError):
+        raise
     except (*UNREADABLE, CheckpointException) as error:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise InputError(f"checkpoint {str(path)!r} ({WRITTEN_BY[found]}'s) cannot be read: {reason(cause)}") from error
+        if another_rank_is_gone(cause) or is_out_of_memory(cause) or "Timed out waiting" in str(cause):
+            raise RuntimeError(str(cause)) from error  # of the ranks or the machine: a restart may help
+        written_by = WRITTEN_BY.get(format_of(path) or "file")
+        raise InputError(f"checkpoint {str(path)!r} ({written_by}'s) cannot be read: {_why(cause)}") from error
+
+
+def _why(error: BaseException) -> str:
+    """The reason without torch's advice to load the file with weights_only=False."""
+    refused = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    if refused:
+        return f"it asks for {refused[1]}, and a checkpoint may hold tensors and plain types only"
+    return reason(error)
+
+
+def state_dict_of(path: Path, checkpoint: Any) -> dict[str, Tensor]:
+    """Returns the weights in what the file `path` holds.
+
+    Raises:
+        InputError: it holds none.
+    """
+    weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(weights, dict):
+        raise InputError(f"checkpoint {str(path)!r} has no `state_dict`, as Lightning writes it; give another")
+    return weights
+
+
+def refuse_other_shapes(path: Path, saved: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> None:
+    """Compares the names and shapes of a checkpoint's weights with the model's.
+
+    Raises:
+        InputError: they differ.
+    """
+    if differing := [name for name in saved | own if saved.get(name) != own.get(name)]:
+        name = differing[0]
+        raise InputError(
+            f"checkpoint {str(path)!r} is another model's: its {name} is {saved.get(name, 'not there')}, here it is"
+            f" {own.get(name, 'not there')} ({len(differing)} such differences); give the --config list of its run"
+        )
 
 
 def file_in(path: Path) -> Path:
@@ -77,6 +130,7 @@ def file_in(path: Path) -> Path:
 def _read_file(path: Path) -> dict[str, Any]:
     with as_data():
         checkpoint = torch.load(file_in(path), map_location="cpu", mmap=True)
+    state_dict_of(path, checkpoint)
     names = checkpoint.get("parameter_names")
     states = checkpoint.pop("optimizer_states", [])
     if states and is_by_name(states[0]):  # `convert` has written it
@@ -126,9 +180,25 @@ class DataReader(FileSystemReader):
     """torch's reader of the distributed format, which would run what a `.metadata` file asks for."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            _MetadataUnpickler(file).load()
+        try:
+            with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+                _MetadataUnpickler(file).load()
+        except (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError) as error:
+            if "asks for" in str(error):
+                raise
+            raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
         return super().read_metadata(*args, **kwargs)
+
+
+def saved_shapes(reader: DataReader) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each of the model's tensors in a distributed checkpoint."""
+    described = reader.read_metadata().state_dict_metadata
+    prefix = "state_dict."
+    return {
+        name.removeprefix(prefix): tuple(one.size)
+        for name, one in described.items()
+        if name.startswith(prefix) and hasattr(one, "size")
+    }
 
 
 class _MetadataUnpickler(pickle.Unpickler):

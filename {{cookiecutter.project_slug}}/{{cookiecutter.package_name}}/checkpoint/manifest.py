@@ -41,6 +41,12 @@ def found(folder: Path) -> list[Path]:
     return sorted(named, key=lambda path: (path.name.startswith("step"), step_of(path)), reverse=True)
 
 
+def ranked(folder: Path, mode: str) -> list[Path]:
+    """The undamaged best checkpoints in `folder` by their score, the best first; `mode` is "min" or "max"."""
+    named = [path for path in found(folder) if path.name.startswith("best") and not torn(path)]
+    return sorted(named, key=lambda path: read(path)["score"], reverse=mode == "max")
+
+
 def is_ours(path: Path) -> bool:
     """Whether `path` has a manifest, or should have one by its name."""
     return (path / MANIFEST).exists() or bool(NAME.fullmatch(re.sub(r"^\.|\.(tmp|old)$", "", path.name)))
@@ -69,6 +75,8 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"its {MANIFEST} is damaged")
     if manifest["format"] != FORMAT:
         raise ValueError(f"it is of format {manifest['format']}, and this version reads {FORMAT}")
+    if NAME.fullmatch(path.name) and manifest.get("step", step_of(path)) != step_of(path):
+        raise ValueError(f"it was written as step {manifest['step']}, and is named otherwise")
     return manifest
 
 

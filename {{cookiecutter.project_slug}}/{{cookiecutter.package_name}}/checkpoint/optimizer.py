@@ -65,30 +65,33 @@ def numbered(named: State, groups: list[list[str]], settings: list[dict[str, Any
     """The state for `Optimizer.load_state_dict` of an optimizer with these groups of names and present settings.
 
     Raises:
-        InputError: a parameter has no state in the checkpoint.
+        InputError: a parameter was not the checkpoint's optimizer's.
     """
-    require(named, groups)
+    without_moments(named, groups)
     names = [name for group in groups for name in group]
     counted = iter(range(len(names)))
     merged = [
         merge(named, group, present) | {"params": [next(counted) for _ in group]}
         for group, present in zip(groups, settings, strict=True)
     ]
-    return {"state": {n: named["state"][name] for n, name in enumerate(names)}, "param_groups": merged}
+    state = {n: named["state"][name] for n, name in enumerate(names) if name in named["state"]}
+    return {"state": state, "param_groups": merged}
 
 
-def require(named: State, groups: list[list[str]]) -> None:
-    """Refuse state that lacks one of these parameters.
+def without_moments(named: State, groups: list[list[str]]) -> set[str]:
+    """Returns the parameters that had no gradient before the checkpoint: its optimizer has them, and no state of them.
 
     Raises:
-        InputError: it does.
+        InputError: a parameter was not the checkpoint's optimizer's.
     """
+    trained = {name for group in named["param_groups"] for name in group["params"]}
     missing = [name for group in groups for name in group if name not in named["state"]]
-    if missing:
+    if added := [name for name in missing if name not in trained]:
         raise InputError(
-            f"--ckpt_path: the checkpoint has no optimizer state for {missing[0]} ({len(missing)} such parameters);"
+            f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such parameters);"
             " resume with the parameters that were trained before, or export it and start anew with model.pretrained"
         )
+    return set(missing)
 
 
 def merge(named: State, group: list[str], present: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from ..errors import InputError
@@ -20,12 +22,28 @@ from ..parallel import weights
 from ..parallel.layout import whole_shape
 from . import zero
 from .commit import agreed
-from .formats import FILE, file_in, format_of, read_full
-from .optimizer import State, groups_of, merge, require, tell_that_it_starts_anew
+from .formats import (
+    FILE,
+    file_in,
+    format_of,
+    read_full,
+    refuse_other_shapes,
+    refusing_unreadable,
+    state_dict_of,
+)
+from .optimizer import State, groups_of, merge, tell_that_it_starts_anew, without_moments
 
 
 class EveryFormat(TorchCheckpointIO):
-    """Writes Lightning's one file, into a folder where there is one; reads any strategy's checkpoint."""
+    """Writes Lightning's one file, into a folder where there is one; reads any strategy's checkpoint.
+
+    Args:
+        module: The model that a checkpoint must fit. It is built before a checkpoint is read.
+    """
+
+    def __init__(self, module: L.LightningModule) -> None:
+        super().__init__()
+        self._module = module
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if Path(path).is_dir():
@@ -36,9 +54,13 @@ class EveryFormat(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         path = agreed(Path(path))
         if format_of(path) == "file":
-            return super().load_checkpoint(file_in(path), *args, **kwargs)
-        checkpoint = read_full(path)
-        checkpoint.setdefault("optimizer_states", [])
+            with refusing_unreadable(path):
+                checkpoint = super().load_checkpoint(file_in(path), *args, **kwargs)
+        else:
+            checkpoint = {"optimizer_states": [], **read_full(path)}
+        saved = state_dict_of(path, checkpoint)
+        if self._module.strict_loading and not is_overridden("on_load_checkpoint", self._module):
+            refuse_another_models(path, saved, self._module)
         return checkpoint
 
 
@@ -92,14 +114,10 @@ def refuse_another_models(path: Path, whole: dict[str, Tensor], module: nn.Modul
     Raises:
         InputError: they differ.
     """
-    saved = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    own = {name: tuple(whole_shape(tensor)) for name, tensor in module.state_dict(keep_vars=True).items()}
-    if differing := [name for name in saved | own if saved.get(name) != own.get(name)]:
-        name = differing[0]
-        raise InputError(
-            f"checkpoint {str(path)!r} is another model's: its {name} is {saved.get(name, 'not there')}, here it is"
-            f" {own.get(name, 'not there')} ({len(differing)} such differences); give the --config list of its run"
-        )
+    tensors = {name: one for name, one in module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
+    saved = {name: tuple(one.shape) for name, one in whole.items() if isinstance(one, Tensor)}
+    own = {name: tuple(whole_shape(tensor)) for name, tensor in tensors.items()}
+    refuse_other_shapes(path, saved, own)
 
 
 def _outline(state: State) -> State:
@@ -115,11 +133,14 @@ def _fill_mesh(strategy: Any, outlines: list[State], states: list[State]) -> Non
     """Every rank's part of each moment, placed as its parameter is."""
     for index, (optimizer, outline) in enumerate(zip(strategy.optimizers, outlines, strict=True)):
         groups = groups_of(strategy.lightning_module, optimizer)
-        require(outline, groups)
+        missing = without_moments(outline, groups)
         strategy.optimizer_state(optimizer)  # makes torch create the moments, which it does in the first step otherwise
         for names, group in zip(groups, optimizer.param_groups, strict=True):
             group.update(merge(outline, names, group))
             for name, parameter in zip(names, group["params"], strict=True):
+                if name in missing:
+                    optimizer.state.pop(parameter, None)
+                    continue
                 targets = optimizer.state[parameter]
                 for key, value in outline["state"][name].items():
                     if value is not None:
@@ -136,5 +157,5 @@ def _fill_zero(strategy: Any, whole: dict[str, Tensor], outlines: list[State], s
     for outline in outlines:
         target.make_state(outline)
         for name in target.parameters:
-            for key in (key for key, value in outline["state"][name].items() if value is None):
+            for key in (key for key, value in outline["state"].get(name, {}).items() if value is None):
                 target.set(name, key, states[0]["state"][name][key] if states else None)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..parallel import weights
 from ..parallel.layout import whole_shape
-from .optimizer import State, merge, require
+from .optimizer import State, merge, without_moments
 
 # What DeepSpeed, or its checkpoints' readers, put beside Lightning's own entries.
 DEEPSPEEDS_OWN = {
@@ -225,13 +225,14 @@ class Target:
         """Room for every moment, which torch makes in the first step otherwise, and the settings of the groups.
 
         Raises:
-            InputError: a parameter has no state in the checkpoint.
+            InputError: a parameter was not the checkpoint's optimizer's.
         """
-        require(outline, [list(self.parameters)])
-        optimizer = self.zero.optimizer
+        without_moments(outline, [list(self.parameters)])
+        optimizer, states = self.zero.optimizer, outline["state"]
         for group, names, flat in self._flat_groups():
             group.update(merge(outline, names, group))
-            values = outline["state"][names[0]]
+            # DeepSpeed has one tensor, and one count of steps, for all of a group's parameters.
+            values = next((states[name] for name in names if name in states), next(iter(states.values()), {}))
             is_torchs = type(optimizer).__module__.startswith("torch.")
             steps = {
                 key: value.clone().to(flat.device) if is_torchs else int(value)

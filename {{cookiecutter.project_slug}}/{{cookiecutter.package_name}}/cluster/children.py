@@ -6,13 +6,18 @@ Lightning looks every 5 s, and then kills all of them, itself too: no message, a
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.fabric.strategies.launchers import subprocess_script as launcher
+from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
 
 from ..errors import Exit
+from .signals import end_with_parent
 
 GRACE_S = 5.0  # for the processes to end by themselves: they do, when they decided together
 
@@ -33,4 +38,14 @@ class Observer(launcher._ChildProcessObserver):
         os._exit(Exit.of_all(code for code in codes if code))
 
 
+def start(*args: Any, **options: Any) -> subprocess.Popen:
+    """Starts a rank that the kernel kills when this process ends, until it asks for SIGTERM instead (signals.listen).
+
+    A rank that is stuck in the interpreter's start or in an import would otherwise stay, whatever ended this one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # the signal comes with the end of this thread
+    return subprocess.Popen(*args, **options, preexec_fn=end_with_parent if is_main else None)
+
+
 launcher._ChildProcessObserver = Observer  # ty: ignore[invalid-assignment]
+vars(trainers_launcher)["subprocess"] = SimpleNamespace(Popen=start)

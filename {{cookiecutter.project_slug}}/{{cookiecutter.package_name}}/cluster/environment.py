@@ -12,21 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..redaction import recorded_variables, redacted_command
 from .signals import job_started
 
 DRIVER = Path("/proc/driver/nvidia/version")
 CGROUPS = Path("/sys/fs/cgroup")
-# Of the libraries that training stands on. torchrun's own (TORCHELASTIC_*) differ by rank and restart.
-VARIABLES = re.compile(r"(NCCL_|TORCH_|PYTORCH_|CUDA_|DS_|PYTHON)\w+|(OMP|MKL)_NUM_THREADS")
-# A scheduler may show each process its own devices; the threads, if nobody sets them, follow from a process's cores.
-NOT_COMPARED = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
 
 
 def environment() -> dict[str, Any]:
     """All of it, for a run's environment.json; host and time too."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
+        "command": redacted_command([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "host": platform.node(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
@@ -50,7 +47,7 @@ def comparable() -> dict[str, Any]:
         "driver": driver(),
         "gpus": gpus,
         **_git_state(),
-        "variables": variables(),
+        "variables": recorded_variables(os.environ),
         "packages": packages(),
     }
 
@@ -76,14 +73,6 @@ def packages() -> dict[str, str]:
 def normalized(package: str) -> str:
     """The one spelling of a package's name, by PEP 503."""
     return re.sub(r"[-_.]+", "-", package).lower()
-
-
-def variables() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if VARIABLES.fullmatch(name) and name not in NOT_COMPARED
-    }
 
 
 def driver() -> str | None:

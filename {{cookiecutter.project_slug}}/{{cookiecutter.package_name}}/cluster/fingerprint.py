@@ -8,9 +8,10 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from ..errors import Ended, Exit
+from ..errors import Ended, Exit, InputError
 from .environment import comparable, digest
 from .meeting import Meeting, before_first_collective
+from .run_lock import RUN_LOCK
 from .verdict import spans
 from .watch import START_TIMEOUT_S
 
@@ -28,6 +29,7 @@ class SameEnvironment(Callback):
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (nothing changes it)
         self.ignore = ignore
+        self.refusal: str | None = None  # why rank 0 may not start, for all ranks
 
     def begin(self, trainer: Any, run: Path, config: dict[str, Any], timeout_s: float) -> None:
         """Compare when all ranks have been started, and wait `timeout_s` for them; 0: as long as by default.
@@ -41,6 +43,17 @@ class SameEnvironment(Callback):
         act = partial(self._act, trainer, run, config)
         before_first_collective(trainer, timeout_s or START_TIMEOUT_S, act)
 
+    def lock(self, trainer: Any, run: Path, started_by_a_launcher: bool) -> None:
+        """Take the run's folder, on rank 0; where other ranks have been started, they are told when all compare.
+
+        Raises:
+            InputError: another launch has it.
+        """
+        if trainer.is_global_zero and not trainer.fast_dev_run and (refusal := RUN_LOCK.take(run)):
+            if not started_by_a_launcher or trainer.world_size == 1:
+                raise InputError(refusal)
+            self.refusal = refusal
+
     def _act(self, trainer: Any, run: Path, config: dict[str, Any], meeting: Meeting) -> None:
         self.compare(meeting, own_facts(run, config, trainer.datamodule))
 
@@ -52,11 +65,14 @@ class SameEnvironment(Callback):
             own: What this rank has: group -> value, or -> name -> value.
 
         Raises:
+            InputError: on every rank, when rank 0 is refused.
             Ended: on every rank, when they differ.
         """
         own = {group: self._without_ignored(group, value) for group, value in own.items() if group not in self.ignore}
         meeting.put("digests", {group: digest(value) for group, value in own.items()})
-        if meeting.rank == 0:
+        if meeting.rank == 0 and self.refusal:
+            meeting.announce("differ", differ := self.refusal)
+        elif meeting.rank == 0:
             all_digests = meeting.get("digests")
             groups = sorted({group for digests in all_digests for group in digests})
             differ = [g for g in groups if len({digests.get(g) for digests in all_digests}) > 1]
@@ -65,6 +81,11 @@ class SameEnvironment(Callback):
             differ = meeting.hear("differ")
         if not differ:
             return
+        if isinstance(differ, str):
+            meeting.put("heard", True)
+            if meeting.rank == 0:
+                meeting.get("heard")  # the store may end with this process
+            raise InputError(differ)
         meeting.put("values", {group: own.get(group) for group in differ})
         if meeting.rank:
             raise Ended(Exit.MISMATCH, f"rank {meeting.rank} runs something else than other ranks; rank 0 tells what")

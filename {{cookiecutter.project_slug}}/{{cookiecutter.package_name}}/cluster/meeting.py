@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import Ended, Exit
+from ..errors import Ended, Exit, local_rank
 from .verdict import spans
 from .watch import WATCH
 
@@ -76,7 +78,7 @@ class Meeting:
             self.store.wait(["meeting/ends"], timedelta(seconds=self.timeout_s + 5))
             sentence = self.store.get("meeting/ends").decode()
         except RuntimeError:  # torch's DistStoreError and DistNetworkError
-            sentence = _missing([0], self.world_size, self.timeout_s)
+            raise _without_rank_zero(self.rank, self.world_size, self.timeout_s) from None
         if sentence:
             raise Ended(Exit.HUNG, sentence)
         return json.loads(self.store.get("meeting/" + key))
@@ -118,6 +120,8 @@ def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     environment = strategy.cluster_environment
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = environment.main_address, environment.main_port
+    if (rank or agents) and not _listens(address, port, timeout_s):
+        raise _without_rank_zero(rank, world_size, timeout_s, f" (at {address}:{port})")
     try:
         store = dist.TCPStore(
             address,
@@ -131,10 +135,28 @@ def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     except dist.DistNetworkError as error:
         if rank == 0:
             raise
-        sentence = f"{_missing([0], world_size, timeout_s)} (at {address}:{port})"
-        raise Ended(Exit.HUNG, sentence) from error
+        raise _without_rank_zero(rank, world_size, timeout_s, f" (at {address}:{port})") from error
     # The agent's store outlives a restart, and what was said before it.
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store) if agents else store
+
+
+def _listens(address: str, port: int, timeout_s: float) -> bool:
+    """Whether anything listens there within the limit.
+
+    torch's client would wait too, but gives up late, below pages of C++ frames.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (rest := deadline - time.monotonic()) > 0:
+        with suppress(OSError):  # refused, or the name is not known yet
+            socket.create_connection((address, port), timeout=rest).close()
+            return True
+        time.sleep(min(0.2, rest))
+    return False
+
+
+def _without_rank_zero(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:
+    """The end of a rank that waits for rank 0; on rank 0's own node another one must say so."""
+    return Ended(Exit.HUNG, f"{_missing([0], world_size, timeout_s)}{at}", local_rank=int(rank == local_rank() > 0))
 
 
 def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:

@@ -22,6 +22,7 @@ from .messages import MESSAGES
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 STARTED = "DIST_JOB_STARTED"  # Unix time, in seconds, at which the first process of this job started; set by launchers
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LIBC = ctypes.CDLL(None)  # loaded here: not between fork and exec
 
 
 class _Asked:
@@ -49,9 +50,15 @@ def listen() -> None:
     for number in STOP:
         signal.signal(number, _nothing)
     os.register_at_fork(after_in_child=_forget)
-    if sys.platform == "linux" and "LOCAL_RANK" in os.environ:  # started by a launcher
+    if "LOCAL_RANK" in os.environ:  # started by a launcher
         # Should it be killed, a relaunch must not find us at work in the same folder: we save and leave.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to send this process a signal when the thread that started it exits. Linux only."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 def ignore() -> None:
@@ -61,11 +68,20 @@ def ignore() -> None:
 
 
 def spare(_: int) -> None:
-    """A DataLoader's worker_init_fn: who signals a rank's whole process group must not take the last batches away.
+    """A DataLoader's worker_init_fn: a signal to a rank's process group does not reach its workers, its end does.
 
-    To ignore SIGTERM here would not do: it is how the DataLoader ends its workers.
+    To ignore SIGTERM here would not do: it is how the DataLoader ends its workers. torch's workers notice the end of
+    their rank between two requests only: one that never answers would run on.
     """
     os.setpgid(0, 0)
+    # The main thread lives as long as its process. Another thread, which may have forked this one, does not.
+    if threading.main_thread().name == "MainThread":
+        import multiprocessing
+
+        end_with_parent()
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():  # ended before the kernel was asked
+            os._exit(Exit.FAILED)
 
 
 def _answer(read: int) -> None:

@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import signal
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from ..errors import DECIDED, Exit
+from ..history.run import LAUNCH
 from . import signals
 
 if __name__ == "__main__":
@@ -34,12 +37,15 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api as launcher
 from torch.distributed.run import parse_args, run
 
 PEERS_S = 3.0  # for the others to say what they saw, once one has failed; none of them can save any more
 LOST_S = 20.0  # without an answer from the rendezvous, asked every second, it is lost
+# After a restart the other nodes must join within so long: their ranks end first, in SHUTDOWN_TIMEOUT seconds at most.
+REJOIN_S = float(os.environ.get("REJOIN_TIMEOUT", "90"))
 
 
 class Agent(LocalElasticAgent):
@@ -50,6 +56,8 @@ class Agent(LocalElasticAgent):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._lost_at = float("inf")
+        self._lost = ""  # what has not come at that time
+        self._has_joined = False
         Agent.latest = self
         threading.Thread(target=self._watch_rendezvous, daemon=True).start()
 
@@ -77,8 +85,18 @@ class Agent(LocalElasticAgent):
             self._report(worker_group, first)
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY:
-            self._lost_at = time.monotonic() + LOST_S  # the next thing that torchrun does is to ask for new nodes
+            self._expect("the rendezvous does not answer", LOST_S)  # torchrun asks it for new nodes next
         return result
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Bounded after a restart: torchrun would wait 10 minutes for a node that a cut link has taken away."""
+        if self._has_joined:
+            self._expect(f"not all nodes came back within {REJOIN_S:g} s (REJOIN_TIMEOUT)", REJOIN_S)
+        super()._rendezvous(worker_group)
+        self._lost_at, self._has_joined = float("inf"), True
+
+    def _expect(self, sentence: str, within_s: float) -> None:
+        self._lost, self._lost_at = sentence, time.monotonic() + within_s
 
     def _let_the_others_end(self) -> None:
         workers, begun, told = self._workers(), time.monotonic(), False
@@ -109,7 +127,7 @@ class Agent(LocalElasticAgent):
         """A cut link ends no connection: the agent would wait in the store for ever."""
         while time.monotonic() < self._lost_at:
             time.sleep(1)
-        self._say("the rendezvous does not answer; relaunch the same command to go on")
+        self._say(f"{self._lost}; relaunch the same command on every node to resume")
         self._shutdown()
         os._exit(Exit.REQUEUE)
 
@@ -125,6 +143,12 @@ def _stop_once(number: int, frame: Any) -> None:
     raise SignalException(f"got {number}", signal.Signals(number))
 
 
+def _launch(arguments: Any) -> str:
+    """The same on all nodes: two launches with one rendezvous are one. On one node the port may be any free one."""
+    several = str(arguments.nnodes) != "1"
+    return f"{arguments.rdzv_endpoint} {arguments.rdzv_id}" if several else f"{platform.node()} {os.getpid()}"
+
+
 def _codes() -> list[int]:
     return Agent.latest.codes if Agent.latest else []
 
@@ -137,8 +161,12 @@ def main(argv: list[str]) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     vars(launcher)["LocalElasticAgent"] = Agent
     vars(processes)["_terminate_process_handler"] = _stop_once
+    # If this launcher is killed, a rank that is stuck in an import is too; one that has begun saves (signals.listen).
+    vars(subprocess_handler)["Popen"] = partial(subprocess_handler.Popen, preexec_fn=signals.end_with_parent)
     try:
-        run(parse_args(argv))
+        arguments = parse_args(argv)
+        os.environ[LAUNCH] = _launch(arguments)
+        run(arguments)
         return Exit.DONE
     except ChildFailedError:
         return Exit.of_all(_codes())

@@ -64,6 +64,11 @@ class Watch:
         """This process works on what the others have no part in: nobody is compared by it."""
         self._last = time.monotonic()
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._last
+
     def say(self, text: str) -> None:
         """Print a line about such work."""
         self.alive()
@@ -118,7 +123,7 @@ class Watch:
         while True:
             time.sleep(POLL_S)
             self._back_up()
-            limit_s, idle_s = self.limit_s, time.monotonic() - self._last
+            limit_s, idle_s = self.limit_s, self.idle_s
             if limit_s and (idle_s >= limit_s or (idle_s >= limit_s / 2 and self._is_called())):
                 try:
                     self._tell(limit_s)
@@ -150,7 +155,7 @@ class Watch:
         self.ends = True
         MESSAGES.flush()
         faulthandler.cancel_dump_traceback_later()
-        own = self._word()
+        own = self.word()
         head = f"\nno progress for {limit_s:g} s; rank {self.rank}: {own['place']}, {own['line']}; its stacks:\n"
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
@@ -170,7 +175,7 @@ class Watch:
             with contextlib.suppress(OSError):  # it is over
                 signal.pidfd_send_signal(self._peers[rank], signal.SIGKILL)
 
-    def _word(self) -> dict[str, Any]:
+    def word(self) -> dict[str, Any]:
         """Where this rank is, for the others to read."""
         phase, line, waits = stands(sys._current_frames().get(threading.main_thread().ident or 0))
         try:

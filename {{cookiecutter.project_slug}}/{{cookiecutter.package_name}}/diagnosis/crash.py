@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from ..errors import Exit, InputError, first_line
+from ..errors import Exit, InputError, first_line, is_disk_full
 from ..history.run import History, read_run
 from .engine import diagnose
 from .finding import as_text
@@ -23,6 +23,7 @@ from .finding import as_text
 NOTED = "noted_in"  # an exception's attribute: the record that callbacks/crash.py has written of it
 NUM_LINES = 4  # of the user's own
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+FULL = "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
 ENTRY = ("__main__.py", "cli.py")  # every training comes through these
 PACKAGE = Path(__file__).parents[1]
 EDITED = ("data.py", "module.py", "tests")  # of the package, what is the user's own
@@ -74,7 +75,9 @@ def tell(error: BaseException) -> Exit:
     Where there is nothing to read, or reading fails, the plain traceback is printed: no error is lost.
     """
     if (path := noted(error)) is None:
-        if os.environ.get("TRACEBACK", "0") == "0" and (text := _before_training(error)):
+        if os.environ.get("TRACEBACK", "0") == "0" and is_disk_full(error):
+            print(FULL.format(first_line(error)), file=sys.stderr, flush=True)
+        elif os.environ.get("TRACEBACK", "0") == "0" and (text := _before_training(error)):
             print(text, file=sys.stderr, flush=True)
         else:
             traceback.print_exception(error)

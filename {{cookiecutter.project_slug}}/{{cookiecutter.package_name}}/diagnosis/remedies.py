@@ -187,7 +187,7 @@ def _half_precision(memory: Held, has_bf16: bool) -> Iterator[Cause]:
         saved = memory.saves(precision="bf16-mixed")
         yield _cause(
             memory,
-            "Matrix products in bfloat16: faster on a GPU; docs/strategies/numerics says what changes.",
+            "Matrix products in bfloat16: faster on a GPU; docs/strategies/numerics.md says what changes.",
             "trainer.precision",
             memory.training.precision,
             "bf16-mixed",

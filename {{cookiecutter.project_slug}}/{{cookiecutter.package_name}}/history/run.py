@@ -17,7 +17,9 @@ INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS = "defaults.yaml"
 
 RUN_ID = "DIST_RUN_ID"  # in the environment: names the folder; set by launch/*, or by the first process for the others
-OF_A_RUN = ("config.yaml", FILE)  # of which a run's folder has one at least
+LAUNCH = "DIST_LAUNCH"  # likewise: which launch this is, the same on all nodes; set by cluster/torchrun.py
+CONFIG = "config.yaml"
+OF_A_RUN = (CONFIG, FILE)  # of which a run's folder has one at least
 
 
 @dataclass
@@ -114,3 +116,14 @@ def _at(tree: Any, path: str, default: Any) -> Any:
             return default
         tree = tree[part]
     return tree
+
+
+def without_folder(folder: str, value: Any) -> Any:
+    """Returns a configuration in which the run's folder is written "{run}", so that another run can use it."""
+    if isinstance(value, str):
+        return value.replace(folder, "{run}")
+    if isinstance(value, list):
+        return [without_folder(folder, each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_folder(folder, each) for key, each in value.items()}
+    return value

@@ -38,7 +38,11 @@ LAYOUT = {
     "rank": {"slowest rank's seconds": ["rank/slowest_step_s"], "slowest over median": ["rank/slowest_over_median"]},
     "moe": {
         "load of the fullest expert over the mean": ["moe/expert_load_max_over_mean"],
+        "the same, layer by layer": ["moe/layer_.*/load_max_over_mean"],
+        "load of the least used expert over the mean": ["moe/layer_.*/load_min_over_mean"],
+        "entropy of the load over ln(experts)": ["moe/layer_.*/load_entropy"],
         "unused experts": ["moe/unused_experts"],
+        "loss terms of the routers": ["moe/(aux|sequence|z)_loss"],
     },
     "health": {
         "findings": ["health/(errors|warnings)"],
@@ -51,7 +55,9 @@ COMPARED = ("train/loss", "eval/loss", "perf/tokens_per_s")  # beside the hyperp
 
 
 class TensorBoard(Resumable, TensorBoardLogger):
-    """An event file for each attempt of a run, in one folder; TensorBoard shows them as one curve.
+    """Writes an event file for each attempt into the run's folder; TensorBoard shows them as one curve.
+
+    TensorBoard names a run by its folder: <run.name>/<id> with `--logdir runs`.
 
     Args:
         save_dir: The run's folder.
@@ -59,7 +65,7 @@ class TensorBoard(Resumable, TensorBoardLogger):
     """
 
     def __init__(self, save_dir: str = "{run}", flush_secs: int = 10) -> None:
-        super().__init__(save_dir, name="tensorboard", version="", default_hp_metric=False, flush_secs=flush_secs)
+        super().__init__(save_dir, name="", version="", default_hp_metric=False, flush_secs=flush_secs)
         self._kept: list[tuple[float, int | None, dict[str, float]]] = []  # time, step, metrics
         self._handed_over = 0.0
 
@@ -99,7 +105,7 @@ class TensorBoard(Resumable, TensorBoardLogger):
     @rank_zero_only
     def save(self) -> None:
         self._hand_over()
-        super().save()
+        super(TensorBoardLogger, self).save()  # Lightning's own writes hparams.yaml too; config.yaml has all of it
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -60,6 +60,10 @@ def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
         raise InputError(
             f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an nn.ModuleList"
         )
+    if config.compile and config.checkpointing != "none":
+        # A hook inside a checkpointed block may keep a tensor (balance.py keeps router logits). Without this, torch
+        # 2.13 does not compile the block: eager checkpointing would run the hook again in backward.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
     for number, block in enumerate(blocks):
         if config.checkpointing != "none" and number % config.checkpoint_every == 0:
             block.forward = _checkpointed(block, block.forward, config.checkpointing == "selective")

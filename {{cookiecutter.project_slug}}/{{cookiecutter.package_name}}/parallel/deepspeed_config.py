@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import InputError, reason
 from ..optim import OptimConfig
 
-AUTO = "auto"
+AUTO, ACCUMULATION = "auto", "data.global_batch_size / (data.micro_batch_size x processes)"
 KEY = "trainer.strategy.init_args.config"
 
 # What DeepSpeed 0.19 reads; it passes over any other key without a word.
@@ -34,7 +34,7 @@ KNOWN_KEYS = frozenset(
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
 )
 HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
-SCHEDULE = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}  # DeepSpeed's name: ours
+SCHEDULE = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # ours: DeepSpeed's name
 MAY_STAY_AUTO = {"data_types.keep_in_fp32_modules"}  # DeepSpeed's own "auto"
 
 
@@ -93,7 +93,7 @@ def hidden_size(module: Any) -> int:
         return config.get_text_config().hidden_size
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise InputError(
-            f"{KEY} has a bucket size or threshold that is auto, which follows from the model's hidden_size, and "
+            f"a bucket size or threshold is auto, which follows from the model's hidden_size, and "
             f"{type(module).__name__} has none ({reason(error)}): write a number"
         ) from error
 
@@ -113,17 +113,26 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{KEY}: {str(config)!r} is not JSON: {reason(error)}") from error
     if not isinstance(config, Mapping):
         raise InputError(f"{KEY} holds {json.dumps(config)[:40]}; DeepSpeed wants an object, {{…}}")
-    for key in config:
-        if key not in KNOWN_KEYS:
-            near = difflib.get_close_matches(key, KNOWN_KEYS, n=2)
-            hint = f"; near it are {', '.join(near)}" if near else ""
-            raise InputError(f"{KEY}: DeepSpeed knows no key {key!r}{hint}")
+    refuse([_unknown(key) for key in config if key not in KNOWN_KEYS])
     config = copy.deepcopy(dict(config))
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if config.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
         raise InputError(f"{KEY} sets no zero_optimization.stage of 1, 2 or 3; for none of them use strategy: ddp")
     return config
+
+
+def refuse(conflicts: list[str]) -> None:
+    """Raise one InputError that lists all `conflicts` of the DeepSpeed file; return if there are none."""
+    if len(conflicts) == 1:
+        raise InputError(f"{KEY}: {conflicts[0]}")
+    if conflicts:
+        raise InputError(f"{KEY} has {len(conflicts)} conflicts:" + "".join(f"\n  {each}" for each in conflicts))
+
+
+def _unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, KNOWN_KEYS, n=2)
+    return f"DeepSpeed knows no key {key!r}" + (f"; near it are {', '.join(near)}" if near else "")
 
 
 def tidy(config: dict[str, Any]) -> dict[str, Any]:
@@ -150,69 +159,84 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """`config` as DeepSpeed gets it: complete, without "auto", agreeing with `settings`.
 
     Raises:
-        InputError: a value conflicts with `settings`, has no meaning as "auto", or is none of DeepSpeed's.
+        InputError: values conflict with `settings`, have no meaning as "auto", or are none of DeepSpeed's; all of them.
     """
-    config = copy.deepcopy(dict(config))
-    batch = "data.global_batch_size / (data.micro_batch_size x processes)"
-    _agree(config, "train_batch_size", settings.global_batch_size, "data.global_batch_size")
-    _agree(config, "train_micro_batch_size_per_gpu", settings.micro_batch_size, "data.micro_batch_size")
-    _agree(config, "gradient_accumulation_steps", settings.accumulation, batch)
-    _agree(config, "gradient_clipping", float(settings.gradient_clip_val), "trainer.gradient_clip_val")
-    _agree_on_precision(config, settings.precision)
-    _drop_optimizer(config, settings)
-    _fill_sizes(config["zero_optimization"], settings)
+    config, conflicts = copy.deepcopy(dict(config)), []
+    for key, value, place in (
+        ("train_batch_size", settings.global_batch_size, "data.global_batch_size"),
+        ("train_micro_batch_size_per_gpu", settings.micro_batch_size, "data.micro_batch_size"),
+        ("gradient_accumulation_steps", settings.accumulation, ACCUMULATION),
+        ("gradient_clipping", float(settings.gradient_clip_val), "trainer.gradient_clip_val"),
+    ):
+        conflicts += _agree(config, key, value, place)
+    conflicts += _agree_on_precision(config, settings.precision)
+    conflicts += _drop_optimizer(config, settings)
     config.setdefault("zero_allow_untested_optimizer", True)  # module.py may build any
     config.setdefault("zero_force_ds_cpu_optimizer", False)  # zero.py says why
-    for key in _autos(config):
-        raise InputError(f"{KEY}: {key} is auto, which nothing here gives a value; write one")
-    _check_zero(config["zero_optimization"])
+    try:
+        _fill_sizes(config["zero_optimization"], settings)
+    except InputError as error:
+        conflicts.append(str(error))
+    else:
+        autos = [key for key, value in _leaves(config) if value == AUTO and key not in MAY_STAY_AUTO]
+        conflicts += [f"{key} is auto, which nothing here gives a value; write one" for key in autos]
+        conflicts += _invalid_in_zero(config["zero_optimization"])
+    refuse(conflicts)
     return config
 
 
-def _agree(config: dict[str, Any], key: str, value: Any, place: str) -> None:
-    """Set the dotted `key` to `value`, which `place` says, unless the file says something else."""
+def _agree(config: dict[str, Any], key: str, value: Any, place: str) -> list[str]:
+    """Set the dotted `key` to `value`, which is set in `place`; returns the conflict if the file has another value."""
     *sections, name = key.split(".")
     for section in sections:
         config = config.setdefault(section, {})
-    _compare(key, config.get(name, AUTO), value, place)
-    config[name] = value
+    given, config[name] = config.get(name, AUTO), value
+    return _compare(key, given, value, place)
 
 
-def _compare(key: str, given: Any, value: Any, place: str) -> None:
-    if given not in (AUTO, value):
-        raise InputError(
-            f"the DeepSpeed file says {key} {json.dumps(given)}, {place} is {json.dumps(value)}: "
-            f'make them equal, or write "auto" in the file ({KEY})'
-        )
+def _compare(key: str, given: Any, value: Any, place: str) -> list[str]:
+    if given in (AUTO, value):
+        return []
+    return [
+        f"the DeepSpeed file says {key} {json.dumps(given)}, {place} is {json.dumps(value)}: make them equal, or write"
+        ' "auto" in the file'
+    ]
 
 
-def _agree_on_precision(config: dict[str, Any], precision: str) -> None:
-    """One of bf16, fp16 and torch_autocast for a half precision, none for 32-true."""
-    half = HALF_SECTION.get(precision)
+def _agree_on_precision(config: dict[str, Any], precision: str) -> list[str]:
+    """One of bf16, fp16 and torch_autocast for a half precision, none for 32-true; returns the conflicts."""
+    half, conflicts = HALF_SECTION.get(precision), []
     autocast = config.get("torch_autocast", {})
     if autocast.get("enabled"):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(half or "", "float32")
-        _agree(config, "torch_autocast.dtype", dtype, f"that of trainer.precision {precision}")
+        conflicts += _agree(config, "torch_autocast.dtype", dtype, f"that of trainer.precision {precision}")
     for section in ("bf16", "fp16"):
         enabled = section == half and not autocast.get("enabled")
         if enabled or section in config:
             place = f"with trainer.precision {precision}" + (" and torch_autocast" if autocast.get("enabled") else "")
-            _agree(config, f"{section}.enabled", enabled, f"what fits {place}")
+            conflicts += _agree(config, f"{section}.enabled", enabled, f"what fits {place}")
+    return conflicts
 
 
-def _drop_optimizer(config: dict[str, Any], settings: Settings) -> None:
-    """Remove `optimizer` and `scheduler`, which optim.py builds; what they say must be what it does.
+def _drop_optimizer(config: dict[str, Any], settings: Settings) -> list[str]:
+    """Remove `optimizer` and `scheduler`, which optim.py builds; returns where they say otherwise than it does.
 
     A DeepSpeed optimizer would decay norms and biases too, and a DeepSpeed scheduler is none of Lightning's.
     """
     given = dict(_leaves({name: config.pop(name) for name in ("optimizer", "scheduler") if config.get(name)}))
     says = _optimization(settings) if settings.optim else {}
+    conflicts = []
     for key, value in given.items():
-        if key not in says:
-            raise InputError(
-                f"{KEY}: {key} has no counterpart here; remove it, optimizer and schedule are set in model.optim"
+        if key in says:
+            conflicts += _compare(key, value, *says[key])
+        elif key == "scheduler.type" and settings.optim:
+            conflicts.append(
+                f"DeepSpeed has no scheduler for model.optim.schedule {settings.optim.schedule}, and the file names"
+                f" {value}: remove scheduler from the file"
             )
-        _compare(key, value, *says[key])
+        else:
+            conflicts.append(f"{key} has no counterpart here; remove it, optimizer and schedule are set in model.optim")
+    return conflicts
 
 
 def _optimization(settings: Settings) -> dict[str, tuple[Any, str]]:
@@ -220,7 +244,7 @@ def _optimization(settings: Settings) -> dict[str, tuple[Any, str]]:
     optim, steps = settings.optim, settings.num_steps
     assert optim is not None
     warmup = optim.warmup if optim.warmup >= 1 else optim.warmup * steps if steps else None
-    schedule = {ours: name for name, ours in SCHEDULE.items()}.get(optim.schedule, optim.schedule)
+    schedule = (SCHEDULE.get(optim.schedule), f"DeepSpeed's name for model.optim.schedule {optim.schedule}")
     return {
         "optimizer.type": ("AdamW", "the optimizer of optim.py"),
         "optimizer.params.lr": (optim.learning_rate, "model.optim.learning_rate"),
@@ -229,7 +253,7 @@ def _optimization(settings: Settings) -> dict[str, tuple[Any, str]]:
         "optimizer.params.weight_decay": (optim.weight_decay, "model.optim.weight_decay"),
         "optimizer.params.torch_adam": (True, "whether optim.py takes torch's"),
         "optimizer.params.adam_w_mode": (True, "decoupled decay in optim.py"),
-        "scheduler.type": (schedule, f"DeepSpeed's name for model.optim.schedule {optim.schedule}"),
+        **({"scheduler.type": schedule} if schedule[0] else {}),
         "scheduler.params.warmup_min_lr": (0, "the start of the warm-up"),
         "scheduler.params.warmup_max_lr": (optim.learning_rate, "model.optim.learning_rate"),
         "scheduler.params.warmup_num_steps": (warmup and int(warmup), "model.optim.warmup, in steps,"),
@@ -263,18 +287,14 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + key, value
 
 
-def _autos(config: Mapping[str, Any]) -> list[str]:
-    return [key for key, value in _leaves(config) if value == AUTO and key not in MAY_STAY_AUTO]
-
-
-def _check_zero(zero: Mapping[str, Any]) -> None:
-    """Let DeepSpeed's own model refuse what it does not know, before any process starts."""
+def _invalid_in_zero(zero: Mapping[str, Any]) -> Iterator[str]:
+    """Have DeepSpeed's own model check the section before any process starts; yields each thing that it refuses."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
     try:
         DeepSpeedZeroConfig(**zero)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in ("zero_optimization", *first["loc"]))
-        raise InputError(f"{KEY}: {place}: {first['msg']}, given {first['input']!r}") from error
+        for each in error.errors():
+            place = ".".join(str(part) for part in ("zero_optimization", *each["loc"]))
+            yield f"{place}: {each['msg']}, given {each['input']!r}"

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..errors import InputError
+
 
 def layout(tensor: Tensor) -> Hashable:
     """What must be equal for two tensors to go into one call: the mesh and the placements; None for a plain tensor."""
@@ -23,6 +25,19 @@ def layout(tensor: Tensor) -> Hashable:
 def whole_shape(tensor: Tensor) -> torch.Size:
     """Of all ranks' parts together: under ZeRO-3 a parameter itself is empty, and its shape stands in `ds_shape`."""
     return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def refuse_scalars(model: nn.Module, what: str) -> None:
+    """Refuse parameters of no dimension, which `what` cannot shard.
+
+    Raises:
+        InputError: there is one.
+    """
+    if name := next((name for name, p in model.named_parameters() if not whole_shape(p)), None):
+        raise InputError(
+            f"{name} of {type(model).__name__} is a scalar parameter, which {what} cannot shard: give it one dimension,"
+            " nn.Parameter(torch.ones(1)), or set trainer.strategy to ddp"
+        )
 
 
 def by_layout(items: Iterable[Any], tensor: Callable[[Any], Tensor] = lambda item: item) -> list[list[Any]]:

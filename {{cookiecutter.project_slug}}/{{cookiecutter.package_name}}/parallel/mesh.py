@@ -36,6 +36,7 @@ from ..checkpoint.resume import load_foreign
 from ..errors import InputError, reason
 from . import sharded, weights
 from .blocks import find_blocks
+from .layout import refuse_scalars
 
 Size = int | Literal["auto"]
 
@@ -155,6 +156,7 @@ class MeshStrategy(ModelParallelStrategy):
         """
         if self.world_size == 1 and not self.cpu_offload:
             return model
+        refuse_scalars(model, "FSDP2")
         whole = weights.take(model)
         try:
             has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
-from ..checkpoint.formats import META, DataReader, as_data
+from ..checkpoint.formats import META, DataReader, as_data, refuse_other_shapes, refusing_unreadable, saved_shapes
+from ..checkpoint.optimizer import groups_of, without_moments
 from . import weights
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter groups differ from mesh to mesh
@@ -55,17 +56,47 @@ def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any 
 
 def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None) -> dict[str, Any]:
     """Read `path` into `module` and `optimizers`, whatever mesh wrote it; returns the rest of it. Collective."""
-    optimizers = list(optimizers)
+    optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     state |= {f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)}
+    with as_data(), refusing_unreadable(path):
+        reader = DataReader(path)
+        saved = saved_shapes(reader)
+        refuse_other_shapes(path, saved, {name: tuple(tensor.shape) for name, tensor in state["state_dict"].items()})
+        entries = set(reader.read_metadata().state_dict_metadata)
+    for index, optimizer in enumerate(optimizers):
+        _drop_missing_moments(module, optimizer, state[f"optimizer_{index}"], f"optimizer_{index}.", entries)
     loaded = _contiguous(state)
-    with as_data():
-        dcp.load(loaded, storage_reader=DataReader(path))
+    with as_data(), refusing_unreadable(path):
+        dcp.load(loaded, storage_reader=reader)
+    with refusing_unreadable(path):
+        rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
     state = tree_map(_as_placed, loaded, state)
     set_model_state_dict(module, state["state_dict"])
     for index, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=FLAT)
-    return torch.load(path / META, weights_only=weights_only, map_location="cpu")
+    return rest
+
+
+def _drop_missing_moments(
+    module: nn.Module, optimizer: Any, state: dict[str, Any], prefix: str, entries: set[str]
+) -> None:
+    """Remove the state of parameters that had no gradient before the checkpoint, from `state` and from `optimizer`.
+
+    Raises:
+        InputError: a parameter was not the checkpoint's optimizer's.
+    """
+    saved: dict[str, set[str]] = {"state": set(), "param_groups": set()}
+    for entry in state:
+        if prefix + entry in entries:
+            part, _, rest = entry.partition(".")
+            saved[part].add(rest.rpartition(".")[0])
+    named = {"state": dict.fromkeys(saved["state"]), "param_groups": [{"params": saved["param_groups"]}]}
+    missing = without_moments(named, groups_of(module, optimizer))
+    parameters = dict(module.named_parameters())
+    for name in missing:
+        for field in optimizer.state.pop(parameters[name], {}):
+            state.pop(f"state.{name}.{field}", None)
 
 
 def _contiguous(state: Any) -> Any:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from ..checkpoint import zero as zero_format
 from ..checkpoint.commit import agreed
-from ..checkpoint.formats import as_data
+from ..checkpoint.formats import as_data, refusing_unreadable
 from ..checkpoint.resume import is_zeros_own, load_foreign
-from ..errors import InputError
 from . import deepspeed_config as config_file
 from . import weights
 from .build_locks import clear_stale_build_locks
+from .layout import refuse_scalars
 from .zero_step import ZeroPrecision, trace_whole_forwards
 
 for expected in (
@@ -104,13 +104,15 @@ class ZeroStrategy(DeepSpeedStrategy):
             self._check_arguments(given)
 
     def _check_arguments(self, arguments: Mapping[str, int | None]) -> None:
-        """Refuse an argument that the DeepSpeed file contradicts."""
-        for name, given in arguments.items():
-            if given is not None and given != getattr(self, name):
-                raise InputError(
-                    f"trainer.strategy.init_args.{name} is {given}, and config beside it, the DeepSpeed file, says "
-                    f"{getattr(self, name)}: remove one of the two"
-                )
+        """Refuses every argument that the DeepSpeed file contradicts."""
+        config_file.refuse(
+            [
+                f"trainer.strategy.init_args.{name} is {given}, and config beside it, the DeepSpeed file, says "
+                f"{getattr(self, name)}: remove one of the two"
+                for name, given in arguments.items()
+                if given is not None and given != getattr(self, name)
+            ]
+        )
 
     # ---- the configuration -------------------------------------------------------------------------------------------
 
@@ -207,6 +209,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         """
         import deepspeed
 
+        refuse_scalars(model, "DeepSpeed")
         self._init_config_if_needed()
         assert isinstance(self.config, dict)
         swapper = None  # of NVMe, one for all parameters
@@ -252,7 +255,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if fits and is_zeros_own(path, self):
-            with as_data(*zero_format.classes()):
+            with as_data(*zero_format.classes()), refusing_unreadable(path):
                 return super().load_checkpoint(path, weights_only)
         return load_foreign(self, path)
 

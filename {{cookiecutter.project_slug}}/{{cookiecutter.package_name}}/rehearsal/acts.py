@@ -90,10 +90,13 @@ class KeepCheckpoint(Callback):
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
+        self._is_done = False
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step != self.step or trainer.fit_loop._should_accumulate():
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Of the next step: Lightning may have sorted the callbacks so that the checkpoint's comes last."""
+        if trainer.global_step != self.step or self._is_done:
             return
+        self._is_done = True
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             (saver,) = (c for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint))

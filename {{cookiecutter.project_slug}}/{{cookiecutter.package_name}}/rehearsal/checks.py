@@ -1,6 +1,6 @@
 """What a rehearsal proves, check by check, in the order in which it is printed.
 
-Every check compares runs (runs.py) and, where they differ, says where that begins (compare.py).
+Every check compares runs (runs.py) and, where they differ, says where that begins (trace.py).
 """
 
 from __future__ import annotations
@@ -8,31 +8,41 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
-
-import torch
 
 from ..errors import InputError
-from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples, trace, trace_resumed
+from . import exported, source_order
+from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples
+from .probe import sentence
 from .record import RunRecord
-from .report import Result
+from .report import Result, Verdict
 from .runs import RunFailed, Runs
+from .trace import disagreement, lost_at_the_end, trace, trace_resumed
 
 LOSS, GRAD_NORM, LOGITS = 1e-5, 1e-4, 1e-5  # largest relative differences, in fp32
 
 
 class NotEqual(Exception):
-    """A check does not hold."""
+    """A check does not hold.
 
-    def __init__(self, got: str, where: str) -> None:
+    Args:
+        got: What was found.
+        where: At which step, if that is not all.
+        cause: What differs first, and which code to look at; several checks may find the same one.
+    """
+
+    def __init__(self, got: str, cause: str, where: str = "") -> None:
         super().__init__(got)
         self.got = got
         self.where = where
+        self.cause = cause
 
 
 class NotOffered(Exception):
     """The strategy, or the model, does not do this."""
+
+    def __init__(self, why: str, got: str = "not possible here") -> None:
+        super().__init__(why)
+        self.got = got
 
 
 @dataclass(frozen=True)
@@ -40,94 +50,168 @@ class Check:
     """One line of the table.
 
     Args:
-        name: What is looked at.
+        name: What is compared.
         expected: What must hold.
-        look: Says what it got; raises where that is not what was expected.
+        compare: Returns what it got; raises where that is not what was expected.
+        reads_source: Needs `--keep_data`.
     """
 
     name: str
     expected: str
-    look: Callable[[Runs], str]
+    compare: Callable[[Runs], str]
+    reads_source: bool = False
 
     def run(self, runs: Runs) -> Result:
         """The verdict, after the trainings that it needs and that no check before it has asked for."""
         started = time.perf_counter()
-        verdict: Literal["pass", "FAIL", "limit"] = "pass"
-        where = ""
+        if runs.hung:
+            return Result(self.name, self.expected, f"{runs.hung!r} hung, see above", "not run")
+        verdict: Verdict = "pass"
+        where = cause = ""
         try:
-            got = self.look(runs)
+            got = self.compare(runs)
         except NotEqual as difference:
-            got, where, verdict = difference.got, difference.where, "FAIL"
+            got, where, cause, verdict = difference.got, difference.where, difference.cause, "FAIL"
         except NotOffered as limit:
-            got, where, verdict = "not possible here", str(limit), "limit"
+            got, where, verdict = limit.got, str(limit), "limit"
         except RunFailed as failure:
-            got, where, verdict = "a training failed", str(failure), "FAIL"
-        return Result(self.name, self.expected, got, verdict, where, time.perf_counter() - started)
+            if failure.is_known:
+                got, verdict = f"{failure.name!r} failed, see above", "not run"
+            else:
+                got, cause, verdict = "a training failed", str(failure), "FAIL"
+        return Result(self.name, self.expected, got, verdict, where, time.perf_counter() - started, cause)
 
 
 def starting_weights(runs: Runs) -> str:
     for other in (runs.ddp, runs.strategy):
         if name := first_difference(runs.one.start, other.start):
-            raise NotEqual(f"{other.folder.name} differs from one", f"first in {name}")
+            owner = other.owner(name)
+            raise NotEqual(
+                f"{other.folder.name} differs from one", f"the starting weights differ first in {name}; {owner}"
+            )
     return f"{len(runs.one.start)} tensors, bit-identical"
 
 
+def every_gradient(runs: Runs) -> str:
+    missing = runs.one.tensors("missing") or {}
+    used, unused = ([name for name, ran in missing.items() if ran is kind] for kind in (True, False))
+    if used:
+        raise NotEqual(
+            f"{len(used)} parameters get none",
+            f"{used[0]} gets no gradient though the forward of its module runs ({runs.one.owner(used[0])}): what it"
+            " computes is detached, or the loss does not use it; freeze it with requires_grad_(False) if that is meant",
+        )
+    if unused:
+        raise NotOffered(f"modules that are never called hold them, first {unused[0]}", f"{len(unused)} get none")
+    return f"{len(runs.one.tensors('gradients') or {})} parameters"
+
+
+def no_other_document(runs: Runs) -> str:
+    if (key := _probed(runs, "documents")) is None:
+        raise NotOffered("no row of the first batches holds two documents, or they may see each other")
+    if key:
+        raise NotEqual("they do", sentence(key, runs.one.places))
+    return "an earlier document changes nothing"
+
+
+def no_later_token(runs: Runs) -> str:
+    if (key := _probed(runs, "future")) is None:
+        raise NotOffered("forward does not return one row of logits for each token")
+    if key:
+        raise NotEqual("they do", sentence(key, runs.one.places))
+    return "later tokens change nothing"
+
+
+def _probed(runs: Runs, name: str) -> str | None:
+    return (runs.one.tensors("probe") or {}).get(name)
+
+
+def order_of_source(runs: Runs) -> str:
+    if runs.source is None:
+        raise NotOffered("made-up text is read; --keep_data reads yours")
+    try:
+        num, difference = source_order.difference(runs.source)
+    except RuntimeError as error:
+        raise NotOffered(str(error)) from error
+    if difference:
+        raise NotEqual("another order", difference)
+    return f"{num} documents, read twice"
+
+
 def shared_tensors(runs: Runs) -> str:
-    found = replicas(runs.strategy)
-    if found:
-        step, name, rank, other = found
-        when = f"after step {step}" if step else "before the first step"
-        hint = "its gradient is not reduced over these ranks" if step else "it is not what rank 0 built"
-        raise NotEqual("ranks differ", f"{name} on rank {rank} differs from rank {other}'s {when}: {hint}")
+    if found := replicas(runs.strategy):
+        raise NotEqual("ranks differ", disagreement(runs.strategy, found))
     return f"{runs.small.processes} ranks agree after each step"
 
 
 def each_sample_once(runs: Runs) -> str:
     seen: dict[str, tuple[int, int]] = {}
+    order = f"; the order is that of {runs.strategy.places.get('order', 'the loader')}"
     for step, dealt in sorted(runs.strategy.rows().items()):
         for row, rank in dealt:
             if row in seen:
                 first_step, first_rank = seen[row]
                 where = f"step {step} of rank {rank} repeats a sample of step {first_step} of rank {first_rank}"
-                raise NotEqual("a sample came twice", where)
+                raise NotEqual("a sample came twice", where + order)
             seen[row] = (step, rank)
     if where := samples(runs.one, runs.strategy):
-        raise NotEqual("other samples than one process", where)
+        raise NotEqual("other samples than one process", where + order)
     return f"{len(seen)} samples, none twice"
 
 
 def accumulation(runs: Runs) -> str:
-    got = _compare(runs.big, runs.one, "loss", LOSS)
-    _compare(runs.big, runs.one, "grad_norm", GRAD_NORM)
+    got = _compare(runs, runs.big, runs.one, "loss", LOSS)
+    _compare(runs, runs.big, runs.one, "grad_norm", GRAD_NORM)
     return got
 
 
 def loss_curve(runs: Runs) -> str:
-    return _compare(runs.one, runs.strategy, "loss", LOSS)
+    return _compare(runs, runs.one, runs.strategy, "loss", LOSS)
 
 
 def gradient_norm(runs: Runs) -> str:
-    return _compare(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
+    return _compare(runs, runs.one, runs.strategy, "grad_norm", GRAD_NORM)
 
 
 def each_gradient(runs: Runs) -> str:
     differing = gradients(runs.one, runs.strategy)
     total = len(runs.one.tensors("gradients") or {})
     if differing:
-        raise NotEqual(f"{len(differing)} of {total} parameters differ", f"in the first step, first in {differing[0]}")
+        _refuse_draws(runs.one)
+        raise NotEqual(f"{len(differing)} of {total} parameters differ", trace(runs.one, runs.strategy), "in step 1")
     return f"{total} parameters"
 
 
-def _compare(expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
+def _compare(runs: Runs, expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
     want, have = getattr(expected, series), getattr(got, series)
     if not have:
         raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
     difference, each = relative_difference(want, have)
     if difference > tolerance:
+        _refuse_draws(runs.one)
         step = next(step for step, value in each.items() if value > tolerance)
-        where = f"from step {step} on ({have[step]:.6g} instead of {want.get(step, float('nan')):.6g}): "
-        raise NotEqual(f"{difference:.1e}", where + trace(expected, got))
-    return f"{difference:.1e} over {len(each)} steps"
+        where = f"from step {step} on ({have[step]:.6g} instead of {want.get(step, float('nan')):.6g})"
+        raise NotEqual(f"{difference:.1e}", trace(expected, got), where)
+    return f"{difference:.1e} over {len(each)} steps{', dropout off' * bool(_draws(runs.one))}"
+
+
+def _draws(record: RunRecord) -> dict[str, str]:
+    return record.tensors("draws") or {}
+
+
+def _refuse_draws(record: RunRecord) -> None:
+    """Random numbers other than dropout, which is off, differ between ranks.
+
+    Raises:
+        NotOffered: the first step's forward draws some.
+    """
+    for name, what in _draws(record).items():
+        if what != "dropout":
+            where = record.places.get(name, "?")
+            raise NotOffered(
+                f"the forward of {name or 'the module'} ({where}) draws random numbers other than torch's dropout,"
+                " which other ranks draw otherwise: turn that off to compare"
+            )
 
 
 def kill_and_resume(runs: Runs) -> str:
@@ -139,8 +223,10 @@ def kill_and_resume(runs: Runs) -> str:
     difference, each = relative_difference(runs.whole.loss, runs.resumed.loss)
     if difference > 0:
         step = next(step for step, value in each.items() if value > 0)
-        where = f"from step {step} on: {trace_resumed(runs.whole, runs.resumed)}"
-        raise NotEqual(f"losses differ by {difference:.1e}", where)
+        cause = trace_resumed(runs.whole, runs.resumed)
+        raise NotEqual(f"losses differ by {difference:.1e}", cause, f"from step {step} on")
+    if lost := lost_at_the_end(runs.whole, runs.resumed):
+        raise NotEqual("losses agree, something else does not", lost)
     return f"steps {first}-{max(each)} bit-identical"
 
 
@@ -156,8 +242,9 @@ def resume_on_fewer(runs: Runs) -> str:
         raise
     difference, each = relative_difference(runs.strategy.loss, fewer.loss)
     if difference > LOSS:
+        _refuse_draws(runs.strategy)
         step = next(step for step, value in each.items() if value > LOSS)
-        raise NotEqual(f"{difference:.1e}", f"from step {step} on: {trace_resumed(runs.strategy, fewer)}")
+        raise NotEqual(f"{difference:.1e}", trace_resumed(runs.strategy, fewer), f"from step {step} on")
     return f"{difference:.1e}, {runs.small.processes} to {fewer.size} processes"
 
 
@@ -169,43 +256,28 @@ def exported_model(runs: Runs) -> str:
         if failure.refusal:
             raise NotOffered(failure.refusal) from failure
         raise
-    weights = _weights(folder)
-    trained_weights = {name.removeprefix("model."): tensor for name, tensor in trained.end.items()}
+    weights = exported.weights(folder)
+    trained_weights = {  # what the module has beside its model is not exported
+        name.removeprefix("model."): tensor for name, tensor in trained.end.items() if name.startswith("model.")
+    }
     if name := first_difference(trained_weights, {name: weights[name] for name in trained_weights if name in weights}):
-        raise NotEqual("other weights", f"first in {name}")
+        raise NotEqual("other weights", f"first in {name}; {trained.owner('model.' + name)}")
     batch, logits = trained.tensors("logits") or ({}, None)
     if logits is None or not (folder / "config.json").exists():
         return "weights equal; logits are not a transformers model's"
-    difference = ((_logits(folder, batch) - logits).abs().max() / logits.abs().max()).item()
+    difference = ((exported.logits(folder, batch) - logits).abs().max() / logits.abs().max()).item()
     if not difference <= LOGITS:
-        raise NotEqual(f"logits differ by {difference:.1e}", f"the weights are the same: what differs is in {folder}")
+        forward = trained.places.get("forward", "?")
+        cause = f"the weights in {folder} are the same: forward ({forward}) does what the exported model does not"
+        raise NotEqual(f"logits differ by {difference:.1e}", cause)
     return f"weights equal, logits within {difference:.1e}"
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of an exported model, by the names that it has in memory."""
-    if (folder / "config.json").exists():
-        return _load(folder).state_dict()
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-@torch.no_grad()
-def _logits(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-    return _load(folder)(**inputs, use_cache=False).logits
-
-
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # in the middle of the table
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
-
-
 CHECKS = (
+    Check("the source keeps its order", "two readings are equal", order_of_source, reads_source=True),
+    Check("a document sees itself alone", "others change nothing", no_other_document),
+    Check("no token sees a later one", "they change nothing", no_later_token),
+    Check("every parameter gets a gradient", "those that are trained", every_gradient),
     Check("starting weights over strategies", "one process = ddp = strategy", starting_weights),
     Check("every rank sees its samples once", "those of one process", each_sample_once),
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),

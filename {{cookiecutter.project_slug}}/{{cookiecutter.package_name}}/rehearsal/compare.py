@@ -1,4 +1,4 @@
-"""Where two trainings begin to differ."""
+"""Compares the numbers of two trainings: losses, tensors, gradients, samples, replicas."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from .forward import describe, first_different
 from .record import RunRecord
 
 FORWARD = GRADIENT = 1e-4  # of a tensor's largest value; rounding in another order makes 1e-6
@@ -28,39 +29,27 @@ def _relative(expected: float, got: float) -> float:
 
 def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float = 0.0) -> str:
     """The first tensor in `expected` to differ by more than `tolerance` of its largest value; "" if there is none."""
-    names = list(_differing(expected, got, tolerance))
-    return names[0] if names else ""
+    return next((f"{name} ({how})" for name, how in _differing(expected, got, tolerance)), "")
 
 
 def _differing(
     expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float, floor: float = 0.0
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
+    """Names, and how they differ."""
     for name, tensor in expected.items():
         if name not in got:
-            yield f"{name} (missing)"
+            yield name, "missing"
         elif got[name].shape != tensor.shape:
-            yield f"{name} ({list(got[name].shape)} instead of {list(tensor.shape)})"
+            yield name, f"{list(got[name].shape)} instead of {list(tensor.shape)}"
         else:
             difference = _largest(got[name].double() - tensor.double())
             if not difference <= tolerance * max(_largest(tensor), floor):
-                yield f"{name} (max |difference| {difference:.1e})"
-    yield from (f"{name} (unexpected)" for name in got if name not in expected)
+                yield name, f"max |difference| {difference:.1e}"
+    yield from ((name, "unexpected") for name in got if name not in expected)
 
 
 def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-def trace(expected: RunRecord, got: RunRecord) -> str:
-    """In one or two sentences: what of the two trainings differs first, in the order in which a training goes."""
-    found = [text for text in (_start(expected, got), samples(expected, got), _replicas(got)) if text]
-    found += [text] if (text := _first_step(expected, got)) else []
-    return "; ".join(found[:2]) or "nothing in the first step differs: it builds up later"
-
-
-def _start(expected: RunRecord, got: RunRecord) -> str:
-    name = first_difference(expected.start, got.start)
-    return f"the starting weights differ first in {name}" if name else ""
 
 
 def samples(expected: RunRecord, got: RunRecord) -> str:
@@ -73,9 +62,12 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
     return ""
 
 
-def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
-    """(step, tensor, rank, other rank) where ranks first hold different values of what should be one; None: nowhere."""
-    ranks = [{event["step"]: event["tensors"] for event in record.events("step", rank)} for rank in range(record.size)]
+def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int] | None:
+    """(step, tensor, rank, other rank) where ranks first hold different values of what should be one; None: nowhere.
+
+    `kind` is step (parameters and buffers after each step) or gradients (of the first step).
+    """
+    ranks = [{e.get("step", 1): e["tensors"] for e in record.events(kind, rank)} for rank in range(record.size)]
     for step in sorted(ranks[0]):
         for name in ranks[0][step]:
             holders: dict[str, tuple[int, str]] = {}  # part -> (rank, hash)
@@ -87,61 +79,34 @@ def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
     return None
 
 
-def _replicas(record: RunRecord) -> str:
-    found = replicas(record)
-    if not found:
-        return ""
-    step, name, rank, other = found
-    when = f"from step {step} on" if step else "before the first step"
-    return f"{name} on rank {rank} differs from rank {other}'s {when}"
+def forward_pass(expected: RunRecord, got: RunRecord) -> str:
+    """Where the first step's forward passes first differ, on any rank, and in which code; "" if nowhere.
 
-
-def _first_step(expected: RunRecord, got: RunRecord) -> str:
-    outputs, differing = _forward(expected, got), gradients(expected, got)
-    if outputs:
-        return f"the first forward pass differs first in the output of {outputs}"
-    if not differing:
-        return ""
-    total = len(expected.tensors("gradients"))
-    if len(differing) < total:
-        return f"the first gradients differ in {len(differing)} of {total} parameters, first in {differing[0]}"
-    return (
-        "every module's output agrees and all gradients differ: the loss does, or how it is divided by"
-        " batch['tokens_per_micro_batch'], the tokens that count in the global batch (module.py, training_step)"
-    )
-
-
-def _forward(expected: RunRecord, got: RunRecord) -> str:
-    """The module whose output is the first to differ; those whose output lies sharded on the ranks are passed over."""
-    for name, want in (expected.tensors("forward") or {}).items():
-        have = (got.tensors("forward") or {}).get(name)
-        if have is None or have.shape[1:] != want.shape[1:] or not want.is_floating_point():
-            continue
-        rows = min(len(want), len(have)) if want.ndim else None  # one may have had more sequences in its micro-batch
-        if differing := first_difference({name: want[:rows]}, {name: have[:rows]}, FORWARD):
-            return differing
+    A micro-batch is compared with the one of the same first sequence.
+    """
+    wanted = [each for rank in range(expected.size) for each in expected.tensors(f"forward{rank}") or []]
+    for rank in range(got.size):
+        for have in got.tensors(f"forward{rank}") or []:
+            for want in wanted:
+                num = min(len(want["rows"]), len(have["rows"]))
+                rows = len(want["rows"]), len(have["rows"])
+                if want["rows"][:num] == have["rows"][:num] and (
+                    key := first_different(want["tensors"], have["tensors"], rows, FORWARD)
+                ):
+                    return f"the forward pass of rank {rank} differs first in {describe(key, got.places)}"
     return ""
 
 
-def gradients(expected: RunRecord, got: RunRecord) -> list[str]:
-    """The parameters whose gradients of the first step differ."""
+def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
+    """The parameters whose gradients of the first step differ, and how."""
     want, have = expected.tensors("gradients") or {}, got.tensors("gradients") or {}
     floor = NOISE * max(map(_largest, want.values()), default=0.0)
-    return list(_differing(want, {name: have[name] for name in want if name in have}, GRADIENT, floor))
+    return dict(_differing(want, {name: have[name] for name in want if name in have}, GRADIENT, floor))
 
 
-def trace_resumed(whole: RunRecord, resumed: RunRecord) -> str:
-    """What of a resumed training differs first from one that never stopped."""
-    first = min(resumed.loss, default=0)
-    if text := samples(whole, resumed):
-        return text
-    for rank in range(min(whole.size, resumed.size)):
-        expected, got = whole.random(rank), resumed.random(rank)
-        if got.get(first) != expected.get(first):
-            return f"rank {rank} resumes step {first} with another random state, so dropout is drawn anew"
-    weights = {event["step"]: event["tensors"] for event in whole.events("step")}.get(first - 1, {})
-    restored = resumed.events("step")[0]["tensors"] if resumed.events("step") else {}
-    for name, value in restored.items():
-        if name in weights and weights[name] != value:
-            return f"{name} is not restored as it was after step {first - 1}"
-    return "samples, random state and weights are restored: the optimizer's or the schedule's state is not"
+def gradient_factor(expected: RunRecord, got: RunRecord) -> float | None:
+    """The factor between the gradients of the first step; None where it is not the same for all of them."""
+    want, have = expected.tensors("gradients") or {}, got.tensors("gradients") or {}
+    norms = [(want[n].double().norm().item(), have[n].double().norm().item()) for n in want if n in have]
+    factors = [b / a for a, b in norms if a > NOISE * max(first for first, _ in norms)]
+    return factors[0] if factors and max(factors) - min(factors) < 1e-3 * max(factors) else None

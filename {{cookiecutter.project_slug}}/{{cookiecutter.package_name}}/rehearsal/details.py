@@ -1,4 +1,4 @@
-"""The first step, looked at closely: so that a difference in the loss can be traced to where it begins."""
+"""Records the first step in detail, so that a difference in the loss can be traced to where it starts."""
 
 from __future__ import annotations
 
@@ -9,89 +9,155 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..parallel.weights import is_partitioned_by_zero
+from . import locations
+from .forward import ForwardCall, ForwardHooks, full, locate_modules
+from .recorder import fingerprint
 
 
 class Details(Callback):
-    """Write down the first forward pass, the first gradients and, at the end, what the trained module answers.
+    """Write down the first step's forward passes and gradients and, at the end, the trained module's logits.
 
-    forward.pt    {module: output} in the order in which modules end, of rank 0's first micro-batch
-    gradients.pt  {parameter: whole gradient} before clipping
-    logits.pt     (batch, logits) of the trained module on rank 0
+    forward<rank>.pt   for each micro-batch of the first step: rows (a hash of each), tensors (see `ForwardHooks`)
+    places.pt          {module: class and file:line}, and a few hooks of the module
+    draws.pt           {module: dropout, or another use of the random generator in its forward pass}
+    gradients.pt       {parameter: unsharded gradient} after the first backward pass, before clipping
+    buffers.pt         {buffer: its value} after the first step, on rank 0
+    missing.pt         {parameter without a gradient in every step: whether its module's forward ran}
+    logits.pt          (batch, logits) of the trained module on rank 0
 
-    An error in the first forward pass is given the name of the module that it came from.
+    An error in the first forward pass gets a note with the name of the module that raised it.
 
     Args:
         folder: Where to.
+        dropout_is_off: Replace torch's dropout functions by the identity: ranks would draw differently.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
         self.folder = folder
-        self._outputs: dict[str, Tensor] = {}
-        self._hooks: list[Any] = []
-        self._inside: list[str] = []  # modules whose forward has begun and not ended, the innermost last
+        self.dropout_is_off = dropout_is_off
+        self._hooks: _Draws | None = None
+        self._passes: list[dict[str, Any]] = []
         self._batch: Any = None
-        self._has_gradients = False
+        self._missing: dict[str, bool] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if self.dropout_is_off:
+            _turn_dropout_off(lambda: self._hooks.note("dropout") if self._hooks else None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        for name, module in pl_module.named_modules():
-            self._hooks.append(module.register_forward_pre_hook(lambda _m, _i, name=name: self._inside.append(name)))
-            self._hooks.append(module.register_forward_hook(lambda _m, _i, out, name=name: self._note(name, out)))
+        self._hooks, self._call = _Draws(pl_module), ForwardCall(pl_module)
+        places = locate_modules(pl_module) | {
+            "training_step": locations.of_function(pl_module.training_step),
+            "forward": locations.of_function(pl_module.forward),
+            "datamodule": locations.of_class(type(trainer.datamodule)),  # ty: ignore[missing-attribute]
+            "optimizer": locations.of_class(type(trainer.optimizers[0])),
+            "order": locations.of_class(type(getattr(trainer.train_dataloader, "batch_sampler", None))),
+        }
+        self._save(trainer, "places", places)
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        if self._inside and self._hooks:
-            exception.add_note(f"in the forward pass of {self._inside[-1] or 'the module'}")
+        if self._hooks and self._hooks.inside:
+            exception.add_note(f"in the forward pass of {self._hooks.inside[-1] or 'the module'}")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._batch is None:
-            self._batch = batch
+        self._batch = batch if self._batch is None else self._batch
+        if self._hooks:
+            self._hooks.begin()
+            samples = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
+            self._passes.append({"rows": [fingerprint(sample) for sample in samples], "tensors": self._hooks.tensors})
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+        if self._hooks:
+            self._hooks.changed()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
-        if not self._has_gradients:
-            self._has_gradients = True
-            gradients = {name: _whole_gradient(p) for name, p in pl_module.named_parameters()}
+        trained = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        if self._hooks:
+            gradients = {name: gradient_of(parameter) for name, parameter in trained.items()}
             self._save(trainer, "gradients", {name: g for name, g in gradients.items() if g is not None})
+            self._missing = {name: self._has_run(name) for name, gradient in gradients.items() if gradient is None}
+        self._missing = {name: ran for name, ran in self._missing.items() if trained[name].grad is None}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._hooks:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
-            self._save(trainer, "forward", self._outputs)
+        if self._hooks and trainer.global_step and not trainer.fit_loop._should_accumulate():
+            self._hooks.remove()
+            torch.save(self._passes, self.folder / f"forward{trainer.global_rank}.pt")
+            self._save(trainer, "draws", self._hooks.draws)
+            self._save(trainer, "buffers", {name: full(buffer) for name, buffer in pl_module.named_buffers()})
+            self._hooks = None
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._save(trainer, "missing", self._missing)
         pl_module.eval()
-        logits = pl_module(self._batch)
+        logits = self._call.repeat(pl_module)
         pl_module.train()
-        if isinstance(logits, Tensor):  # a module with another `forward` is not compared
-            self._save(trainer, "logits", (self._batch, _whole(logits)))
+        if isinstance(logits, Tensor):  # a module whose `forward` returns something else is not compared
+            self._save(trainer, "logits", (self._batch, full(logits)))
 
-    def _note(self, name: str, output: Any) -> None:
-        while self._inside and self._inside.pop() != name:
-            pass  # recomputation stops as soon as it has what it needs, in the middle of a module
-        first = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
-        if isinstance(first, Tensor) and name not in self._outputs:  # recomputation comes by again
-            self._outputs[name] = _whole(first)
+    def _has_run(self, parameter: str) -> bool:
+        """Whether the forward of the module that holds `parameter` ran in the first step."""
+        owner = parameter.rpartition(".")[0]
+        return any(owner in each["tensors"] for each in self._passes)
 
     def _save(self, trainer: L.Trainer, name: str, value: Any) -> None:
         if trainer.is_global_zero:
             torch.save(value, self.folder / f"{name}.pt")
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+class _Draws(ForwardHooks):
+    """Also records which modules' own code advances the random generator: {module: what drew}."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.draws: dict[str, str] = {}
+        super().__init__(root)
+
+    def begin(self) -> None:
+        """A micro-batch starts."""
+        self.tensors, self.inside = {}, []
+        self._state = torch.get_rng_state()
+
+    def note(self, what: str) -> None:
+        self.draws.setdefault(self.inside[-1] if self.inside else "training_step", what)
+
+    def changed(self) -> None:
+        state = torch.get_rng_state()
+        if not torch.equal(state, self._state):
+            self._state = state
+            self.note("another random number")
 
 
-def _whole_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Over all ranks; None where there is none. Collective."""
+def _turn_dropout_off(note: Any) -> None:
+    """Replace torch's functions in this process, which trains once; modules of torch and transformers call them."""
+    functional: Any = torch.nn.functional
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+
+        def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if training and p:
+                note()
+            return input
+
+        setattr(functional, name, identity)
+    attention = functional.scaled_dot_product_attention
+
+    def without_dropout(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kw: Any
+    ) -> Tensor:
+        if dropout_p:
+            note()
+        return attention(query, key, value, attn_mask, 0.0, *args, **kw)
+
+    functional.scaled_dot_product_attention = without_dropout
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """The unsharded gradient, over all ranks; None where there is none. Collective."""
     if is_partitioned_by_zero(parameter) or hasattr(parameter, "_hp_mapping"):  # DeepSpeed's: partitioned, not in .grad
         from deepspeed.utils import safe_get_full_grad
 
         gradient = safe_get_full_grad(parameter)
     else:
         gradient = parameter.grad
-    return None if gradient is None else _whole(gradient)
+    return None if gradient is None else full(gradient)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import another_rank_is_gone
+from .locations import is_in_project
 
 Event = dict[str, Any]
 
@@ -40,7 +41,26 @@ class RunRecord:
     @property
     def error(self) -> str:
         """The error that explains the others, with its rank; "" when there is none."""
-        return "" if self.ok else f"rank {self.failed_rank}: {self.answers[self.failed_rank]}"
+        if self.ok:
+            return ""
+        rank, answer = self.failed_rank, self.answers[self.failed_rank]
+        last = f"; the last line of its log: {self.last_line(rank)}" if answer.startswith("killed:") else ""
+        return answer.removeprefix("hung: ") if self.hung else f"rank {rank}: {answer}{last}"
+
+    @property
+    def hung(self) -> bool:
+        """Whether ranks stopped making progress."""
+        return self.answers[self.failed_rank].startswith("hung: ")
+
+    def last_line(self, rank: int) -> str:
+        """What the rank printed last; of a crash in C, the innermost line of this project."""
+        lines = [line.strip() for line in self.log(rank).splitlines() if line.strip()]
+        fatal = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+        if fatal is None:
+            return lines[-1] if lines else "it printed nothing"
+        stack = [line for line in lines[fatal:] if line.startswith('File "')]
+        own = [line for line in stack if is_in_project(line.split('"')[1])]
+        return f"{lines[fatal]}, {[*own, *stack, 'outside of Python'][0]}"
 
     @property
     def failed_rank(self) -> int:
@@ -126,8 +146,28 @@ class RunRecord:
         """Optimizer step -> hash of the rank's random state before its last micro-batch."""
         return {event["step"]: event["random"] for event in self.events("rows", rank)}
 
+    def after(self, step: int, kind: str, rank: int = 0) -> Any:
+        """What the rank recorded as `kind` (tensors, optimizer, python) after `step`; {} where it did not get there."""
+        events = self.events("step", rank)
+        found = next((event[kind] for event in events if event["step"] == step), {})
+        return events[0][kind] | found if found and kind == "python" else found
+
+    @property
+    def buffers(self) -> set[str]:
+        """The names of the buffers among the recorded tensors."""
+        return set(next(iter(self.events("step")), {}).get("buffers", ()))
+
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """Module -> its class and file:line; the same of training_step, forward, datamodule, optimizer, order."""
+        return self.tensors("places") or {}
+
+    def owner(self, tensor: str) -> str:
+        """Class and file:line of the module that holds a parameter or buffer."""
+        return self.places.get(tensor.split(" ")[0].rpartition(".")[0], "?")
+
     def tensors(self, name: str) -> Any:
-        """What `details.py` wrote as `name`; None where it did not get there."""
+        """What was written into the folder as `name`; None where it did not get there."""
         path = self.folder / f"{name}.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
 

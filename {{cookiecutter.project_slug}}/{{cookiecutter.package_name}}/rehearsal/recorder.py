@@ -1,14 +1,17 @@
-"""What a training does, written down by every rank while it does it: a killed run leaves all up to its last step.
+"""Records what a training does while it does it, on every rank: a killed run leaves all up to its last step.
 
 Lines of JSON in `rank<N>.jsonl`, each with an `event`:
 
-    run      folder, dp_rank (which distinct batches this rank sees), dp_size
-    rows     step, micro_batch, rows (a hash of each sequence), random (a hash of the random state before it)
-    step     step, metrics (what the module logged), tensors (see `replicas`)
-    eval     step, stage (sanity, validate, test), metrics
-    end      step
+    run         folder, dp_rank (which distinct batches this rank sees), dp_size
+    rows        step, micro_batch, rows (a hash of each sequence), random (a hash of the random state before it)
+    gradients   tensors: of the first optimizer step, before clipping (see `replicas`)
+    step        step, metrics (what the module logged), tensors (see `replicas`), and of state.py: optimizer, rates,
+                python (all of it before the first step, later what has changed since); before the first step also
+                buffers: the names among `tensors` that are no parameters
+    eval        step, stage (sanity, validate, test), metrics
+    end         step
 
-Rank 0 also keeps the whole weights, as `start.pt` and `end.pt`.
+Rank 0 also keeps the unsharded weights, as `start.pt` and `end.pt`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..parallel.weights import gather, is_partitioned_by_zero
+from . import state
 
 
 class Recorder(Callback):
@@ -42,6 +46,8 @@ class Recorder(Callback):
         self.rank = rank
         self.run = run
         self._recorded_step = -1
+        self._start: dict[str, str] = {}
+        self._has_gradients = False
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -52,7 +58,9 @@ class Recorder(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._recorded_step = trainer.global_step
         self._save_weights("start", pl_module)
-        self._write("step", step=trainer.global_step, metrics={}, tensors=dict(replicas(pl_module)))
+        self._start = state.python_state(trainer, pl_module)
+        buffers = [name for name, _ in pl_module.named_buffers()]
+        self._write_step(trainer, pl_module, {}, self._start, buffers=buffers)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         samples = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
@@ -60,11 +68,18 @@ class Recorder(Callback):
         random = fingerprint(torch.get_rng_state())
         self._write("rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=random)
 
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        if not self._has_gradients:
+            self._has_gradients = True
+            tensors = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+            self._write("gradients", tensors={name: _replica(grad) for name, grad in tensors.items()})
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step
-        if step != self._recorded_step:
-            self._recorded_step = step
-            self._write("step", step=step, metrics=pl_module.metrics.latest, tensors=dict(replicas(pl_module)))
+        if trainer.global_step != self._recorded_step:
+            self._recorded_step = trainer.global_step
+            python = state.python_state(trainer, pl_module)
+            changed = {name: value for name, value in python.items() if self._start.get(name) != value}
+            self._write_step(trainer, pl_module, pl_module.metrics.latest, changed)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
@@ -76,6 +91,11 @@ class Recorder(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._save_weights("end", pl_module)
         self._write("end", step=trainer.global_step)
+
+    def _write_step(self, trainer: L.Trainer, module: Any, metrics: Any, python: dict[str, str], **more: Any) -> None:
+        tensors, optimizer = dict(replicas(module)), state.optimizer_state(trainer, module)
+        kept = {"optimizer": optimizer, "rates": state.learning_rates(trainer), "python": python}
+        self._write("step", step=trainer.global_step, metrics=metrics, tensors=tensors, **kept, **more)
 
     def _save_weights(self, name: str, module: nn.Module) -> None:
         weights = gather(module)  # all ranks take part
@@ -89,12 +109,16 @@ class Recorder(Callback):
 def replicas(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
     """(name, (part, hash)) of this rank's parameters and buffers.
 
-    Ranks that hold the same part of a tensor must have the same hash. `part` is "" for a whole tensor, the place among
-    the shards for a sharded one. ZeRO-3's parts are left out: no two ranks hold the same.
+    Ranks that hold the same part of a tensor must have the same hash. `part` is "" for an unsharded tensor, the
+    coordinate among the shards for a sharded one. ZeRO-3's parts are skipped: no two ranks hold the same.
     """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if not is_partitioned_by_zero(tensor):
-            yield name, (_part(tensor), fingerprint(tensor.to_local() if isinstance(tensor, DTensor) else tensor))
+            yield name, _replica(tensor)
+
+
+def _replica(tensor: Tensor) -> tuple[str, str]:
+    return _part(tensor), fingerprint(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _part(tensor: Tensor) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import textwrap
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from xml.etree import ElementTree
 
+Verdict = Literal["pass", "FAIL", "limit", "not run"]
 COLUMNS = {"check": 38, "expected": 30, "got": 34, "verdict": 7, "time": 7}  # widths
 
 
@@ -21,17 +22,24 @@ class Result:
         check: What was looked at.
         expected: What must hold.
         got: What was found.
-        verdict: `limit` is what this strategy or model does not offer: it is told, and fails nothing.
-        where: For what does not hold: the parameter, step or rank where it begins, and what to look at.
+        verdict: `limit` is what this strategy or model does not offer; `not run` needs a training that failed. Both are
+            reported, and fail nothing.
+        where: For what does not hold: at which step or rank.
         time_s: Seconds, the trainings that it had to wait for among them.
+        cause: For what does not hold: what differs first, and the code, parameter or buffer to look at.
     """
 
     check: str
     expected: str
     got: str
-    verdict: Literal["pass", "FAIL", "limit"]
+    verdict: Verdict
     where: str = ""
     time_s: float = 0.0
+    cause: str = ""
+
+    @property
+    def sentence(self) -> str:
+        return ": ".join(part for part in (self.where, self.cause) if part)
 
 
 @dataclass
@@ -62,9 +70,16 @@ class Report:
         for line in range(max(map(len, cells))):
             row = [cell[line] if line < len(cell) else "" for cell in cells]
             print("  ".join(part.ljust(w) for part, w in zip(row, COLUMNS.values(), strict=True)).rstrip())
-        if result.where:
-            print(textwrap.fill(result.where, 118, initial_indent="    -> ", subsequent_indent="       "))
+        if sentence := self._told_once(result):
+            print(textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "))
         print(end="", flush=True)
+
+    def _told_once(self, result: Result) -> str:
+        """Its sentence; the cause in full only where it is printed for the first time."""
+        first = next(each for each in self.results if each is result or each.cause == result.cause)
+        if not result.cause or first is result:
+            return result.sentence
+        return replace(result, cause=f"the cause given for {first.check!r}").sentence
 
     @property
     def ok(self) -> bool:
@@ -72,9 +87,10 @@ class Report:
 
     def end(self, folder: Path) -> None:
         """Print the sum, and write rehearsal.json and rehearsal.xml into `folder`."""
-        count = {verdict: sum(r.verdict == verdict for r in self.results) for verdict in ("pass", "FAIL", "limit")}
+        count = {verdict: sum(r.verdict == verdict for r in self.results) for verdict in get_args(Verdict)}
         seconds = time.perf_counter() - self._began
         limits = f", {count['limit']} not possible here" if count["limit"] else ""
+        limits += f", {count['not run']} not run" if count["not run"] else ""
         verdict = f"{count['FAIL']} of {len(self.results)} checks FAILED" if count["FAIL"] else "all checks hold"
         print(f"\n{verdict}{limits}; {seconds:.0f} s; everything is in {folder}")
         (folder / "rehearsal.json").write_text(json.dumps(self._as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -86,7 +102,8 @@ class Report:
         return {"title": self.title, "ok": self.ok, **self.facts, "checks": [asdict(r) for r in self.results]}
 
     def _as_junit(self) -> ElementTree.Element:
-        failures, skipped = (sum(r.verdict == verdict for r in self.results) for verdict in ("FAIL", "limit"))
+        failures = sum(result.verdict == "FAIL" for result in self.results)
+        skipped = sum(result.verdict in ("limit", "not run") for result in self.results)
         counts = {"tests": str(len(self.results)), "failures": str(failures), "skipped": str(skipped)}
         suite = ElementTree.Element("testsuite", {"name": "rehearse", **counts})
         for result in self.results:
@@ -95,5 +112,5 @@ class Report:
             said = f"expected {result.expected}; got {result.got}"
             if result.verdict != "pass":
                 kind = "failure" if result.verdict == "FAIL" else "skipped"
-                ElementTree.SubElement(case, kind, {"message": said}).text = result.where
+                ElementTree.SubElement(case, kind, {"message": said}).text = result.sentence
         return suite

@@ -4,11 +4,12 @@
     big        one process, each global batch in one micro-batch
     ddp        two processes, DDP
     strategy   the chosen strategy
-    whole      the chosen strategy, with dropout where the architecture has any
+    whole      the chosen strategy, with dropout where the model has any
     killed     the same, killed
     resumed    the same, going on from killed's last checkpoint
     fewer      the chosen strategy on half of the processes, going on from a checkpoint of `strategy`
 
+Dropout is off in all of them but whole, killed and resumed: other ranks draw it differently.
 Each has a folder with its `config.yaml`, with which `fit` runs it again.
 """
 
@@ -23,17 +24,27 @@ from lightning.pytorch import Callback
 
 from .acts import KeepCheckpoint, KillAt, RaggedLabels
 from .details import Details
+from .probe import Probe
 from .record import RunRecord
 from .shrink import Small, checkpoint_step, fewer
+from .stages import GradientStages
 from .workers import Workers
 
 
 class RunFailed(Exception):
-    """A training did not end as it should."""
+    """A training did not end as it should.
 
-    def __init__(self, name: str, record: RunRecord) -> None:
+    Args:
+        name: Of the training.
+        record: What is left of it.
+        is_known: A check before this one has reported it.
+    """
+
+    def __init__(self, name: str, record: RunRecord, is_known: bool = False) -> None:
         super().__init__(f"run {name!r}, {record.error}; see {record.log_path(record.failed_rank)}")
+        self.name = name
         self.refusal = record.refusal
+        self.is_known = is_known
 
 
 class Runs:
@@ -44,7 +55,9 @@ class Runs:
         strategy: The chosen strategy's object, to ask for its sizes.
         folder: Each run gets a folder here, its configuration in it.
         prelude: Called in each process before anything else.
-        timeout_s: Of one run.
+        idle_s: Seconds without progress after which a training counts as hung.
+        source: The user's data source, where it is read; None: made-up text is.
+        known: Trainings that need not run again.
     """
 
     def __init__(
@@ -53,15 +66,20 @@ class Runs:
         strategy: Any,
         folder: Path,
         prelude: Callable[[], None] | None = None,
-        timeout_s: float = 300.0,
+        idle_s: float = 60.0,
+        source: Any = None,
+        known: dict[str, RunRecord] | None = None,
     ) -> None:
         self.small = small
         self.strategy_object = strategy
         self.folder = folder
         self.prelude = prelude
-        self.timeout_s = timeout_s
+        self.idle_s = idle_s
+        self.source = source
         self.kept_step = checkpoint_step(small.steps)
-        self._records: dict[str, RunRecord] = {}
+        self.hung = ""  # the training that did
+        self._records: dict[str, RunRecord] = known or {}
+        self._failed: set[str] = set()
 
     def prepare(self) -> None:
         """Tokenize, once.
@@ -73,7 +91,8 @@ class Runs:
 
     @property
     def one(self) -> RunRecord:
-        return self._run("one", 1, self.small.variant(1, "auto"))
+        probe = Probe((self.folder / "one").absolute())
+        return self._run("one", 1, self.small.variant(1, "auto"), [probe])
 
     @property
     def big(self) -> RunRecord:
@@ -81,7 +100,7 @@ class Runs:
 
     @property
     def ddp(self) -> RunRecord:
-        if self.small.strategy == "ddp" and self.small.processes == 2:
+        if str(self.small.strategy).startswith("ddp") and self.small.processes == 2:  # ddp_find_unused_parameters_true
             return self.strategy
         return self._run("ddp", 2, self.small.variant(2, "ddp"))
 
@@ -96,22 +115,22 @@ class Runs:
 
     @property
     def whole(self) -> RunRecord:
-        return (
-            self._run("whole", self.small.processes, self.small.with_dropout())
-            if self.small.dropouts
-            else self.strategy
-        )
+        if not (self.small.dropouts or self.strategy.tensors("draws")):
+            return self.strategy
+        return self._run("whole", self.small.processes, self.small.with_dropout(), has_dropout=True)
 
     @property
     def killed(self) -> RunRecord:
         kill = KillAt(2 * self.kept_step - 1)  # just before the next checkpoint would be written
-        return self._run("killed", self.small.processes, self.small.with_dropout(), [kill], is_killed=True)
+        return self._run(
+            "killed", self.small.processes, self.small.with_dropout(), [kill], is_killed=True, has_dropout=True
+        )
 
     @property
     def resumed(self) -> RunRecord:
         config = self.small.with_dropout()
         config["run"]["name"] = self.killed.folder.name  # among whose runs `last` looks
-        return self._run("resumed", self.small.processes, config, checkpoint="last")
+        return self._run("resumed", self.small.processes, config, checkpoint="last", has_dropout=True)
 
     @property
     def fewer(self) -> RunRecord:
@@ -133,7 +152,7 @@ class Runs:
     def _tool(self, name: str, *flags: str) -> None:
         """Run a verb that is no training, on one process."""
         with Workers(1) as workers:
-            record = workers.run(flags, self.folder / name, prelude=self.prelude, timeout_s=self.timeout_s)
+            record = workers.run(flags, self.folder / name, prelude=self.prelude, timeout_s=None)
         if not record.ok:
             raise RunFailed(name, record)
 
@@ -145,6 +164,7 @@ class Runs:
         callbacks: Sequence[Callback] = (),
         checkpoint: str | None = None,
         is_killed: bool = False,
+        has_dropout: bool = False,
     ) -> RunRecord:
         if name not in self._records:
             if checkpoint != "last":
@@ -152,14 +172,18 @@ class Runs:
             flags = ["fit", f"--config={self._write(name, config)}"]
             flags += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder = self.folder / name
-            details = [RaggedLabels(), *callbacks, Details(folder.absolute())]
+            record_all = [Details(folder.absolute(), not has_dropout), GradientStages(folder.absolute())]
+            options: dict[str, Any] = {"prelude": self.prelude, "timeout_s": None, "idle_s": self.idle_s}
             with Workers(num) as workers:
                 self._records[name] = workers.run(
-                    flags, folder, callbacks=details, prelude=self.prelude, timeout_s=self.timeout_s
+                    flags, folder, callbacks=[RaggedLabels(), *callbacks, *record_all], **options
                 )
         record = self._records[name]
         if not (record.was_killed if is_killed else record.ok):
-            raise RunFailed(name, record)
+            self.hung = name if record.hung else self.hung
+            is_known = name in self._failed
+            self._failed.add(name)
+            raise RunFailed(name, record, is_known)
         return record
 
     def _write(self, name: str, config: dict[str, Any]) -> Path:

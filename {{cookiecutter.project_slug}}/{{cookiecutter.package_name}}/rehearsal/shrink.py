@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..architecture_keys import EXTRA
 from ..errors import InputError
 from ..parallel import data_parallel_size
 from .architecture import dropouts, shrink_architecture
@@ -103,6 +104,8 @@ def shrink(
         config["model"]["loss_chunk"] = config["data"]["seq_len"]  # the loss is taken in chunks here too
     if "loss_kernel" in config["model"]:  # not in a module of one's own
         config["model"]["loss_kernel"] = "torch"  # Liger's kernels need a GPU
+    if "watchdog" in config:
+        config["watchdog"] |= {"timeout_s": 0, "start_timeout_s": 0}  # the workers watch themselves (worker.py)
     if "every_n_steps" in config.get("last_checkpoint", {}):
         # Waited for: the kill comes a few quick steps later, and must find it.
         config["last_checkpoint"] |= {"every_n_steps": checkpoint_step(steps), "asynchronous": False}
@@ -131,22 +134,26 @@ def _shrink_data(data: dict[str, Any], folder: Path, global_batch_size: int, kee
     }
     if not keep:
         texts = _write_texts(folder / "texts", rows=2 * steps * global_batch_size, row_bytes=SEQ_LEN)
-        source = {"class_path": "TextFiles", "init_args": {"paths": [f"{texts.absolute()}/*.txt"]}}
+        paths = [f"{texts.absolute()}/*.txt"]
+        source = {"class_path": "TextFiles", "init_args": {"paths": paths, "separator": "\n"}}
         small |= {"source": source, "tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
         small |= {"validation_share": 0.1, "test_share": 0.1}
     data |= {key: value for key, value in small.items() if key in data}  # a user's data module may lack some
 
 
 def _write_texts(folder: Path, rows: int, row_bytes: int) -> Path:
-    """Text that is the same each time and in which no two rows are: at least so many."""
+    """Lines of text, each a document, enough for so many rows. They are the same each time, and no two rows are.
+
+    Most are shorter than a row, so that rows hold several documents: leaks between them must show.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
-    for number in range(40):
-        words, size = [f"text {number}:"], 0
-        while size < rows * row_bytes * 1.5 / 40:
-            words.append(f"{draw.choice(WORDS)}{draw.randrange(1000)}")
-            size += len(words[-1]) + 1
-        (folder / f"{number:02}.txt").write_text(" ".join(words), encoding="utf-8")
+    lines, size = [], 0
+    while size < rows * row_bytes * 1.5:
+        words = (f"{draw.choice(WORDS)}{draw.randrange(1000)}" for _ in range(draw.choice((1, 1, 2, 3, 6))))
+        lines.append(" ".join(words))
+        size += len(lines[-1]) + 1
+    (folder / "texts.txt").write_text("\n".join(lines), encoding="utf-8")
     return folder
 
 
@@ -157,7 +164,8 @@ def _shrink_model(model: dict[str, Any], model_config: Any, seq_len: int, small:
         if model.get("pretrained"):
             small.notes.append("model.pretrained: its architecture is rehearsed, made small, with random weights")
             model["pretrained"] = None
-        model["architecture"] = shrink_architecture(model_config, seq_len)
+        extra = {key: value for key, value in (model.get("architecture") or {}).items() if key == EXTRA}
+        model["architecture"] = shrink_architecture(model_config, seq_len) | extra
         small.dropouts = dropouts(model_config)
         model["architecture"] |= dict.fromkeys(small.dropouts, 0.0)
         if any(getattr(model_config, name) for name in small.dropouts):
@@ -196,12 +204,16 @@ def fold_strategy(spec: Any, strategy: Any, processes: int | None, notes: list[s
     if not hasattr(strategy, "sizes"):
         return ("ddp" if spec == "auto" else spec), processes or 2
 
+    shards_experts = _ranks_per_expert(options, auto=MAX_PROCESSES * _ep(options)) > 1
     for name in (*MESH, "ep_size"):
         options[name] = 2 if isinstance(options[name], int) and options[name] > 1 else options[name]
-    num = _num_ranks(options)
+    auto = 2
+    if shards_experts and _ranks_per_expert(options, auto) == 1:  # each expert's own FSDP needs ranks too
+        auto, options["fsdp_size"] = 4, "auto" if options["fsdp_size"] == "auto" else 4
+    num = _num_ranks(options, auto)
     if num > MAX_PROCESSES and options["dp_replicate_size"] != 1:
         options["dp_replicate_size"] = 1
-        num = _num_ranks(options)
+        num = _num_ranks(options, auto)
         notes.append(f"dp_replicate_size is 1: with it, the folded mesh would need {2 * num} processes")
     num = processes or num
     _folded(strategy, spec).sizes(num)  # refuses a number that does not fit
@@ -228,10 +240,20 @@ def fewer(small: Small, strategy: Any) -> tuple[Any, int]:
     return spec, num
 
 
-def _num_ranks(options: dict[str, Any]) -> int:
+def _ep(options: dict[str, Any]) -> int:
+    return 1 if options["ep_size"] == "auto" else options["ep_size"]
+
+
+def _ranks_per_expert(options: dict[str, Any], auto: int) -> int:
+    """Ranks over which FSDP shards each expert; 1 without expert parallelism. `auto`: what auto may be."""
+    fsdp, tp = (auto if options[name] == "auto" else options[name] for name in ("fsdp_size", "tp_size"))
+    return 1 if options["ep_size"] in (1, "auto") else fsdp * tp // options["ep_size"]
+
+
+def _num_ranks(options: dict[str, Any], auto: int) -> int:
     product = 1
     for name in MESH:
-        product *= 2 if options[name] == "auto" else options[name]
+        product *= auto if options[name] == "auto" else options[name]
     return product
 
 

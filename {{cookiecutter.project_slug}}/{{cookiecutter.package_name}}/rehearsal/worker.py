@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 import warnings
 from multiprocessing import parent_process
@@ -29,8 +30,9 @@ from ..cluster import signals  # noqa: E402
 from ..cluster.messages import MESSAGES  # noqa: E402
 from ..cluster.watch import WATCH  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
+from . import locations  # noqa: E402
 from .recorder import Recorder  # noqa: E402
-from .workers import Job  # noqa: E402
+from .workers import Idle, Job  # noqa: E402
 
 # What most trainings import on their way, from modules that load themselves lazily.
 for _slow in (
@@ -62,7 +64,12 @@ def serve(connection: Connection, job: Job) -> None:
         sys.stdout = sys.stderr = log
         signals.listen()
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
+        faulthandler.enable(log, all_threads=False)  # a crash in C leaves its Python lines in the log
+        if job.timeout_s is not None:
+            _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
+        if job.idle_s:
+            WATCH.beat()
+            threading.Thread(target=_report_idleness, args=(connection, job.idle_s, log), daemon=True).start()
         answer = _attempt(job, rank)
         connection.send(answer)
         if answer == "done":  # after an error the others must not wait: they notice the closed sockets
@@ -75,6 +82,18 @@ def _dump_stacks_after(seconds: float, log: Any) -> None:
     timer = threading.Timer(seconds, faulthandler.dump_traceback, (log,))  # faulthandler's own timer is the watchdog's
     timer.daemon = True
     timer.start()
+
+
+def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
+    """Answer for the main thread when it makes no progress: the parent then ends all ranks."""
+    while WATCH.idle_s < idle_s:
+        time.sleep(idle_s / 100)
+    frames = locations.frames_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    word, own = WATCH.word(), locations.of_stack(frames)
+    if own and own.rpartition(":")[0].rpartition("/")[2] not in word["line"]:
+        word["line"] += f", called from {own}"
+    faulthandler.dump_traceback(log, all_threads=True)
+    connection.send(Idle(word))
 
 
 def _attempt(job: Job, rank: int) -> str:
@@ -92,7 +111,9 @@ def _attempt(job: Job, rank: int) -> str:
     except BaseException as error:
         traceback.print_exc()
         kind = "refused" if isinstance(error, InputError) else type(error).__name__
-        return " ".join([f"{kind}: {first_line(error)}", *getattr(error, "__notes__", [])])
+        line = locations.of_stack(traceback.walk_tb(error.__traceback__))
+        where = [f"({line})"] if line and kind != "refused" else []
+        return " ".join([f"{kind}: {first_line(error)}", *where, *getattr(error, "__notes__", [])])
     finally:
         WATCH.disarm()
         MESSAGES.flush()

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cluster.signals import STARTED
+from ..cluster.verdict import verdict_of
 from ..history.run import RUN_ID
 from .record import RunRecord
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
 GRACE_S = 20.0  # for the other ranks, once one has failed: time to say what they saw
+IDLE = "idle"
 _WORKER = f"{__package__}.worker"
 
 
@@ -47,7 +49,15 @@ class Job:
     callbacks: Sequence[Callback] = ()
     prelude: Callable[[], None] | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    timeout_s: float = 300.0
+    timeout_s: float | None = 300.0
+    idle_s: float = 0.0
+
+
+@dataclass
+class Idle:
+    """A rank's answer when its main thread makes no progress; `word` is what `cluster/verdict.py` reads."""
+
+    word: dict[str, Any]
 
 
 class Workers:
@@ -75,7 +85,8 @@ class Workers:
         argv: Sequence[str],
         record: Path,
         *,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = 300.0,
+        idle_s: float = 0.0,
         callbacks: Sequence[Callback] = (),
         prelude: Callable[[], None] | None = None,
         run_id: str | None = None,
@@ -85,7 +96,9 @@ class Workers:
         Args:
             argv: A verb and its flags. A verb other than fit, validate, test, predict runs on one process.
             record: A new folder for what the ranks write down; their output is there too, as `rank<N>.log`.
-            timeout_s: After so long the ranks write their stacks into their logs and are killed.
+            timeout_s: After so long the ranks write their stacks into their logs and are killed. None: no limit.
+            idle_s: The same after so long without progress (`WATCH.beat`), of which each rank then reports where it
+                is. 0: off.
             callbacks: Appended to the trainer's, after all others; they must pickle.
             prelude: Called in each worker before the command: tests plant faults by it.
             run_id: Name of the run's folder under `--run.root` and `--run.name`. None: that of `record`.
@@ -93,7 +106,7 @@ class Workers:
         record.mkdir(parents=True, exist_ok=True)
         one = argv[0] not in ("fit", "validate", "test", "predict")
         environment = {RUN_ID: run_id or record.name, STARTED: str(time.time())}  # a job of its own
-        job = Job(list(argv), record.absolute(), callbacks, prelude, environment, timeout_s)
+        job = Job(list(argv), record.absolute(), callbacks, prelude, environment, timeout_s, idle_s)
         try:
             self._start(1 if one else self.num, job)
             answers = self._wait(timeout_s)
@@ -119,28 +132,38 @@ class Workers:
             theirs.close()
             self._ranks.append((process, ours))
 
-    def _wait(self, timeout_s: float) -> dict[int, str]:
-        """What each rank ended with: "done", its error, or how its process died."""
+    def _wait(self, timeout_s: float | None) -> dict[int, str]:
+        """What each rank ended with: "done", its error, how its process died, or where it hangs."""
         answers: dict[int, str] = {}
-        deadline = time.monotonic() + timeout_s
+        idle: dict[int, dict[str, Any]] = {}
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while len(answers) < len(self._ranks):
             open_ends = {connection: rank for rank, (_, connection) in enumerate(self._ranks) if rank not in answers}
-            ready: list[Any] = wait(list(open_ends), max(0.0, deadline - time.monotonic()))
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready: list[Any] = wait(list(open_ends), left_s)
             if not ready:
-                failed = any(answer != "done" for answer in answers.values())
-                why = "stopped: another rank had failed" if failed else f"hung: no end after {timeout_s:.0f} s"
-                answers |= dict.fromkeys(open_ends.values(), why)
+                failed = any(answer not in ("done", IDLE) for answer in answers.values())
+                why = "stopped: another rank had failed" if failed else f"hung: no end after {timeout_s or 0:.0f} s"
+                answers |= dict.fromkeys(open_ends.values(), IDLE if idle and not failed else why)
                 break
             for connection in ready:
-                answers[open_ends[connection]] = self._answer(open_ends[connection])
+                answer = self._answer(rank := open_ends[connection])
+                if isinstance(answer, Idle):
+                    idle[rank], answer = answer.word, IDLE
+                answers[rank] = answer
             if any(answer != "done" for answer in answers.values()):
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                grace = time.monotonic() + GRACE_S
+                deadline = grace if deadline is None else min(deadline, grace)
         with contextlib.suppress(OSError):  # a rank that is gone already
             for _, connection in self._ranks:
                 connection.send("exit")  # all have answered: now none is missed by another
+        if idle:
+            silent = [rank for rank, answer in answers.items() if answer == IDLE and rank not in idle]
+            sentence = f"hung: {verdict_of(idle, silent)['sentence']}"
+            answers = {rank: sentence if answer == IDLE else answer for rank, answer in answers.items()}
         return answers
 
-    def _answer(self, rank: int) -> str:
+    def _answer(self, rank: int) -> str | Idle:
         process, connection = self._ranks[rank]
         try:
             return connection.recv()

@@ -26,7 +26,7 @@ def without(words: Iterable[str], *flags: str) -> list[str]:
 
 def checkpoints(history: History) -> list[Path]:
     """Newest first, the best ones last; torn ones too."""
-    configured = Path(str(history.key("last_checkpoint.dirpath", "")))
+    configured = Path(str(history.key("last_checkpoint.dirpath", "")).replace("{run}", str(history.folder)))
     own = history.folder / "checkpoints"  # also when the run's folder was moved
     return manifest.found(own if own.exists() else configured)
 

@@ -8,9 +8,10 @@ curve, and a panel without curves is left out.
 
 from __future__ import annotations
 
+import fnmatch
 import html
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ BUCKETS = 400  # of a curve; half the pixels that a panel is wide on a large scr
 ALL_BUCKETS = 1600  # of all runs' curves in one panel, at most
 POINTS = 40  # so few are marked, each
 KNOTS = 200  # of the map from steps to tokens and hours
+COLOURS = 7  # of the page's theme
 DASHES = ("solid", "dot", "dash", "dashdot")  # metrics, where colours are runs
 
 
@@ -49,8 +51,14 @@ PANELS = (
     Panel("Waiting for data", "share of the step", ("perf/data_wait_share",), share=True, zero=True),
     Panel("GPU utilization", "mean of all", ("gpu/utilization",), share=True, zero=True),
     Panel("Slowest process", "times the median", ("rank/slowest_over_median",)),
-    Panel("Expert load", "most over mean, worst layer", ("moe/expert_load_max_over_mean",)),
+    Panel("Expert load", "busiest over mean, worst layer{ceiling}", ("moe/expert_load_max_over_mean",)),
     Panel("Token accuracy", "share", ("train/token_accuracy", "eval/token_accuracy"), share=True, zero=True),
+)
+# Of one run alone: a curve for each layer, at "*".
+LAYERS = (
+    Panel("Expert load by layer", "busiest over mean{ceiling}", ("moe/layer_*/load_max_over_mean",)),
+    Panel("Least used expert by layer", "over mean, 1 is even", ("moe/layer_*/load_min_over_mean",), zero=True),
+    Panel("Entropy of the load by layer", "share of ln(experts), 1 is even", ("moe/layer_*/load_entropy",), zero=True),
 )
 # Told by another curve, by a figure, or not a curve; all others have a panel of their own, behind a click.
 NOT_DRAWN = {
@@ -79,11 +87,20 @@ class Figure:
 
 def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], list[Figure]]:
     """The panels that have data, and those of all other metrics."""
-    drawn = {name for panel in PANELS for name in panel.metrics} | NOT_DRAWN
-    rest = sorted({name for history in histories for name in history.metrics.names} - drawn)
-    panels = [*PANELS, *(Panel(name, "", (name,)) for name in rest)]
-    made = [_figure(panel, histories, names) for panel in panels]
-    return [f for f in made[: len(PANELS)] if f.lines], [f for f in made[len(PANELS) :] if f.lines]
+    logged = sorted({name for history in histories for name in history.metrics.names})
+    by_layer = [replace(panel, metrics=tuple(fnmatch.filter(logged, panel.metrics[0]))) for panel in LAYERS]
+    drawn = {name for panel in (*PANELS, *by_layer) for name in panel.metrics} | NOT_DRAWN
+    first = [*PANELS, *(by_layer if len(histories) == 1 else [])]
+    rest = [Panel(name, "", (name,)) for name in logged if name not in drawn]
+    made = [_figure(panel, histories, names) for panel in (*first, *rest)]
+    return [f for f in made[: len(first)] if f.lines], [f for f in made[len(first) :] if f.lines]
+
+
+def _unit(panel: Panel, histories: list[History]) -> str:
+    """The panel's unit, with the largest possible load over the mean."""
+    numbers = [(h.fact("model.experts"), h.fact("model.experts_per_token")) for h in histories]
+    ceilings = {f"{experts / chosen:.3g}" for experts, chosen in numbers if experts and chosen}
+    return panel.unit.format(ceiling=f", at most {' or '.join(sorted(ceilings))}" if ceilings else "")
 
 
 def not_finite(history: History) -> list[str]:
@@ -141,7 +158,7 @@ def thin(series: Series, buckets: int) -> tuple[Series, np.ndarray, np.ndarray] 
 def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure:
     import plotly.graph_objects as go
 
-    figure, traces = Figure(panel), []
+    figure, traces = Figure(replace(panel, unit=_unit(panel, histories))), []
     present = [m for m in panel.metrics if any(len(h.metrics[m].finite()) for h in histories)]
     buckets = min(BUCKETS, ALL_BUCKETS // max(1, len(histories)))
     log = panel.log
@@ -152,7 +169,10 @@ def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure:
             if not len(finite):
                 continue
             log = log and bool((finite > 0).all())
-            colour, dash = (number, "solid") if len(histories) == 1 else (run, DASHES[number % len(DASHES)])
+            if len(histories) == 1:
+                colour, dash = number % COLOURS, DASHES[number // COLOURS % len(DASHES)]
+            else:
+                colour, dash = run, DASHES[number % len(DASHES)]
             name = metric if len(histories) == 1 else f"{names[run]} {metric}" if len(present) > 1 else names[run]
             line = (_told_apart(metric, present), colour, dash)
             figure.lines += [line] if line not in figure.lines else []
@@ -169,6 +189,8 @@ def _told_apart(metric: str, present: list[str]) -> str:
     kind, _, what = metric.partition("/")
     if len(present) == 1:
         return metric
+    if what.startswith("layer_"):
+        return what.partition("/")[0].replace("_", " ")
     return kind if all(other.partition("/")[2] == what for other in present) else what
 
 

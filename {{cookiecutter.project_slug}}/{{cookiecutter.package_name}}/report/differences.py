@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..history.run import History
+from ..history.run import History, without_folder
 
 NOT_SET = "–"  # a key that the other configuration does not have at all: another class was chosen there
 SEEDS = ("seed_everything", "data.seed")
@@ -42,7 +42,7 @@ def groups(histories: list[History]) -> list[list[int]]:
 def config_of(history: History) -> dict[str, Any]:
     """Flat; the run's own folder is written "{run}", as a user writes it."""
     own = str(Path(str(history.key("run.root", "runs"))) / str(history.key("run.name", "")) / history.folder.name)
-    return {key: _without(own, value) for key, value in flat(history.config).items()}
+    return {key: without_folder(own, value) for key, value in flat(history.config).items()}
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -62,13 +62,3 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _is(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _without(folder: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return value.replace(folder, "{run}")
-    if isinstance(value, list):
-        return [_without(folder, each) for each in value]
-    if isinstance(value, dict):
-        return {key: _without(folder, each) for key, each in value.items()}
-    return value

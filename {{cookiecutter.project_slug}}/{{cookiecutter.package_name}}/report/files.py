@@ -10,12 +10,20 @@ from ..diagnosis.finding import Finding
 from ..history.run import History, read_run
 from .markdown import markdown
 from .page import page
+from .plotly_js import PlotlyJs, link
 
 HTML, MARKDOWN = "report.html", "report.md"
 
 
-def write(folders: list[Path], output: Path) -> tuple[list[History], list[list[Finding]]]:
-    """Report on the runs in `folders`, into `output`; what was read and found is given back.
+def write(
+    folders: list[Path], output: Path, plotly: PlotlyJs | None = None
+) -> tuple[list[History], list[list[Finding]]]:
+    """Write a report on the runs in `folders` into `output`; returns what was read and found.
+
+    Args:
+        folders: Of runs.
+        output: A folder, which need not exist.
+        plotly: Where the page loads plotly.js from. None: as `run.plotly` of the first run says.
 
     Raises:
         InputError: one is no run's folder.
@@ -24,8 +32,9 @@ def write(folders: list[Path], output: Path) -> tuple[list[History], list[list[F
     findings = [diagnose(history) for history in histories]
     names = names_of(histories)
     output.mkdir(parents=True, exist_ok=True)
+    plotly = plotly or histories[0].key("run.plotly", "shared")
     for name, text in (
-        (HTML, page(histories, names, findings)),
+        (HTML, page(histories, names, findings, link(plotly, histories[0], output))),
         (MARKDOWN, markdown(histories, names, findings)),
     ):
         aside = output / f".{name}.tmp"

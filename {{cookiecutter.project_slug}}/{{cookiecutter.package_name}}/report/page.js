@@ -66,6 +66,21 @@ document.addEventListener("click", ({ target }) => {
     drawAll();
   }
 });
-const resized = new ResizeObserver((seen) => seen.forEach(({ target }) => draw(target)));
-document.querySelectorAll(".plot").forEach((plot) => resized.observe(plot)); // also draws what is unfolded
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+
+function start() {
+  const resized = new ResizeObserver((seen) => seen.forEach(({ target }) => draw(target)));
+  document.querySelectorAll(".plot").forEach((plot) => resized.observe(plot)); // also draws what is unfolded
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+}
+
+if (window.Plotly) {
+  start();
+} else { // the page was moved: plotly.js may have been copied into its folder
+  const linked = document.querySelector("script[nonce]");
+  const beside = document.createElement("script");
+  beside.nonce = linked.nonce;
+  beside.src = linked.getAttribute("src").split("/").pop();
+  beside.onload = start;
+  beside.onerror = () => { document.getElementById("missing").hidden = false; };
+  document.body.append(beside);
+}

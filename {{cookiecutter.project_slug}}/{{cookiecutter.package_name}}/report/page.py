@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing else: plotly.js, style and data stand in it.
+"""The report as one HTML file: style, data and the script that draws are in it, plotly.js where plotly_js.py puts it.
 
-Whatever comes from a run (texts, names, messages) is escaped; and the page's own policy lets no script run but the two
-that stand in it, by their hashes, and nothing be fetched from anywhere.
+Whatever comes from a run (texts, names, messages) is escaped; and the page's own policy permits no script but these two
+(one in the page by its hash, one in another file by a nonce), and no request but for plotly.js.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,15 @@ def joined(parts: Sequence[str]) -> Html:
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
 
 
-def page(histories: list[History], names: list[str], findings: list[list[Finding]]) -> str:
-    """The whole file; with one history a run's report, with several their comparison."""
+def page(histories: list[History], names: list[str], findings: list[list[Finding]], link: str = "") -> str:
+    """The content of the file; with one history a run's report, with several their comparison.
+
+    Args:
+        histories: Of the runs.
+        names: Of the runs.
+        findings: Of each run.
+        link: The address of plotly.js. Empty: it is in the page.
+    """
     one = len(histories) == 1
     title = names[0] if one else f"{len(histories)} runs compared"
     told = zip(histories, findings, names, strict=True)
@@ -54,18 +60,24 @@ def page(histories: list[History], names: list[str], findings: list[list[Finding
     body += [tag("h2", "Verdict"), *(_verdict(history, found, "" if one else name) for history, found, name in told)]
     body += [_key_figures(histories[0]), _go_on(histories[0])] if one else []
     body += [_section(part) for part in ([] if one else of_several(histories, names))]
-    body += [_curves(histories, names, *drawn), _goodput(histories, names)]
+    body += [_curves(histories, names, *drawn, link), _goodput(histories, names)]
     body += [_section(part) for part in (of_one(histories[0]) if one else [])]
     data = {"figures": [figure.plot for part in drawn for figure in part], "axes": curves.axes(histories)}
-    return _document(title, joined(body), json.dumps(data, separators=(",", ":")))
+    return _document(title, joined(body), json.dumps(data, separators=(",", ":")), link)
 
 
-def _document(title: str, body: Html, data: str) -> str:
+def _document(title: str, body: Html, data: str, link: str = "") -> str:
     """Of JSON, "<" is written otherwise, so that nothing in it can end its element."""
-    library = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
-    scripts = [library, _own("page.js")]
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    sources = " ".join(f"'sha256-{each}'" for each in hashes)
+    from plotly.offline import get_plotlyjs
+
+    scripts = [_own("page.js")] if link else [get_plotlyjs(), _own("page.js")]
+    sources = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
+    library = ""
+    if link:
+        nonce = _hash(body + data)  # the texts of a run cannot contain their own hash
+        sources += f" 'nonce-{nonce}'"
+        checked = {"integrity": f"sha256-{_hash(get_plotlyjs())}", "crossorigin": "anonymous"}
+        library = tag("script", nonce=nonce, src=link, **(checked if link.startswith("https:") else {}))
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {sources}"
     head = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -74,9 +86,13 @@ def _document(title: str, body: Html, data: str) -> str:
 <title>{escape(title)}</title>
 <style>{_own("page.css")}</style></head>
 """
-    script = "\n".join(f"<script>{script}</script>" for script in scripts)
+    code = library + "\n".join(f"<script>{script}</script>" for script in scripts)
     data = data.replace("<", "\\u003c")
-    return f'{head}<body>{body}\n<script type="application/json" id="curves">{data}</script>\n{script}</body></html>\n'
+    return f'{head}<body>{body}\n<script type="application/json" id="curves">{data}</script>\n{code}</body></html>\n'
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _own(name: str) -> str:
@@ -125,7 +141,9 @@ def _go_on(history: History) -> Html:
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _curves(histories: list[History], names: list[str], shown: list[curves.Figure], more: list[curves.Figure]) -> Html:
+def _curves(
+    histories: list[History], names: list[str], shown: list[curves.Figure], more: list[curves.Figure], link: str
+) -> Html:
     if not shown and not more:
         return joined([tag("h2", "Curves"), tag("p", "No metric has been written down.")])
     known = curves.axes(histories)
@@ -139,6 +157,10 @@ def _curves(histories: list[History], names: list[str], shown: list[curves.Figur
     ]
     plots = [_plot(number, figure, len(names) == 1) for number, figure in enumerate([*shown, *more])]
     parts = [tag("h2", "Curves"), tag("div", *buttons, *runs, class_="controls"), *gaps]
+    verb = f"python -m {__name__.split('.')[0]} report {' '.join(str(history.folder) for history in histories)}"
+    missing = (f"No curves: {link} cannot be loaded. Copy it into this page's folder, or write the page again with ",)
+    missing += (tag("code", f"{verb} --plotly inline"),)
+    parts += [tag("p", *missing, id="missing", hidden="", class_="gap")] if link else []
     parts += [tag("noscript", "Curves need JavaScript."), tag("div", *plots[: len(shown)], class_="plots")]
     if more:
         summary = tag("summary", f"{len(more)} more metric{'s' * (len(more) > 1)}")

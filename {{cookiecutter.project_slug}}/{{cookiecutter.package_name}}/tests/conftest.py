@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from ..__main__ import main
@@ -49,6 +50,17 @@ class StopAfter(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step >= self.step:
             raise RuntimeError("stopped by the test")
+
+
+@pytest.fixture(autouse=True)
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a training in this process leaves is gone after the test: the next would take it for a launcher's."""
+    for name in OF_ANOTHER_RUN:
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,20 @@ def bias_router(biases: Sequence[float]) -> None:
     _edit_model(bias)
 
 
+def collapse_router(favoured: int) -> None:
+    """Without a bias: a direction that all tokens share, and routers that choose `favoured` experts by it."""
+
+    def collapse(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                parameter += 0.05
+            if name.endswith("mlp.gate.weight"):
+                parameter[:favoured] += 0.01
+                parameter[favoured:] -= 0.01
+
+    _edit_model(collapse)
+
+
 def make_nan(name: str, call: int) -> None:
     """The module of that name gives NaN from its `call`th training forward on."""
 

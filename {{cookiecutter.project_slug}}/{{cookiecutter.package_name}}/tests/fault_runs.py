@@ -29,6 +29,8 @@ QWEN3 = (
     "--model.architecture={model_type: qwen3, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,"
     " num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16}"
 )
+QWEN3_MOE = QWEN3.replace("qwen3,", "qwen3_moe, moe_intermediate_size: 32, num_experts: 8, num_experts_per_tok: 2,")
+SPEED = "--model.balance.bias_update_speed"
 WIDE = LLAMA[:-1] + ", initializer_range: 1.0}"
 RATE, CLIP, VALIDATE = "--model.optim.learning_rate", "--trainer.gradient_clip_val", "--trainer.val_check_interval"
 EACH_STEP = "--trainer.log_every_n_steps=1"
@@ -144,10 +146,12 @@ FAULTS = [
     Training("another_tokenizer", [EXPORTED, *SHIFTED], "loss_starts_too_high", "data.tokenizer.path"),
     Training("nan", [], "loss_not_finite", says="model.layers.1.mlp is where it begins",
              plant=partial(plants.make_nan, "model.layers.1.mlp", 60)),
-    Training("router_collapse", [DEEPSEEK], "experts_unused", says="router has collapsed",
-             plant=partial(plants.bias_router, [9, 9, 0, 0])),
-    Training("dead_expert", [DEEPSEEK], "experts_unused", says="1 of",
-             plant=partial(plants.bias_router, [0, 0, 0, -9])),
+    Training("router_collapse", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="router has collapsed",
+             plant=partial(plants.bias_router, [0.9, 0.9, 0, 0])),
+    Training("dead_expert", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="1 of",
+             plant=partial(plants.bias_router, [0, 0, 0, -0.9])),
+    Training("router_collapse_by_weights", [QWEN3_MOE, "--trainer.max_steps=150"], "experts_overloaded",
+             "model.balance.aux_loss_coef", says="weighs too little", plant=partial(plants.collapse_router, 2)),
     # the data
     Training("masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_all_labels),
     Training("mostly_masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_most_labels),
@@ -160,7 +164,8 @@ FAULTS = [
              "overfits", "trainer.max_steps", text="few"),
     # validation
     Training("rare_validation", [f"{VALIDATE}=1000"], "validates_too_rarely", VALIDATE[2:]),
-    Training("dear_validation", [f"{VALIDATE}=2"], "validation_too_dear", VALIDATE[2:]),
+    Training("dear_validation", [f"{VALIDATE}=2", "--data.validation_share=0.2", "--trainer.max_steps=20"],
+             "validation_too_dear", VALIDATE[2:]),
     Training("starved_validation", ["--data.validation_share=0.005"], "validation_too_small", "data.validation_share"),
     # speed
     Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2,
@@ -229,7 +234,7 @@ class Trainings:
         self._prepare(flags)
         for number, callbacks in enumerate(training.attempts):
             record = self.folder / "records" / f"{training.name}.{number}"
-            options = {"callbacks": callbacks, "prelude": training.plant, "run_id": training.name}
+            options: dict = {"callbacks": callbacks, "prelude": training.plant, "run_id": training.name}
             with Workers(training.ranks) as workers:
                 self.records[training.name] = workers.run(["fit", *flags], record, timeout_s=120, **options)
 

@@ -82,6 +82,9 @@ FACTS = {
     "parameters.embedding": 40_000_000,
     "model.vocab_size": 50_257,
     "model.experts": EXPERTS,
+    "model.experts_per_token": 2,
+    "balance.has_bias": True,
+    "balance.aux_loss_coef": 0.0,
     "model.layers": LAYERS,
     "model.attention": "sdpa",
     "data.accumulation": 4,
@@ -114,7 +117,9 @@ def a_run(
     facts: dict[str, Any] | None = None,
     **rest: Any,
 ) -> History:
-    """A healthy run of `steps` steps, logged `every` so many and validated ten times, `upto` this share; changed.
+    """A healthy run of `steps` steps, `upto` this share, and changed: logged `every` so many, validated ten times.
+
+    One validation more comes before training.
 
     Args:
         columns: Metrics by name. None leaves one out.
@@ -130,7 +135,7 @@ def a_run(
             **kind,
             **{name: column for name, column in (columns or {}).items() if (name in EVAL) == (kind is EVAL)},
         }
-        at = np.arange(frequency, int(steps * upto) + 1, frequency)
+        at = np.arange(0 if kind is EVAL else frequency, int(steps * upto) + 1, frequency)
         values = {name: column(at / steps) for name, column in made.items() if column}
         for index, step in enumerate(at.tolist()):
             line = {name: float(column[index]) for name, column in values.items()}

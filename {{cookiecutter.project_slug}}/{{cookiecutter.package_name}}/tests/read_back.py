@@ -72,7 +72,7 @@ def wandb_config(path: Path) -> dict[str, Any]:
 def tensorboard(run: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return EventAccumulator(str(run / "tensorboard"), {"scalars": 0, "tensors": 0}).Reload()  # 0: all of them
+    return EventAccumulator(str(run), {"scalars": 0, "tensors": 0}).Reload()  # 0: all of them
 
 
 def tensorboard_points(run: Path) -> Points:

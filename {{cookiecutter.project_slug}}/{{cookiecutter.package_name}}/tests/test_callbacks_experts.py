@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ..balance import BalanceConfig, Balancer
 from ..callbacks.experts import LOADS, Experts
 from ..callbacks.training_log import logs
 from ..history.metrics import read_metrics
@@ -36,19 +38,24 @@ SPARSE = {
     "mixtral": TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "gpt_oss": TINY | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
 }
+OFF = BalanceConfig(bias_update_speed=0, aux_loss_coef=0)
+PER_LAYER = ("max_over_mean", "min_over_mean", "entropy")
 CHOSEN = 2 * 32 * 2  # sequences x tokens x experts of a token
 
 
 class Bench:
     """A model under the callback, without a Trainer."""
 
-    def __init__(self, architecture: dict[str, Any], **block_options: Any) -> None:
+    def __init__(self, architecture: dict[str, Any], balance: BalanceConfig = OFF, **block_options: Any) -> None:
         torch.manual_seed(0)
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).train()
         blocks.wrap_blocks(model, blocks.BlockConfig(**block_options))
         self.module: Any = model
-        model.metrics = MetricBuffer()
-        self.trainer = SimpleNamespace(log_every_n_steps=3, global_step=0, estimated_stepping_batches=100)
+        model.metrics, model.balancer = MetricBuffer(), Balancer(model, balance)
+        self.trainer = SimpleNamespace(
+            log_every_n_steps=3, global_step=0, estimated_stepping_batches=100,
+            fit_loop=SimpleNamespace(_should_accumulate=lambda: False),
+        )  # fmt: skip
         self.callback = Experts()
         self.callback.on_fit_start(self.trainer, model)  # ty: ignore[invalid-argument-type]
 
@@ -57,9 +64,11 @@ class Bench:
         callback.on_train_batch_start(trainer, self.module, {}, trainer.global_step)
         ids = torch.randint(0, 50, (2, 32))
         loss = self.module(input_ids=ids, use_cache=False).logits.sum()
+        loss = sum((weight * value for _, weight, value in self.module.balancer.losses({"input_ids": ids})), start=loss)
         callback.on_before_backward(trainer, self.module, loss)  # ty: ignore[invalid-argument-type]
         loss.backward()
         trainer.global_step += 1
+        callback.on_train_batch_end(trainer, self.module, None, {}, trainer.global_step)  # ty: ignore[invalid-argument-type]
         if logs(trainer, trainer.global_step):
             callback.before_log_step(trainer, self.module)
 
@@ -70,29 +79,36 @@ class Bench:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_every_kind_of_expert_is_found_and_counted_in_log_steps_alone(name: str) -> None:
+def test_every_kind_of_expert_is_found_and_where_nothing_balances_counted_in_log_steps_alone(name: str) -> None:
     bench = Bench(SPARSE[name])
-    layers = len(bench.callback._layers)
-    assert layers == (3 if name == "deepseek_v3" else 4) and all(num == 8 for _, num in bench.callback._layers)
+    layers = bench.module.balancer.layers
+    assert len(layers) == (3 if name == "deepseek_v3" else 4) and all(layer.num == 8 for layer in layers)
     counted = []
+    for _ in range(2):
+        bench.step()
+        counted.append(bench.module.balancer.loads.sum().item() / len(layers) / CHOSEN)
+    assert counted == [1, 1], "the first, for compiled blocks"
+    bench.step()
+    assert bench.module.balancer.loads.sum() == 0
+    assert bench.read()["moe/expert_load_max_over_mean"] > 1
+    assert sum(bench.module.metrics.totals[LOADS]) == 2 * len(layers) * CHOSEN, "and the third, which is logged"
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_what_balances_counts_each_step_and_a_recomputed_block_once(checkpointing: str) -> None:
+    bench = Bench(DEEPSEEK, BalanceConfig(), checkpointing=checkpointing)
     for _ in range(3):
         bench.step()
-        counted.append(bench.callback._loads.sum().item() / layers / CHOSEN)
-    assert counted == [1, 1, 2], "the first, for compiled blocks, and the third, which is logged"
-    assert bench.read()["moe/expert_load_max_over_mean"] > 1
-    assert bench.callback._loads.sum() == 0
-
-
-def test_a_checkpointed_block_that_runs_again_counts_once() -> None:
-    bench = Bench(DEEPSEEK, checkpointing="full")
-    bench.step()
-    assert bench.callback._loads.sum(1).tolist() == [CHOSEN] * 3
+    assert bench.read()["moe/layer_01/load_max_over_mean"] > 1
+    assert sum(bench.module.metrics.totals[LOADS]) == 3 * CHOSEN, "of the third step alone"
+    moved = [layer.bias_owner.e_score_correction_bias.abs().max().item() for layer in bench.module.balancer.layers]
+    assert moved == pytest.approx([0.003] * 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize(("checkpointing", "balances"), [("none", True), ("full", False), ("selective", True)])
 def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
-    checkpointing: str, monkeypatch: pytest.MonkeyPatch
+    checkpointing: str, balances: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -100,14 +116,17 @@ def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
     monkeypatch.setattr(
         torch, "compile", lambda forward: compiled(forward, backend="aot_eager")
     )  # seconds, not minutes
-    bench = Bench(DEEPSEEK | {"num_hidden_layers": 12}, checkpointing=checkpointing, compile=True)
+    balance = BalanceConfig(z_loss_coef=0.001) if balances else OFF
+    bench = Bench(DEEPSEEK | {"num_hidden_layers": 12}, balance, checkpointing=checkpointing, compile=True)
     graphs = []
     for _ in range(6):
         bench.step()
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1:] == [3] * 5, "a dense block, a sparse one that counts, a sparse one that does not"
+    expected = 2 if balances else 3
+    assert graphs[1:] == [expected] * 5, "a dense block, a sparse one that counts, a sparse one that does not"
     assert not counters["graph_break"]
-    assert bench.callback._loads.sum(1).tolist() == [3 * CHOSEN] * 11
+    bench.read()
+    assert sum(bench.module.metrics.totals[LOADS]) == 11 * CHOSEN
 
 
 def test_ratio_and_unused_are_of_the_sums() -> None:
@@ -120,7 +139,11 @@ def test_ratio_and_unused_are_of_the_sums() -> None:
     bench.module.metrics.totals = {LOADS: [float(load) for layer in loads for load in layer]}
     metrics: dict[str, float] = {}
     bench.callback.on_log_step(bench.trainer, bench.module, metrics)
-    assert metrics == {"moe/expert_load_max_over_mean": 4.0, "moe/unused_experts": 7}
+    assert metrics["moe/expert_load_max_over_mean"] == 4.0 and metrics["moe/unused_experts"] == 7
+    of_layers = {name: [metrics[f"moe/layer_0{n}/load_{name}"] for n in (1, 2, 3)] for name in PER_LAYER}
+    entropy = -(2 * math.log(2 / 8) + 6 * math.log(1 / 8)) / 8 / math.log(8)
+    assert of_layers["max_over_mean"] == [4, 1, 2] and of_layers["min_over_mean"] == [0, 1, 0]
+    assert of_layers["entropy"] == pytest.approx([1 / 3, 1, entropy])
 
 
 def test_a_dense_model_has_no_such_metrics() -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.llama import modeling_llama as llama
 
+from ..callbacks import numerics
 from ..errors import Exit
 from ..history.run import read_incidents
 from ..module import LanguageModule
@@ -89,6 +91,51 @@ def test_every_strategy_names_the_module_that_made_it(train: Train, strategy: st
     assert incident["step"] == BAD_STEP
     assert incident["first_bad"]["what"] == what and rank in incident["first_bad"]["ranks"]
     assert incident["first_bad"]["module"].endswith(NORM.removeprefix("model."))
+
+
+def spoil_a_shard(only_rank: int) -> None:
+    """In each worker: from BAD_STEP on, one rank's shard of a weight holds a NaN."""
+    original = LanguageModule.training_step
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step + 1 == BAD_STEP and self.global_rank == only_rank:
+            weight = self.model.get_parameter(WEIGHT)
+            shard = weight.to_local() if isinstance(weight, DTensor) else weight.ds_tensor
+            shard.data.view(-1)[0] = math.nan
+        return original(self, batch, batch_idx)
+
+    LanguageModule.training_step = training_step
+
+
+WEIGHT = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "tp", "zero3"])
+def test_a_weight_of_which_one_rank_has_the_bad_shard(strategy: str, train: Train) -> None:  # noqa: F811
+    """No rank runs the forward, in which the others would wait for that rank."""
+    record = train(strategy, "shard", partial(spoil_a_shard, 1))
+    assert all(answer.startswith("Ended: training stopped") for answer in record.answers.values()), record.answers
+    (incident,) = read_incidents(train.run_folder(strategy, "shard"))
+    assert incident["step"] == BAD_STEP
+    assert incident["first_bad"] == {"what": "weight", "module": f"model.{WEIGHT}", "ranks": [1]}
+
+
+def test_the_incident_is_written_before_the_search(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LanguageModule.training_step
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        return original(self, batch, batch_idx) * (math.nan if self.global_step + 1 == BAD_STEP else 1.0)
+
+    def search(*args: Any) -> None:
+        raise KeyError(read_incidents(only_run(tmp_path))[0]["step"])
+
+    monkeypatch.setattr(LanguageModule, "training_step", training_step)
+    monkeypatch.setattr(numerics, "first_bad", search)
+    with pytest.raises(KeyError, match=str(BAD_STEP)):
+        run("fit", *flags, *QUICK)
 
 
 COMPILED = pytest.param("output", ["--model.blocks.compile=true"], marks=pytest.mark.slow)

@@ -23,19 +23,22 @@ from .conftest import logged, only_run, run
 from .test_parallel_parity import Trainings, train  # noqa: F401  (`train` is a fixture)
 
 SLOW_S = 0.2
-SAVE_S = 0.7  # longer than three steps or a validation take on a machine that is busy
+SAVE_S = 1000.0  # by a clock of the test's own: longer than steps and validations take on any machine
 
 
 def test_a_slow_checkpoint_counts_as_neither_training_nor_waiting(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = commit.save
+    save, slept = commit.save, [0.0]
 
     def slowly(*args: Any, **options: Any) -> Any:
         save(*args, **options)
-        time.sleep(SAVE_S)
+        slept[0] += SAVE_S
 
     monkeypatch.setattr(commit, "save", slowly)
+    wall, counter = time.time, time.perf_counter
+    monkeypatch.setattr(time, "time", lambda: wall() + slept[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: counter() + slept[0])
     steps = ["--trainer.max_steps=9", "--last_checkpoint.every_n_steps=3", "--trainer.log_every_n_steps=3"]
     assert run("fit", *flags, *steps, "--trainer.val_check_interval=6", "--model.optim.warmup=1") == 0
     folder = only_run(tmp_path)

@@ -219,7 +219,7 @@ def test_the_best_are_told_by_what_is_in_the_folder(tmp_path: Path) -> None:
     assert lowest._is_among_the_best(3.0) and not lowest._is_among_the_best(math.nan)
     for number, score in enumerate([3.0, 2.0]):
         committed(tmp_path, number, score=score).rename(tmp_path / manifest.name(number, best=True))
-    assert [manifest.step_of(path) for path in lowest._ranked()] == [1, 0]
+    assert [manifest.step_of(path) for path in manifest.ranked(lowest.folder, "min")] == [1, 0]
     assert lowest._is_among_the_best(2.9) and not lowest._is_among_the_best(3.0)
     assert highest._is_among_the_best(2.1) and not highest._is_among_the_best(2.0)
 

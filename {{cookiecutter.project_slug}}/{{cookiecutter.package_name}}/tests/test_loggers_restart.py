@@ -12,6 +12,7 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 from lightning.pytorch import Callback
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from ..cluster.environment import git
@@ -64,7 +65,7 @@ def offline() -> None:
 @pytest.mark.parametrize("read", [read_back.tensorboard_points, read_back.wandb_points], ids=["tensorboard", "wandb"])
 def test_every_metric_stands_at_its_steps_once_also_after_a_restart(restarted: Path, read: Any) -> None:
     points, expected = read(restarted), read_back.metrics(restarted)
-    assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {5, 10}
+    assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {0, 5, 10}
     for step, metrics in expected.items():
         shown = {name: points[name][step][-1] for name in metrics}
         assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True), step  # TensorBoard has float32
@@ -96,6 +97,13 @@ def test_tensorboard_has_the_charts_the_configuration_and_the_samples(restarted:
     config = events.Tensors(texts["run/config"])[-1].tensor_proto.string_val[0].decode()
     assert "global_batch_size: 4" in config
     assert {sample.step for sample in events.Tensors(texts["eval/sample"])} == {5, 10}
+
+
+def test_tensorboard_calls_a_run_by_its_name_and_id(tmp_path: Path) -> None:
+    logger = TensorBoard(str(tmp_path / "quickstart" / "one"))
+    logger.log_metrics({"train/loss": 0.0}, step=1)
+    logger.finalize("success")
+    assert set(EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()) == {"quickstart/one"}
 
 
 @pytest.mark.parametrize("ends", [TensorBoard.save, lambda logger: logger.finalize("failed")], ids=["save", "failure"])

@@ -143,7 +143,7 @@ class FakeRun:
         self.may = threading.Event()
 
     def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
-        object.__setattr__(artifact, "wait", lambda _: self.may.wait(10))
+        object.__setattr__(artifact, "wait", lambda _: self.may.wait(120))
         paths = {name: entry.local_path for name, entry in artifact.manifest.entries.items()}
         read = {name: Path(path).read_text() for name, path in paths.items()}
         self.taken.append({"name": artifact.name, "aliases": aliases, "files": read})
@@ -170,7 +170,7 @@ def test_checkpoints_are_uploaded_behind_training_and_outlive_their_deletion(tmp
             time.sleep(0.01)
         shutil.rmtree(path)
     uploads.begin(fake, checkpoint(tmp_path, "best-step3.ckpt"), "best")
-    assert time.monotonic() - begun < 5, "training waited for an upload"
+    assert time.monotonic() - begun < 60, "training waited for an upload"
     with pytest.warns(UserWarning, match="has not taken all"):
         uploads.wait(0.05)
     fake.may.set()

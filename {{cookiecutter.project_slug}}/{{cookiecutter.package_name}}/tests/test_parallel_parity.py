@@ -6,7 +6,7 @@ rows, so that a loss averaged per rank or per micro-batch would show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ class Trainings:
         processes: int = 0,
         accumulation: int = ACCUMULATION,
         callbacks: Sequence[Callback] = (),
+        prelude: Callable[[], None] | None = None,
     ) -> RunRecord:
         num = processes or PROCESSES.get(strategy, 1)
         data_parallel = num // (2 if "tp" in strategy else 1)
@@ -116,7 +117,7 @@ class Trainings:
         name = f"{self._count}-{verb}-{model}-{strategy}"
         argv = [verb, *self.flags, f"--run.name={name}", *flags, *extra]
         with Workers(num) as workers:
-            return workers.run(argv, self.folder / name, prelude=mask_labels, callbacks=callbacks).check()
+            return workers.run(argv, self.folder / name, prelude=prelude or mask_labels, callbacks=callbacks).check()
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import file_baton
 
@@ -24,7 +22,7 @@ from ..parallel.build_locks import clear_stale_build_locks
 from ..parallel.deepspeed_config import KNOWN_KEYS, Settings, read, resolve
 from ..parallel.zero import ZeroStrategy, _materialize
 from ..tools import deepspeed_config as tool
-from .conftest import CONFIGS, OF_ANOTHER_RUN, PACKAGE, logged, only_run, run
+from .conftest import CONFIGS, PACKAGE, logged, only_run, run
 
 ZERO = f"--trainer.strategy={PACKAGE}.parallel.zero.ZeroStrategy"
 EVERY_AUTO = {
@@ -109,6 +107,22 @@ def test_a_conflict_names_both_places(case: str) -> None:
     change, told = CONFLICTS[case]
     with pytest.raises(InputError, match=told):
         resolve(read({"zero_optimization": {"stage": 2}} | change), settings())
+
+
+def test_every_conflict_is_listed_and_a_schedule_without_counterpart_is_called_so() -> None:
+    sections = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR"}, "steps_per_print": "auto"}
+    zero = {"zero_optimization": {"stage": 2, "stages": 3, "overlap_com": True}}
+    wsd = OptimConfig(learning_rate=3e-4, warmup=0.05, schedule="warmup_stable_decay")
+    with pytest.raises(InputError) as caught:
+        resolve(read(sections | zero | {"train_batch_size": 64, "gradient_clipping": 0.5}), settings(optim=wsd))
+    head, *conflicts = str(caught.value).splitlines()
+    assert head == "trainer.strategy.init_args.config has 7 conflicts:"
+    starts = ["the DeepSpeed file says train_batch_size 64", "the DeepSpeed file says gradient_clipping 0.5"]
+    starts += ["the DeepSpeed file says bf16.enabled false", "DeepSpeed has no scheduler for model.optim.schedule warm"]
+    starts += ["steps_per_print is auto", "zero_optimization.stages: Extra", "zero_optimization.overlap_com: Extra"]
+    assert [line.strip()[: len(start)] for line, start in zip(conflicts, starts, strict=True)] == starts
+    with pytest.raises(InputError, match="2 conflicts:\n.*no key 'zero_optim'.*\n.*no key 'bf'"):
+        read({"zero_optim": {}, "bf": {}})
 
 
 def test_a_file_that_cannot_be_one_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -198,18 +212,6 @@ def test_only_a_lock_whose_owner_is_gone_is_removed(tmp_path: Path, monkeypatch:
     assert time.monotonic() - started > 2, "another machine may be at work in this folder"
 
 
-@pytest.fixture
-def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a training in this process leaves is gone after the test: the next would take it for a launcher's."""
-    for name in OF_ANOTHER_RUN:
-        monkeypatch.setenv(name, "")  # so that it is put back as it was
-        monkeypatch.delenv(name)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.slow
 def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_patch(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

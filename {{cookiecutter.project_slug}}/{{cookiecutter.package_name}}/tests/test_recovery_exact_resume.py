@@ -17,16 +17,17 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from ..callbacks import checkpoint as saving
 from ..callbacks.random_state import RandomState
 from ..checkpoint import manifest
+from ..epochs import KEY, Point, ResumableEpochLoop
 from ..rehearsal.acts import KillAt
-from ..rehearsal.compare import first_difference, trace_resumed
+from ..rehearsal.compare import first_difference
 from ..rehearsal.record import RunRecord
+from ..rehearsal.trace import trace_resumed
 from ..rehearsal.workers import Workers
 from ..text.order import ConsumedSamples
 from .conftest import CONFIGS, PACKAGE, logged, only_run, run
-from .faults import random_state_not_saved
+from .faults_of_runs import random_state_not_saved
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
@@ -172,7 +173,9 @@ def epoch_draws() -> None:
 
 
 def validation_passed_over() -> None:
-    saving._make_up_for_validation = lambda trainer: None  # ty: ignore[invalid-assignment]
+    load = ResumableEpochLoop.on_load_checkpoint
+    loop: Any = ResumableEpochLoop
+    loop.on_load_checkpoint = lambda self, state: load(self, state | {KEY: Point.AFTER_VALIDATION})
 
 
 @pytest.mark.slow

@@ -57,6 +57,24 @@ class Launched:
         flags += [f"--shutdown-timeout={shutdown_timeout_s}", "--no-python", "sh", "-c", script]
         return torchrun.main(flags)
 
+    def when(self, files: list[str], number: int) -> None:
+        """Signal this process once workers have written these files, and torchrun's agent knows the workers."""
+
+        def ready() -> bool:
+            knows = torchrun.Agent.latest is not None and torchrun.Agent.latest._workers()
+            return bool(knows) and all((self.folder / file).exists() for file in files)
+
+        def signal_when_written() -> None:
+            deadline = time.monotonic() + 60
+            while not ready():
+                if time.monotonic() > deadline:
+                    return  # the test fails by what its workers did not do
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+            (self.folder / f"after_{files[0]}").touch()
+
+        threading.Thread(target=signal_when_written, daemon=True).start()
+
     @property
     def starts(self) -> int:
         return len((self.folder / "starts.0").read_text().splitlines())
@@ -70,6 +88,7 @@ class Launched:
 def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(torchrun, "PEERS_S", 0.5)
+    monkeypatch.setattr(torchrun.Agent, "latest", None)
     before = {number: signal.getsignal(number) for number in HANDLED}
     yield Launched(tmp_path, capfd)
     for number, handler in before.items():
@@ -107,22 +126,26 @@ def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> N
     begun = time.monotonic()
     assert launched.run("exec sleep 60", "exit 2", shutdown_timeout_s=1) == Exit.BAD_INPUT
     assert launched.starts == 1 and "rank 1 ended with code 2" in launched.said
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 25, "rank 0 would sleep for 60 s, and torchrun wait for 30"
 
 
 def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launched: Launched) -> None:
-    saves = "trap 'sleep 0.5; exit 75' TERM USR1; while :; do sleep 0.05; done"
-    for at in (1.0, 1.2):
-        threading.Timer(at, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    assert launched.run(saves, saves) == Exit.REQUEUE
-    assert launched.starts == 1
+    """The workers save until the second signal has come: they end with 75 only if it did not end them."""
+    here = launched.folder
+    saves = f"touch {here}/saves.$RANK; while [ ! -e {here}/after_saves.0 ]; do sleep 0.05; done; exit 75"
+    saves = f"trap '{saves}' TERM USR1; touch {here}/trains.$RANK; while [ -d {here} ]; do sleep 0.05; done"
+    launched.when(["trains.0", "trains.1"], signal.SIGUSR1)
+    launched.when(["saves.0", "saves.1"], signal.SIGUSR1)
+    assert launched.run(saves, saves, shutdown_timeout_s=60) == Exit.REQUEUE
+    assert launched.starts == 1 and torchrun._codes() == [75, 75], "they have saved"
 
 
 @pytest.mark.slow
 def test_workers_that_cannot_save_in_time_are_killed_and_relaunched(launched: Launched) -> None:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    deaf = "trap '' TERM; while :; do sleep 0.05; done"
+    launched.when(["trains.0"], signal.SIGTERM)
+    deaf = f"trap '' TERM; touch {launched.folder}/trains.$RANK; while [ -d {launched.folder} ]; do sleep 0.05; done"
     assert launched.run(deaf, shutdown_timeout_s=1) == Exit.REQUEUE
+    assert torchrun._codes() == [-signal.SIGKILL]
 
 
 def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +176,26 @@ def test_a_rendezvous_that_never_answers_is_given_up() -> None:
     assert ended.returncode == Exit.REQUEUE and "the rendezvous does not answer" in ended.stderr
 
 
+NEVER_COMES_BACK = f"""
+import sys, time
+from {PACKAGE}.cluster import torchrun
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+torchrun.REJOIN_S = 1
+join, joined = DynamicRendezvousHandler.next_rendezvous, []
+DynamicRendezvousHandler.next_rendezvous = lambda self: time.sleep(1000) if joined else joined.append(1) or join(self)
+flags = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=1", "--no-python"]
+sys.exit(torchrun.main([*flags, "sh", "-c", "exit 1"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_come_back_is_not_waited_for_without_end() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_COMES_BACK], cwd=PROJECT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == Exit.REQUEUE and "not all nodes came back within 1 s" in ended.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, {Exit.REQUEUE}), (signal.SIGKILL, {1, Exit.REQUEUE})])
 def test_lightnings_own_launcher_ends_with_a_code(
@@ -172,7 +215,7 @@ def test_lightnings_own_launcher_ends_with_a_code(
             time.sleep(0.05)
         (child,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         os.kill(int(child), number)
-        assert first.wait(15) in codes, (tmp_path / "log").read_text()
+        assert first.wait(60) in codes, (tmp_path / "log").read_text()
     finally:
         first.kill()
         first.wait()

@@ -46,10 +46,10 @@ def spoil_gradient(step: int, rank: int) -> None:
     """In each worker: one rank's gradient in one step is infinite somewhere, its loss is not."""
     original = LanguageModule.loss
 
-    def loss(self: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    def loss(self: Any, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
         if self.training and (self.global_step + 1, self.global_rank) == (step, rank):
             logits.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
-        return original(self, logits, labels)
+        return original(self, logits, labels, cross_entropy)
 
     LanguageModule.loss = loss
     _tell_exit_codes()
@@ -58,8 +58,8 @@ def spoil_gradient(step: int, rank: int) -> None:
 def _tell_exit_codes() -> None:
     original = Ended.__init__
 
-    def told(self: Any, code: Exit, sentence: str) -> None:
-        original(self, code, sentence)
+    def told(self: Any, code: Exit, sentence: str, local_rank: int = 0) -> None:
+        original(self, code, sentence, local_rank)
         self.add_note(f"exit code {int(code)}")
 
     Ended.__init__ = told
@@ -73,6 +73,7 @@ def leave_out_by_hand(step: int) -> None:
         if self.global_step + 1 == step:
             for parameter in self.parameters():
                 parameter.grad = None
+            self.balancer._arriving = None  # nor do the routers' biases move
 
     LanguageModule.on_before_optimizer_step = on_before_optimizer_step
 

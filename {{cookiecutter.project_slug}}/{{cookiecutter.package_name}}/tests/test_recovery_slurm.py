@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,16 @@ def test_a_job_is_requeued_where_that_helps(tmp_path: Path, code: int, earlier: 
     assert called[-6:] == [PACKAGE, "fit", "--config", "x.yaml", "--trainer.devices=2", "--trainer.num_nodes=3"]
     asked = tmp_path / "scontrol.called"
     assert (asked.read_text().split() == ["requeue", "7"]) if requeued else not asked.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [None, "7"])
+def test_lightnings_hint_to_use_srun_is_given_inside_a_job_alone(tmp_path: Path, job: str | None) -> None:
+    script(tmp_path / "srun", "")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    environment = kept | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT)}
+    environment |= {"SLURM_JOB_ID": job} if job else {}
+    code = f"import {PACKAGE}.defaults; from lightning.pytorch.plugins.environments import SLURMEnvironment as slurm"
+    command = [sys.executable, "-c", f"{code}; slurm.detect()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert ("srun" in done.stderr) == bool(job), done.stderr

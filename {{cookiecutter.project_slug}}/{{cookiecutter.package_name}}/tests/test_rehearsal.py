@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
@@ -16,9 +18,11 @@ from transformers import AutoConfig
 from ..errors import InputError
 from ..parallel.mesh import MeshStrategy
 from ..rehearsal.architecture import dropouts, shrink_architecture
+from ..rehearsal.checks import Check
 from ..rehearsal.compare import gradients, relative_difference
 from ..rehearsal.record import RunRecord
 from ..rehearsal.report import Report, Result
+from ..rehearsal.runs import RunFailed, Runs
 from ..rehearsal.shrink import fewer, fold_strategy, shrink
 from ..rehearsal.workers import Workers
 from ..tools.rehearse import main
@@ -41,7 +45,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
     assert "all checks hold" in printed
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["ok"]
-    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 11
+    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 14
     assert found["checks"][0]["got"] == "64 ranks"
 
 
@@ -122,7 +126,10 @@ def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
     ("sizes", "folded", "processes"),
     [
         ({"fsdp_size": "auto", "tp_size": 8, "ep_size": 8}, ("auto", 1, 2, 2), 4),
-        ({"fsdp_size": 64, "ep_size": 16}, (2, 1, 1, 2), 2),
+        ({"fsdp_size": 64, "ep_size": 16}, (4, 1, 1, 2), 4),  # experts' own FSDP has 2 ranks
+        ({"fsdp_size": "auto", "ep_size": 2}, ("auto", 1, 1, 2), 4),
+        ({"fsdp_size": 8, "ep_size": 8}, (2, 1, 1, 2), 2),
+        ({"fsdp_size": 8, "dp_replicate_size": 2, "ep_size": 2}, (4, 1, 1, 2), 4),
         ({"fsdp_size": 8, "dp_replicate_size": "auto"}, (2, "auto", 1, 1), 4),
         ({"fsdp_size": 8, "dp_replicate_size": 4, "tp_size": 2}, (2, 1, 2, 1), 4),
     ],
@@ -189,7 +196,7 @@ def two(flags: list[str], tmp_path: Path) -> list[str]:
 def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(two: list[str], tmp_path: Path) -> None:
     with Workers(2) as workers:
         record = workers.run(two, tmp_path / "failed", callbacks=[FailOnRankOne()])
-    assert record.error == "rank 1: ValueError: rank 1 has no data"
+    assert re.fullmatch(r"rank 1: ValueError: rank 1 has no data \(.*test_rehearsal.py:\d+\)", record.error)
     with pytest.raises(RuntimeError, match="rank1.log(.|\n)*rank 1 has no data"):
         record.check()
 
@@ -198,7 +205,7 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(two: list[str
 def test_a_hang_ends_with_the_stacks_in_the_logs(two: list[str], tmp_path: Path) -> None:
     with Workers(2) as workers:
         record = workers.run(two, tmp_path / "hung", callbacks=[HangOnRankOne()], timeout_s=20)
-    assert "hung: no end after 20 s" in record.error
+    assert record.hung and record.error == "no end after 20 s"
     assert "in on_train_start" in record.log(1)
 
 
@@ -221,14 +228,40 @@ def test_the_report_is_a_table_json_and_junit(tmp_path: Path, capsys: pytest.Cap
     assert json.loads((tmp_path / "rehearsal.json").read_text())["ok"] is False
 
 
+def test_a_cause_that_several_checks_find_is_printed_once(capsys: pytest.CaptureFixture) -> None:
+    report = Report("rehearsal of nothing")
+    report.add(Result("loss curve", "1e-5", "0.5", "FAIL", "from step 3 on", cause="the output of model.gate"))
+    report.add(Result("gradient norm", "1e-4", "0.7", "FAIL", "from step 1 on", cause="the output of model.gate"))
+    printed = capsys.readouterr().out
+    assert printed.count("model.gate") == 1
+    assert "from step 1 on: the cause given for 'loss curve'" in printed
+
+
+def test_a_check_whose_training_has_failed_or_hung_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").write_text("reading shard 7\n", encoding="utf-8")
+    record = RunRecord(tmp_path, {0: "RuntimeError: Connection closed by peer", 1: "killed: exit code -9"})
+
+    def compare(runs: Any) -> str:
+        raise RunFailed("strategy", record, is_known=runs.is_known)
+
+    check = Check("loss curve", "1e-5", compare)
+    first, second, third = (
+        check.run(cast(Runs, SimpleNamespace(hung=hung, is_known=is_known)))
+        for hung, is_known in (("", False), ("", True), ("strategy", False))
+    )
+    assert first.verdict == "FAIL"
+    assert "rank 1: killed: exit code -9; the last line of its log: reading shard 7" in first.cause
+    assert (second.verdict, second.cause) == (third.verdict, third.cause) == ("not run", "")
+
+
 def test_a_gradient_that_is_only_noise_is_not_compared_with_itself(tmp_path: Path) -> None:
     for name, noise, large in (("one", 1e-9, 1.0), ("same", -2e-9, 1.0), ("other", 1e-9, 1.001)):
         (tmp_path / name).mkdir()
         tensors = {"noise": torch.full((3,), noise), "large": torch.full((3,), large)}
         torch.save(tensors, tmp_path / name / "gradients.pt")
     one, same, other = (RunRecord(tmp_path / name, {0: "done"}) for name in ("one", "same", "other"))
-    assert gradients(one, same) == []
-    assert gradients(one, other) == ["large (max |difference| 1.0e-03)"]
+    assert gradients(one, same) == {}
+    assert gradients(one, other) == {"large": "max |difference| 1.0e-03"}
 
 
 def test_a_missing_step_and_nan_count_as_different() -> None:

@@ -58,6 +58,22 @@ def test_a_long_run_beside_one_with_gaps_at_a_phones_width(tmp_path: Path) -> No
     assert widths and max(widths) <= 500
 
 
+def test_a_page_that_was_moved_finds_plotly_beside_its_run_or_beside_itself_or_says_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "a" / "1", falling(3), {"run": {"name": "a", "root": "runs"}})
+    files.write([folder], folder)
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    (library,) = (tmp_path / "elsewhere").glob("*.js")
+    page = tmp_path / "elsewhere" / "a" / "1" / "report.html"
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    for copied, to in ((page, together), (library, together), (page, alone)):
+        to.mkdir(exist_ok=True)
+        shutil.copy(copied, to)
+    shown = [opened(each, tmp_path / "profile")[0] for each in (page, together / page.name, alone / page.name)]
+    assert [drawn(document) for document in shown] == [[4, 4, 4, 4], [4, 4, 4, 4], [0, 0, 0, 0]]
+    missing = [re.search(r'<p id="missing"( hidden="")?', document) for document in shown]
+    assert [bool(found and found[1]) for found in missing] == [True, True, False], "it is said where there is none"
+
+
 @pytest.mark.slow
 def test_the_browser_would_tell_of_a_fetch_and_of_a_foreign_script(tmp_path: Path) -> None:
     """What the tests above rely on."""

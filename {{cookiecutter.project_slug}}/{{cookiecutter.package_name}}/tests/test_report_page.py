@@ -1,4 +1,4 @@
-"""The report of one run: self-contained, escaped, no empty plots, for three steps as for a hundred thousand."""
+"""The report of one run: readable offline, escaped, no empty plots, for three steps as for a hundred thousand."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..report import curves, files
 from ..report.commands import resume
 from ..report.differences import from_defaults
 from ..report.page import Html, _document, tag
+from ..report.plotly_js import PlotlyJs
 from .conftest import PACKAGE, PROJECT, only_run, run
 from .written import HOSTILE, falling, write_run
 
@@ -53,8 +54,8 @@ class Elements(HTMLParser):
             self.text += data
 
 
-def report(folder: Path) -> Elements:
-    files.write([folder], folder)
+def report(folder: Path, plotly: PlotlyJs = "shared") -> Elements:
+    files.write([folder], folder, plotly)
     return Elements((folder / "report.html").read_text(encoding="utf-8"))
 
 
@@ -67,15 +68,56 @@ def figures(page: Elements) -> list[dict[str, Any]]:
     return json.loads(page.scripts[0], parse_constant=refuse)["figures"]
 
 
-def test_the_page_needs_no_other_file_and_its_policy_lets_none_be_fetched(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "a" / "1", falling(5)))
+def policy_of(page: Elements) -> str:
     (policy,) = [a["content"] or "" for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    return policy
+
+
+def test_all_runs_share_one_plotly_and_a_page_may_load_nothing_else(tmp_path: Path) -> None:
+    for place, root in (("runs/a/1", "runs"), ("runs/b/c/2", "runs"), ("copied/3", "runs")):
+        name = place.removeprefix("runs/").rpartition("/")[0]
+        folder = write_run(tmp_path / place, falling(5), {"run": {"name": name, "root": root}})
+        page = report(folder)
+        (library,) = [a for tag, a in page.elements if tag == "script" and a.get("src")]
+        assert (folder / str(library["src"])).read_text("utf-8").startswith("/**\n* plotly.js v")
+        policy, nonce = policy_of(page), library["nonce"]
+        own = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
+        assert policy.startswith("default-src 'none';")
+        assert policy.endswith(f"script-src 'sha256-{own}' 'nonce-{nonce}'"), "no other file, no other script"
+        assert (folder / "report.html").stat().st_size < 100_000
+    found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
+    assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing beside itself"
+    (tmp_path / "runs/a/1/config.yaml").write_text("run: {name: a, root: runs, plotly: cdn}", "utf-8")
+    files.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
+    page = Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8"))
+    (library,) = [a for tag, a in page.elements if tag == "script" and a.get("src")]
+    assert str(library["src"]).startswith("https://cdn.plot.ly/plotly-") and library["integrity"], "as the run has it"
+
+
+def test_an_inline_page_needs_no_other_file_and_its_policy_lets_none_be_fetched(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a" / "1", falling(5))
+    assert run("report", str(folder), "--plotly=inline") == 0
+    page = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    policy = policy_of(page)
+    assert not list(tmp_path.rglob("*.js"))
     assert policy.startswith("default-src 'none';")
     assert not [a for _, a in page.elements if {"src", "href", "srcset", "data"} & set(a)]
     assert not [tag for tag, _ in page.elements if tag in ("link", "iframe", "object", "base", "form")]
     _, *code = page.scripts
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in code]
     assert re.findall(r"'sha256-(.+?)'", policy) == hashes, "exactly these two scripts may run"
+
+
+def test_the_load_of_experts_is_drawn_layer_by_layer_and_its_ceiling_named(tmp_path: Path) -> None:
+    loads = {f"moe/layer_{n:02d}/load_max_over_mean": [4.0 - n / 10, 1.1, 1.1] for n in range(9)}
+    folder = write_run(tmp_path / "a" / "1", falling(3) | loads)
+    (folder / "facts.json").write_text(json.dumps({"model": {"experts": 8, "experts_per_token": 2}}), "utf-8")
+    shown, more = curves.figures([read_run(folder)], ["a/1"])
+    (drawn,) = (figure for figure in shown if figure.panel.title == "Expert load by layer")
+    assert drawn.panel.unit == "busiest over mean, at most 4"
+    assert [name for name, _, _ in drawn.lines] == [f"layer {n:02d}" for n in range(9)]
+    assert len({(colour, dash) for _, colour, dash in drawn.lines}) == 9 and max(c for _, c, _ in drawn.lines) < 7
+    assert not [figure for figure in more if "layer" in figure.panel.title], "not once more, one by one"
 
 
 def test_whatever_comes_from_a_run_is_text(tmp_path: Path) -> None:
@@ -146,9 +188,8 @@ def test_thinning_keeps_every_spike_and_every_gap() -> None:
 
 
 def test_a_hundred_thousand_steps_stay_a_small_file(tmp_path: Path) -> None:
-    """plotly.js is 4.8 MB of it."""
     page = report(write_run(tmp_path / "a" / "1", falling(100_000)))
-    assert (tmp_path / "a/1/report.html").stat().st_size < 6e6
+    assert (tmp_path / "a/1/report.html").stat().st_size < 1e6
     assert max(len(trace["x"]) for plot in figures(page) for trace in plot["data"]) <= curves.BUCKETS
 
 
@@ -212,7 +253,8 @@ def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.
     folder = only_run(tmp_path)
     page = Elements((folder / "report.html").read_text(encoding="utf-8"))
     assert "finished all 3 steps" in page.text and "Step 3" in page.text, "with its sample"
-    assert [len(trace["x"]) for trace in figures(page)[0]["data"]] == [3, 1], "the last validation's loss too"
+    assert [len(trace["x"]) for trace in figures(page)[0]["data"]] == [3, 2]
+    assert figures(page)[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     assert "| data.seq_len | 32 | 256 |" in markdown, "what differs from the defaults"
     assert "samples.folder" not in markdown

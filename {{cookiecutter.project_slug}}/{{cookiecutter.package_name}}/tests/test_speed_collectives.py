@@ -136,7 +136,7 @@ def built(module: Any) -> nn.Module:
 
 def loss(module: Any, model: nn.Module, batch: Any) -> Tensor:
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    return module.loss(logits, batch["labels"]).sum() / batch["tokens_per_micro_batch"]
+    return module.sums(logits, batch["labels"])["loss"] / batch["tokens_per_micro_batch"]
 
 
 @pytest.fixture(scope="module")

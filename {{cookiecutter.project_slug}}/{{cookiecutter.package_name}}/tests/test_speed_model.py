@@ -58,9 +58,9 @@ class Head(nn.Module):
 def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
     """As `LanguageModule.training_step`."""
     sums = sums_over_tokens(lambda: model(tokens), model, tokens, LanguageModule().sums, chunk)
-    if sums[0].requires_grad:
-        (sums[0] / tokens.numel()).backward()
-    return sums
+    if sums["loss"].requires_grad:
+        (sums["loss"] / tokens.numel()).backward()
+    return tuple(sums.values())
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:

@@ -47,7 +47,7 @@ def test_it_says_what_is_wrong_and_what_to_type(slow: Path, capsys: pytest.Captu
 def test_without_a_fault_it_says_what_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(a_run(400, 5), tmp_path / "run")
     assert main(["diagnose", str(run)]) == 0
-    assert "nothing found: " in (out := capsys.readouterr().out) and "metrics of steps 5 to 400" in out
+    assert "nothing found: " in (out := capsys.readouterr().out) and "metrics of steps 0 to 400" in out
     (run / "facts.json").unlink()
     assert main(["diagnose", str(run)]) == 0
     assert "there is no facts.json" in capsys.readouterr().out
@@ -79,6 +79,18 @@ def test_without_a_folder_it_takes_the_newest_under_runs(
 def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(tmp_path)]) == 2
     assert f"error: {tmp_path} is no run's folder" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_configuration_is_not_a_run(
+    slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = write(a_run(400, 5), tmp_path / "runs" / "other" / "newer")
+    (newer / "config.yaml").unlink()
+    os.utime(newer / "metrics.jsonl", (4e9, 4e9))
+    assert main(["diagnose", str(tmp_path / "runs")]) == 0
+    assert str(slow) in capsys.readouterr().out
+    assert main(["diagnose", str(newer)]) == 2
+    assert f"error: {newer} has no config.yaml" in capsys.readouterr().err
 
 
 def test_it_imports_neither_torch_nor_lightning(slow: Path) -> None:

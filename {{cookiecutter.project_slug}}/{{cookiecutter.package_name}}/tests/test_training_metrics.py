@@ -95,6 +95,7 @@ def by_hand(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]
     rows = rows_by_hash(cache, {hashed for batch in batches for hashed in batch})
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    loads = counted_loads(model)
     for step, batch in enumerate(batches[:STEPS], start=1):
         losses = torch.cat([losses_of(model, *rows[hashed]) for hashed in batch])
         loss = losses.mean()
@@ -104,6 +105,24 @@ def by_hand(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
         yield loss.item(), norm
         adamw(model, moments, step, min(1.0, CLIP / norm))
+        for bias, counts in loads.items():  # algorithm 1 of arXiv:2408.15664
+            bias += 0.001 * (counts.mean() - counts).sign()
+            counts.zero_()
+
+
+def counted_loads(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Bias of each router -> tokens of each expert, (E,), of the forward passes that follow."""
+    found = {}
+    for name, gate in model.named_modules():
+        if name.endswith(".gate"):
+            bias: Any = gate.e_score_correction_bias
+            counts = found[bias] = torch.zeros_like(bias)
+
+            def count(experts: Any, args: Any, counts: Tensor = counts) -> None:
+                counts.add_(torch.bincount(args[1].flatten(), minlength=len(counts)))
+
+            model.get_submodule(name.removesuffix("gate") + "experts").register_forward_pre_hook(count)
+    return found
 
 
 def rebuilt(run: RunRecord) -> Any:

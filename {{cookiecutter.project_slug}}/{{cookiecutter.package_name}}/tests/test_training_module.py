@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import InputError
 from ..metrics import MetricBuffer
 from ..module import SMALL_DEEPSEEK_V3, LanguageModule
 from .conftest import CONFIGS, logged, only_run, run
@@ -52,7 +54,7 @@ def test_every_architecture_overfits_one_batch(name: str) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
     losses = []
     for _ in range(40):
-        loss = module.loss(module(batch), batch["labels"]).mean()
+        loss = module.sums(module(batch), batch["labels"])["loss"] / batch["labels"].numel()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -107,6 +109,46 @@ def test_bits_per_byte_is_the_loss_in_bits_over_the_bytes_of_a_token(flags: list
     assert loss / math.log(2) < bits < 1.02 * loss / math.log(2)
 
 
+def smoothed(self: Any, logits: torch.Tensor, labels: torch.Tensor, cross_entropy: torch.Tensor) -> torch.Tensor:
+    """Label smoothing and z-loss, as users write them."""
+    flat, counted = logits.float().flatten(0, 1), labels.flatten() != -100
+    smooth = F.cross_entropy(flat, labels.flatten(), reduction="none", label_smoothing=0.2)
+    return smooth + 0.1 * flat.logsumexp(-1).square() * counted
+
+
+@pytest.mark.parametrize("chunk", ["null", "16"])
+def test_an_edited_objective_and_a_further_metric_leave_the_reported_cross_entropy_alone(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: str
+) -> None:
+    """No step changes a weight, so that both runs measure the same model."""
+    sums = LanguageModule.sums
+
+    def with_top_5(self: Any, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hits = (logits.topk(5).indices == labels[..., None]).sum()
+        return sums(self, logits, labels) | {"top_5_accuracy": hits}
+
+    flags = [*flags, "--trainer.max_steps=2", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
+    flags += ["--model.optim.learning_rate=1e-20", f"--model.loss_chunk={chunk}"]
+    assert run("fit", *flags, "--run.name=plain") == 0
+    monkeypatch.setattr(LanguageModule, "loss", smoothed)
+    monkeypatch.setattr(LanguageModule, "sums", with_top_5)
+    assert run("fit", *flags, "--run.name=edited") == 0
+    plain, edited = only_run(tmp_path, "plain"), only_run(tmp_path, "edited")
+    for name in ("train/loss", "train/perplexity", "eval/loss", "eval/perplexity", "eval/bits_per_byte"):
+        assert logged(edited, name) == pytest.approx(logged(plain, name), rel=1e-6), name
+    for split in ("train", "eval"):
+        assert logged(edited, f"{split}/objective")[2] > 1.5 * logged(edited, f"{split}/loss")[2]
+        assert 1 > logged(edited, f"{split}/top_5_accuracy")[2] > logged(edited, f"{split}/token_accuracy")[2]
+    norms = [logged(each, "train/grad_norm")[2] for each in (plain, edited)]
+    assert norms[1] != pytest.approx(norms[0], rel=0.05), "the objective is trained"
+
+
+def test_compiled_sums_have_the_same_names() -> None:
+    module, logits = LanguageModule(), torch.randn(1, 8, 50)
+    compiled = torch.compile(module.sums, backend="eager", fullgraph=True)
+    assert [*compiled(logits, torch.zeros(1, 8, dtype=torch.long))] == ["loss", "token_accuracy"]
+
+
 def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     buffer = MetricBuffer()
     for value in (1.0, 2.0, 6.0):
@@ -153,3 +195,20 @@ def test_nothing_reads_the_device_between_log_steps(
     ten, five, longer = reads(20, 10), reads(20, 5), reads(40, 10)
     assert five - ten == 2, "20 steps logged every 5 instead of every 10 read twice more"
     assert longer == five, "as many log steps read as often, whatever the number of steps between"
+
+
+def test_keys_of_a_published_configuration_are_taken_and_those_under_extra_too() -> None:
+    """Older names, other names, what a property sets; not what the configuration class never reads."""
+    nested = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 10000.0}
+    keys = {"torch_dtype": "float32", "attn_implementation": "eager", "num_nextn_predict_layers": 0, "head_dim": 16}
+    config = build_config({**SMALL_DEEPSEEK_V3, **nested, **keys, "extra": {"my_scale": 3.0}})
+    assert config.my_scale == 3.0 and config.rope_parameters["factor"] == 2.0 and not hasattr(config, "extra")
+    with pytest.raises(InputError, match="n_routed_expert is no field of DeepseekV3Config: did you mean n_routed_exp"):
+        build_config({**SMALL_DEEPSEEK_V3, "n_routed_expert": 4})
+    with pytest.raises(InputError, match="my_scale .* goes under model.architecture.extra"):
+        build_config({**SMALL_DEEPSEEK_V3, "my_scale": 3.0})
+
+
+def build_config(architecture: dict[str, Any]) -> Any:
+    module = Standalone(architecture=architecture)
+    return module.build_config(module.data)

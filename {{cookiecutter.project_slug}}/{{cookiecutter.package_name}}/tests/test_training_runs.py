@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capf
     assert run("fit", *flags) == 0
     folder = only_run(tmp_path)
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["dirpath"] == f"{folder}/checkpoints"
+    assert config["data"]["seq_len"] == 32 and config["last_checkpoint"]["dirpath"] == "{run}/checkpoints"
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__ and environment["command"]
     assert (folder / "samples.txt").read_text().startswith("--- step 10")
-    assert list((folder / "tensorboard").glob("events.*"))
+    assert list(folder.glob("events.*")), "TensorBoard names it by this folder"
+    assert not (folder / "hparams.yaml").exists(), "config.yaml has all of it"
 
     shown = capfd.readouterr().out
     assert str(folder) in shown and "--ckpt_path last" in shown
@@ -30,10 +32,15 @@ def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capf
     assert logged(folder, "eval/bits_per_byte")[20] < first, "it learned"
 
 
-def test_the_recorded_configuration_runs_again(flags: list[str], tmp_path: Path) -> None:
+def test_the_recorded_configuration_runs_again_as_another_run(flags: list[str], tmp_path: Path) -> None:
     assert run("fit", *flags) == 0
     folder = only_run(tmp_path)
-    assert run("fit", f"--config={folder}/config.yaml", "--trainer.max_steps=2") == 0
+    before = sorted((folder / "checkpoints").iterdir())
+    again = [f"--config={folder}/config.yaml", "--run.name=again", "--trainer.max_steps=2"]
+    assert run("fit", *again) == 0
+    assert sorted((folder / "checkpoints").iterdir()) == before
+    other = only_run(tmp_path, "again")
+    assert [path.name for path in (other / "checkpoints").glob("step*")] == ["step00000002.ckpt"]
 
 
 def test_a_second_run_never_collides_and_a_resumed_one_keeps_its_folder(flags: list[str], tmp_path: Path) -> None:
@@ -61,6 +68,28 @@ def test_validate_test_and_predict_use_the_checkpoint(
     assert run("predict", *flags, "--ckpt_path=last", "--data.prompts=[the quick]") == 0
     (prediction,) = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     assert prediction["prompt"] == "the quick" and prediction["continuation"]
+
+
+def test_an_evaluation_without_ckpt_path_takes_the_newest_runs_best_or_else_last_checkpoint(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert run("test", *flags) == 2
+    assert "there is no checkpoint under" in capfd.readouterr().err
+    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.val_check_interval=1") == 0
+    best = only_run(tmp_path) / "checkpoints" / "best-step00000002.ckpt"
+    trained = logged(only_run(tmp_path), "eval/loss")[2]
+    capfd.readouterr()
+    for given in ([], ["--ckpt_path=best"]):
+        assert run("validate", *flags, *given) == 0
+        shown = capfd.readouterr().out
+        assert f"validate: the weights are those of {best}" in shown and f"loss {trained:.4f}" in shown
+    shutil.rmtree(best)
+    assert run("validate", *flags) == 0
+    shown = capfd.readouterr().out
+    assert f"validate: the weights are those of {best.parent}\n" in shown and f"loss {trained:.4f}" in shown
+    assert run("validate", *flags, "--ckpt_path=best") == 2
+    assert "has no best-*.ckpt: give `last`" in capfd.readouterr().err
+    assert only_run(tmp_path), "they write into the run's folder"
 
 
 def test_best_and_last_checkpoints_are_kept(flags: list[str], tmp_path: Path) -> None:

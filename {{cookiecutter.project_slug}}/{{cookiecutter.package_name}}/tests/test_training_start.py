@@ -64,7 +64,7 @@ def test_large_tensors_in_host_memory_begin_at_a_page(tmp_path: Path) -> None:
 def test_a_file_of_the_users_that_is_not_python_is_told_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("cli.py", "data.py", "module.py"):
+    for name in ("cli.py", "defaults.py", "data.py", "module.py"):
         (tmp_path / name).write_text("x = 1\nclass LanguageModule(:\n" if name == "module.py" else "")
     (tmp_path / "cli.py").write_text("from .module import LanguageModule\n")
     monkeypatch.setattr(mistakes, "HERE", tmp_path)
@@ -112,3 +112,42 @@ def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_pat
     imported = done.stdout.rpartition("imported ")[2]
     assert PACKAGE in imported, done.stderr
     assert not unused & set(json.loads(imported.replace("'", '"')))
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{below}'] * 9)}]\n" for below, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES = {
+    "a number in place of keys": ("trainer: 5", "x.yaml: trainer is 5: it takes keys"),
+    "a list": ("- trainer\n- model", "x.yaml is a list: give keys"),
+    "a word": ("trainer", "x.yaml is a str: give keys"),
+    "nested aliases": (BOMB, "over 100,000 values"),
+    "an alias of itself": ("data: &a [*a]", "over 100,000 values"),
+    "merged aliases": (BOMB.replace("[", "{<<: [").replace("]", "]}").replace("[x,", "[{x: 1},"), "aliases|not YAML"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_no_configuration_is_refused_before_the_imports(case: str, tmp_path: Path) -> None:
+    text, sentence = FILES[case]
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        mistakes.refuse(["fit", "--config", f"{tmp_path}/x.yaml"])
+
+
+@pytest.mark.parametrize("key", ["model", "data"])
+def test_naming_a_class_for_a_section_is_refused_with_where_it_is(key: str) -> None:
+    with pytest.raises(InputError, match=f"--{key} is 'some.Class': it takes keys, .* class is .* of .*.py: edit it"):
+        mistakes.refuse(["fit", f"--{key}", "some.Class"])
+
+
+@pytest.mark.parametrize(
+    ("variable", "flag"),
+    [("PL_FIT__TRAINER__MAX_STEPS", "--trainer.max_steps"), ("PL_TRAINER_MAX_STEPS", "--trainer.max_steps")],
+)
+def test_a_key_in_the_environment_is_refused(variable: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    mistakes.refuse(["fit"])
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(InputError, match=f"{variable} is set, .* unset it, and give {flag}"):
+        mistakes.refuse(["fit"])

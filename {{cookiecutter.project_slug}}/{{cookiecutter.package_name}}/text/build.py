@@ -7,7 +7,6 @@ stays until the new one is there.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, is_disk_full
 from .cache import SPLITS, Corpus, Recipe, fingerprint, sha256
 from .encode import Encoded, Encoder, encode
 
@@ -42,7 +41,7 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
             manifest = _write(recipe, temporary, report)
             _publish(temporary, folder)
         except Exception as error:
-            if _is_disk_full(error):
+            if is_disk_full(error):
                 raise InputError(
                     f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free space or"
                     " name another folder"
@@ -163,9 +162,3 @@ def _alone(folder: Path) -> Generator[None]:
         except BlockingIOError:
             raise InputError(f"another `prepare` is filling {folder} right now: wait until it is done") from None
         yield
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-    # `tokenizers` writes in Rust and raises a plain Exception
-    return getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full)

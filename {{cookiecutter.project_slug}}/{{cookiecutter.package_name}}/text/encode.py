@@ -8,7 +8,6 @@ The tokens do not depend on how many processes there are: batches come back in t
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..cluster.signals import PR_SET_PDEATHSIG
+from ..cluster.signals import end_with_parent
 from ..errors import InputError
 from .cache import SPLITS, Recipe
 
@@ -126,8 +125,7 @@ def _begin(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; who started us ends us
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # also when it is killed
+    end_with_parent(signal.SIGTERM)  # also when it is killed
 
 
 def _encode(texts: list[str]) -> dict[str, Encoded]:

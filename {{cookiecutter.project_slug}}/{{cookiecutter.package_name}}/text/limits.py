@@ -16,6 +16,8 @@ def check_numbers(data: DataModule, world_size: int) -> None:
     for name in ("seq_len", "global_batch_size", "micro_batch_size"):
         if getattr(data, name) < 1:
             raise InputError(f"data.{name} is {getattr(data, name)}: it must be 1 or more")
+    if getattr(data, "num_workers", 0) < 0:
+        raise InputError(f"data.num_workers is {data.num_workers}: it must be 0 or more")
     for name in ("validation_share", "test_share"):
         if not 0 <= getattr(data, name) < 1:
             raise InputError(f"data.{name} is {getattr(data, name)}: it must be at least 0 and below 1")

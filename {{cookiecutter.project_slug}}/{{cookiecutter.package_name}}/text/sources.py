@@ -10,7 +10,8 @@ A source's attributes are its constructor's arguments. They name its cache: othe
 
 from __future__ import annotations
 
-import glob
+import json
+import logging
 import os
 import platform
 import sysconfig
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, first_line
+from .paths import matching
 
 
 class Source(ABC):
@@ -34,8 +36,9 @@ class Source(ABC):
         return []
 
     def spec(self) -> dict[str, Any]:
-        """What tells one corpus from another, in plain types."""
-        return {"class": type(self).__name__, **vars(self)}
+        """What tells one corpus from another, in plain types; a key with a default that changes nothing is absent."""
+        arguments = {key: value for key, value in vars(self).items() if key != "follow_links" or value}
+        return {"class": type(self).__name__, **arguments}
 
 
 class StandardLibrary(Source):
@@ -63,11 +66,13 @@ class TextFiles(Source):
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
         separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
-    def __init__(self, paths: list[str], separator: str | None = None) -> None:
+    def __init__(self, paths: list[str], separator: str | None = None, follow_links: bool = False) -> None:
         self.paths = paths
         self.separator = separator
+        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for name, text in _read(self.files()):
@@ -75,7 +80,7 @@ class TextFiles(Source):
                 yield name, part
 
     def files(self) -> list[Path]:
-        return _matching(self.paths)
+        return matching(self.paths, self.follow_links)
 
 
 class Jsonl(Source):
@@ -84,18 +89,25 @@ class Jsonl(Source):
     Args:
         paths: Files or glob patterns; .gz and .zst are read too.
         field: The key that holds the text.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text") -> None:
+    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
         self.paths = paths
         self.field = field
+        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():  # one by one, so that a message can name the file
-            yield from _records(str(path), self.field, "json", data_files=str(path))
+            try:
+                yield from _records(str(path), self.field, "json", data_files=str(path))
+            except InputError as error:
+                if error.__cause__ is None:
+                    raise
+                raise InputError(_wrong_line(path) or str(error)) from error
 
     def files(self) -> list[Path]:
-        return _matching(self.paths)
+        return matching(self.paths, self.follow_links)
 
 
 class Parquet(Source):
@@ -104,18 +116,20 @@ class Parquet(Source):
     Args:
         paths: Files or glob patterns.
         field: The column that holds the text; the others are not read.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text") -> None:
+    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
         self.paths = paths
         self.field = field
+        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
             yield from _records(str(path), self.field, "parquet", data_files=str(path))
 
     def files(self) -> list[Path]:
-        return _matching(self.paths)
+        return matching(self.paths, self.follow_links)
 
 
 class HubDataset(Source):
@@ -162,21 +176,23 @@ class HubDataset(Source):
         )
 
 
-def _matching(paths: list[str]) -> list[Path]:
-    """The files that the patterns match, each once, in one order on every machine."""
-    found: set[str] = set()
-    for pattern in paths:
-        matches = [p for p in glob.glob(str(Path(pattern).expanduser()), recursive=True) if Path(p).is_file()]
-        if not matches:
-            hint = f"; a folder is written {pattern.rstrip('/')}/**/*" if Path(pattern).is_dir() else ""
-            raise InputError(
-                f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}: give"
-                f" files or glob patterns{hint}"
-            )
-        found.update(matches)
-    if not found:
-        raise InputError("data.source.paths is empty: give at least one file or glob pattern")
-    return [Path(p) for p in sorted(found)]
+def _wrong_line(path: Path) -> str:
+    """Says which line of a file is not JSON in UTF-8, "" where each one is or the file is damaged otherwise."""
+    import fsspec
+
+    number = 0
+    try:
+        with fsspec.open(str(path), "rb", compression="infer") as file:
+            for line in file:
+                number += 1
+                if text := line.decode().strip():
+                    json.loads(text)
+    except ValueError as error:
+        what = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+        return f"{path} of data.source, line {number}, is not {what}: {first_line(error)}; mend or remove it"
+    except Exception:  # of the decompressor, which has been reported already
+        return ""
+    return "" if number else f"{path} of data.source is empty: fill it, or take it out of data.source.paths"
 
 
 def _read(files: list[Path]) -> Iterator[tuple[str, str]]:
@@ -198,6 +214,8 @@ def _records(
 ) -> Iterator[tuple[str, str]]:
     """The texts of what `datasets.load_dataset` gives; `shown` names it in messages."""
     import datasets  # 1.5 s: only for those who need it
+
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says it once
 
     try:
         records: Any = datasets.load_dataset(*args, split=split, streaming=streaming, **kwargs)

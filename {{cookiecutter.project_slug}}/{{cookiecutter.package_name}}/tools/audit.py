@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Exit, InputError
+from ..errors import Exit, InputError, program
 from ..history.run import read_incidents
 from ..text.order import permutation, stream_position
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
         InputError: there is no ledger.
         SystemExit: with 1, when a sample was used twice, never, or out of order.
     """
-    parser = argparse.ArgumentParser(prog="audit", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=program("audit"), description=__doc__, allow_abbrev=False)
     parser.add_argument("--run", required=True, type=Path, help="the run's folder, runs/<name>/<id>")
     run = parser.parse_args(argv[1:]).run
     attempts = read_attempts(run / "ledger")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import InputError
+from ..errors import InputError, program
 from .report import add_arguments, make
 
 
@@ -14,7 +14,7 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: there are not two runs, or one is no run's folder.
     """
-    parser = argparse.ArgumentParser(prog="compare", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=program("compare"), description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     arguments = parser.parse_args(argv[1:])
     if len(arguments.runs) < 2:
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
     from ..report.sections import of_several
     from ..report.tables import Table
 
-    histories, _, page = make(arguments.runs, arguments.output)
+    histories, _, page = make(arguments.runs, arguments.output, arguments.plotly)
     for section in of_several(histories, names_of(histories)):
         print(f"\n{section.title}")
         print("\n\n".join(part.as_text() for part in section.parts if isinstance(part, Table)))

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: there is something already, the checkpoint cannot be read, or the disk is full.
     """
-    cli = Convert(args=argv[1:], run=False)
+    cli = Convert(args=argv[1:], run=False, verb=argv[0])
     settings = cli.config
     output = Path(settings.output)
     if output.exists():
@@ -61,7 +61,9 @@ class Convert(WithoutTrainer):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--checkpoint", required=True, help="Any strategy's, or `last`: run.name's newest.")
+        parser.add_argument(
+            "--checkpoint", required=True, help="Any strategy's; or `last`, or `best`: the newest run's."
+        )
         parser.add_argument("--output", required=True, help="The checkpoint to write; it must be new.")
         formats = "file: torch.save of one dict. distributed: torch.distributed.checkpoint's, and meta.pt."
         parser.add_argument("--format", choices=["file", "distributed"], required=True, help=formats)

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..diagnosis.engine import RULES, diagnose
 from ..diagnosis.finding import LEVELS, Finding, as_text
-from ..errors import InputError
+from ..errors import InputError, program
 from ..history.metrics import FILE
-from ..history.run import FACTS, OF_A_RUN, History, is_run, read_run
+from ..history.run import CONFIG, FACTS, OF_A_RUN, History, is_run, read_run
 
 
 def main(argv: list[str]) -> None:
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: there is no such run.
     """
-    parser = argparse.ArgumentParser("diagnose", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(program("diagnose"), description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "runs", nargs="*", type=Path, default=[Path("runs")], help="runs/<name>/<id>, or a folder of runs: its newest"
     )
@@ -42,9 +42,11 @@ def newest(folder: Path) -> Path:
     Raises:
         InputError: it is none, and holds none.
     """
+    if is_run(folder) and not (folder / CONFIG).exists():
+        raise InputError(f"{folder} has no {CONFIG}, by which most rules judge; give the folder of a run that has one")
     if is_run(folder):
         return folder
-    runs = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if is_run(path)]
+    runs = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if (path / CONFIG).exists()]
     if not runs:
         raise InputError(f"{folder} is no run's folder, and has none in it; give runs/<name>/<id>")
     return max(runs, key=lambda run: max((run / name).stat().st_mtime for name in OF_A_RUN if (run / name).exists()))
@@ -60,7 +62,7 @@ def _as_text(history: History, findings: list[Finding], everything: bool) -> str
     end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
     title = f"{history.folder}: step {last}" + (f" of {end}" if end > 0 else "")
     looked = f"{len(RULES)} rules looked at {len(history.metrics.names)} metrics of steps {first} to {last}"
-    lacks = [name for name in (FILE, FACTS, "config.yaml") if not (history.folder / name).exists()]
+    lacks = [name for name in (FILE, FACTS) if not (history.folder / name).exists()]
     looked += f"; there is no {' and no '.join(lacks)}, so not all could tell" if lacks else ""
     if not findings:
         return f"{title}\nnothing found: {looked}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cluster.environment import comparable, driver, normalized, packages
-from ..errors import Exit
+from ..errors import Exit, program
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         SystemExit: with 1, when there is a problem.
         InputError: the configuration cannot be read.
     """
-    parser = argparse.ArgumentParser("doctor", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(program("doctor"), description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="findings and environment as JSON, to compare machines")
     own, flags = parser.parse_known_args(argv[1:])
     where = _read(flags) if flags else Where()

@@ -22,7 +22,7 @@ from ..checkpoint.formats import read_full
 from ..checkpoint.resume import refuse_another_models
 from ..cli import WithoutTrainer
 from ..errors import InputError, reason
-from ..run import RunConfig, check_checkpoint, fill_placeholders, newest_run
+from ..run import check_checkpoint, newest_checkpoint
 
 
 def main(argv: list[str]) -> None:
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: the checkpoint cannot be read or is another model's, the folder is taken, or the disk is full.
     """
-    cli = Export(args=argv[1:], run=False)
+    cli = Export(args=argv[1:], run=False, verb=argv[0])
     settings = cli.config
     output = Path(settings.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -52,7 +52,9 @@ class Export(WithoutTrainer):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--checkpoint", required=True, help="Any strategy's, or `last`: run.name's newest.")
+        parser.add_argument(
+            "--checkpoint", required=True, help="Any strategy's; or `last`, or `best`: the newest run's."
+        )
         parser.add_argument("--output", required=True, help="The folder to write; it must be new or empty.")
         parser.add_argument(
             "--dtype", choices=["float32", "bfloat16"], default="float32", help="Type of the weights in the folder."
@@ -67,8 +69,8 @@ def chosen_checkpoint(cli: WithoutTrainer) -> Path:
     """
     settings: Any = cli.config
     path = Path(settings.checkpoint)
-    if settings.checkpoint == "last":
-        path = Path(fill_placeholders(cli.dirpath, newest_run(RunConfig(**vars(settings.run)), cli.dirpath)))
+    if settings.checkpoint in ("last", "best"):
+        _, path = newest_checkpoint(settings.checkpoint, cli.unfilled)
     check_checkpoint(path, "--checkpoint")
     return agreed(path)
 

@@ -17,6 +17,7 @@ from . import sizes
 
 if TYPE_CHECKING:
     from ..rehearsal.report import Report
+    from ..rehearsal.runs import Runs
 
 REAL_SIZES = "the real sizes fit together"
 
@@ -28,22 +29,19 @@ def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
         InputError: it cannot be read or folded.
         SystemExit: with 1, when a check does not hold.
     """
-    own, flags = _own_flags().parse_known_args(argv[1:])
+    own, flags = own_flags().parse_known_args(argv[1:])
     from ..rehearsal.checks import CHECKS
     from ..rehearsal.report import Report
-    from ..rehearsal.runs import RunFailed, Runs
-    from ..rehearsal.shrink import shrink
+    from ..rehearsal.runs import RunFailed
 
     names = [REAL_SIZES, *(check.name for check in CHECKS)]
     if not any(own.only in name for name in names):
         raise InputError(f"--only {own.only!r} is in the name of no check; there are: {', '.join(names)}")
-    cli = _parse(flags, own)
-    strategy = cli.config_init.trainer.strategy
-    model_config = _model_config(cli)
     folder = Path(own.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder, or remove it")
-    small = shrink(cli.given, model_config, strategy, folder, own.steps, own.processes, own.keep_data)
+    cli, model_config, runs = make_small(own, flags, folder, prelude)
+    small = runs.small
 
     report = Report(
         f"rehearsal of {' '.join(flags)} on {small.processes} processes",
@@ -52,8 +50,8 @@ def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
     print("\n".join(f"note: {note}" for note in small.notes), end="\n" if small.notes else "")
     report.begin()
     _check_real_sizes(report, cli, model_config)
-    runs = Runs(small, strategy, folder, prelude, own.timeout)
-    checks = [check for check in CHECKS if own.only in check.name]
+    all_apply = own.keep_data or own.only
+    checks = [check for check in CHECKS if own.only in check.name and (all_apply or not check.reads_source)]
     try:
         if checks:
             runs.prepare()
@@ -66,7 +64,25 @@ def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
         sys.exit(Exit.FAILED)
 
 
-def _own_flags() -> argparse.ArgumentParser:
+def make_small(
+    own: argparse.Namespace, flags: list[str], folder: Path, prelude: Callable[[], None] | None = None
+) -> tuple[Any, Any, Runs]:
+    """The configuration's objects, the model's configuration at its real size, and the small trainings, none run yet.
+
+    Raises:
+        InputError: it cannot be read or folded.
+    """
+    from ..rehearsal.runs import Runs
+    from ..rehearsal.shrink import shrink
+
+    cli = _parse(flags, own)
+    strategy, model_config = cli.config_init.trainer.strategy, _model_config(cli)
+    small = shrink(cli.given, model_config, strategy, folder, own.steps, own.processes, own.keep_data)
+    source = getattr(cli.datamodule, "source", None) if own.keep_data else None
+    return cli, model_config, Runs(small, strategy, folder, prelude, own.timeout, source)
+
+
+def own_flags() -> argparse.ArgumentParser:
     parser = sizes.parser(
         "rehearse",
         "Prove a production configuration on a few CPU processes, in minutes, before it costs GPU hours.",
@@ -79,7 +95,8 @@ def _own_flags() -> argparse.ArgumentParser:
         "--keep_data", action="store_true", help="read data.source and data.tokenizer, not made-up text"
     )
     parser.add_argument("--only", default="", help="run the checks with this in their name (default: all)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds after which a training has hung (300)")
+    idle = "seconds without progress after which a training has hung (60)"
+    parser.add_argument("--timeout", type=float, default=60, help=idle)
     return parser
 
 
@@ -126,8 +143,8 @@ def _check_real_sizes(report: Report, cli: Any, model_config: Any) -> None:
         return
     asynchronous = cli.config_init.last_checkpoint.asynchronous
     found = violations(machine, trainer, cli.model, cli.datamodule, model_config, saves_asynchronously=asynchronous)
-    got, verdict = ("as told below", "FAIL") if found else (f"{machine.world_size} ranks", "pass")
-    report.add(Result(REAL_SIZES, expected, got, verdict, "; ".join(found), time.perf_counter() - started))
+    got, verdict = ("as listed below", "FAIL") if found else (f"{machine.world_size} ranks", "pass")
+    report.add(Result(REAL_SIZES, expected, got, verdict, "", time.perf_counter() - started, "; ".join(found)))
 
 
 def _real_machine(trainer: dict[str, Any]) -> Any:

@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 from ..diagnosis.finding import Finding
-from ..errors import InputError
+from ..errors import InputError, program
 from ..history.run import History
+from ..report.plotly_js import PlotlyJs
 
 
 def main(argv: list[str]) -> None:
@@ -17,10 +18,10 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: one is no run's folder, or the page cannot be written.
     """
-    parser = argparse.ArgumentParser(prog="report", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=program("report"), description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     arguments = parser.parse_args(argv[1:])
-    _, findings, page = make(arguments.runs, arguments.output)
+    _, findings, page = make(arguments.runs, arguments.output, arguments.plotly)
     for folder, found in zip(arguments.runs, findings, strict=True):
         print(f"{folder}: {found[0].line if found else 'no findings'}")
     print(f"written to {page} and {page.with_suffix('.md').name}")
@@ -30,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="a run's folder, runs/<name>/<id>")
     where = "where to write; default: the run's folder, of several runs the folder that all are in"
     parser.add_argument("--output", type=Path, help=where)
+    how = "where the page loads plotly.js from, see run.plotly; default: as the first run has it"
+    parser.add_argument("--plotly", choices=("shared", "inline", "cdn"), help=how)
 
 
-def make(runs: list[Path], output: Path | None) -> tuple[list[History], list[list[Finding]], Path]:
+def make(
+    runs: list[Path], output: Path | None, plotly: PlotlyJs | None = None
+) -> tuple[list[History], list[list[Finding]], Path]:
     """What was read and found, and the page that was written."""
     from ..report.files import HTML, write
 
@@ -40,7 +45,7 @@ def make(runs: list[Path], output: Path | None) -> tuple[list[History], list[lis
         raise InputError("a run is given twice; give each once")
     output = output or Path(os.path.commonpath([run.absolute() for run in runs]))
     try:
-        histories, findings = write(runs, output)
+        histories, findings = write(runs, output, plotly)
     except OSError as error:
         raise InputError(f"the report cannot be written into {output}: {error}; give --output") from error
     return histories, findings, output / HTML

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from ..errors import program
+
 
 def parser(verb: str, what: str, epilog: str = "") -> argparse.ArgumentParser:
     """Of `verb`'s own flags, which are taken out of the command before fit's keys are read."""
     made = argparse.ArgumentParser(
-        prog=verb,
-        usage=f"{verb} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
+        prog=program(verb),
+        usage=f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
         description=what,
-        epilog=f"Every other key is fit's: see `fit --help`.{epilog}",
+        epilog=f"Every other key is fit's: see `{program('fit')} --help`.{epilog}",
         allow_abbrev=False,
     )
     made.add_argument("--nodes", type=int, help="nodes of the real run (default: trainer.num_nodes)")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ...history.metrics import Series
 from ...history.run import History
 from .. import expected, robust
 from ..engine import rule
@@ -20,10 +21,16 @@ SHORT_S, DEAR_AT_ONCE = 60.0, 0.4  # a run of seconds may spend more
 FEW_TOKENS = 2_000  # of a split: a mean loss of a deviation of 2 nats is off by 0.045 there, by chance alone
 
 
+def _validations(history: History) -> Series:
+    """Their losses, without the one before training: no weights are kept of it, and its time counts as the start's."""
+    series = history.metrics["eval/loss"]
+    return series[series.steps > 0]
+
+
 @rule
 def overfits(history: History) -> Iterator[Finding]:
     """The validation loss has turned, and the training loss has not."""
-    held_out, loss = history.metrics["eval/loss"].finite(), history.metrics["train/loss"].finite()
+    held_out, loss = _validations(history).finite(), history.metrics["train/loss"].finite()
     if len(held_out) < MIN_VALIDATIONS or len(loss) < MIN_VALIDATIONS or history.key("data.repeat_first_batch"):
         return  # or it is meant to
     best = int(np.argmin(held_out.values))
@@ -103,7 +110,7 @@ def validates_too_rarely(history: History) -> Iterator[Finding]:
     yield Finding(
         "validates_too_rarely", "warning" if planned < 2 else "info", "likely", "validation comes too rarely",
         f"It comes every {every} of {steps:.0f} steps: {planned or 'no'} time{'s' * (planned != 1)}. At step {done} "
-        f"there were {len(history.metrics['eval/loss'])}.",
+        f"there were {len(_validations(history))}.",
         [Cause("val_check_interval is too long.", [Change("trainer.val_check_interval", every, _nice(steps / 10))])],
     )  # fmt: skip
 
@@ -118,7 +125,7 @@ def validation_too_dear(history: History) -> Iterator[Finding]:
     total = expected.running_s(history)
     trained = spent.get("productive", 0.0) + spent.get("data_wait", 0.0)
     share = spent.get("validation", 0.0) / max(total, 1e-9)
-    number = len(history.metrics["eval/loss"])
+    number = len(_validations(history))
     if number < 2 or share < (DEAR if total > SHORT_S else DEAR_AT_ONCE) or not isinstance(every, int) or not trained:
         return
     each_s = spent["validation"] / number

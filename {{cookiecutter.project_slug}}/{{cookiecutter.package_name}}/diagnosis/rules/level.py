@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from ...history.metrics import Series
@@ -87,17 +88,25 @@ def loss_starts_too_high(history: History) -> Iterator[Finding]:
     wide = history.key("model.architecture.initializer_range")
     narrow = [Change("model.architecture.initializer_range", wide, expected.WEIGHT)]
     range_ = Cause("Weights begin too large.", narrow if wide and wide > expected.WEIGHT else [])
-    tokenizer = Cause(
-        "The tokenizer is not the one that the weights were trained with.",
-        [Change("data.tokenizer.path", history.key("data.tokenizer.path"), history.key("model.pretrained"))],
-    )
+    other = _other_tokenizer(history) if pretrained else None
     yield Finding(
         "loss_starts_too_high", "error" if pretrained else "warning", "likely",
         "the loss begins higher than that of a model that knows nothing",
         f"train/loss was {begins:.4g} at step {loss.steps[0]}; ln(vocabulary) is {uniform:.4g}.",
-        [tokenizer if pretrained else range_, Cause("Labels and inputs do not belong together (data.py).")],
+        [other or range_, Cause("Labels and inputs do not belong together (data.py).")],
         steps=robust.span(loss[:1]), explains=("loss_jumped_at_the_start", "clips_most_steps"),
     )  # fmt: skip
+
+
+def _other_tokenizer(history: History) -> Cause:
+    """The tokenizer, unless it is the one that is stored with the weights: then whether the two belong together."""
+    kind, path, weights = (history.key(k) for k in ("data.tokenizer", "data.tokenizer.path", "model.pretrained"))
+    if path and os.path.normpath(path) == os.path.normpath(weights):
+        return Cause(f"The tokenizer that is stored in {path} is not the one that these weights were trained with.")
+    kind = str(kind.get("class_path", "")).rsplit(".", 1)[-1] if isinstance(kind, dict) else None
+    changes = [Change("data.tokenizer", kind, "Pretrained")] if kind not in (None, "Pretrained") else []
+    changes.append(Change("data.tokenizer.path", path, weights))
+    return Cause("The tokenizer is not the one that the weights were trained with.", changes)
 
 
 @rule

@@ -8,6 +8,7 @@ only the built model can tell (its blocks, several optimizers) is theirs to refu
 
     machine.py    what is known before the start          training.py   strategies, precision, loss, batches, schedule
     mesh.py       sizes, plans, heads, experts            zero.py       offload, clipping, the DeepSpeed JSON
+    options.py    keys and callbacks that are replaced    values.py     single values: intervals, the model's sizes
 """
 
 from __future__ import annotations
@@ -17,29 +18,37 @@ from typing import Any
 
 from ...data import DataModule
 from ...module import LanguageModule
-from . import mesh, training, zero
+from . import mesh, options, training, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.other_strategies,
-    training.derived_keys,
+    options.replaced_keys,
+    options.callbacks,
+    options.batch_norm,
     training.precision,
     training.loss_kernel,
     mesh.sizes,
     mesh.plans,
     mesh.heads,
     mesh.experts,
+    mesh.optimizer,
     zero.clipping,
     zero.asynchronous,
     zero.offload,
     zero.checkpoints,
+    zero.optimizer,
     zero.configuration,
     training.blocks,
     training.batches,
     training.optimization,
     training.plateau,
+    training.monitors,
+    values.intervals,
+    values.architecture_keys,
+    values.architecture,
 )
 
 
@@ -51,6 +60,7 @@ def violations(
     model_config: Any | None = NOT_READ_YET,
     trains: bool = True,
     saves_asynchronously: bool = False,
+    monitor: str | None = None,
 ) -> list[str]:
     """One sentence for each thing that cannot work; starts nothing.
 
@@ -62,6 +72,7 @@ def violations(
         model_config: Of transformers; None for a model that is none of transformers'. Left out: not known yet.
         trains: Whether it is for `fit`; evaluation divides no batch and has no schedule.
         saves_asynchronously: last_checkpoint.asynchronous.
+        monitor: best_checkpoint.monitor, None where no best checkpoint is kept.
     """
-    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
+    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor)
     return [sentence for topic in TOPICS for sentence in topic(setup)]

@@ -65,6 +65,7 @@ class Setup:
     model_config: Any
     trains: bool
     saves_asynchronously: bool = False
+    monitor: str | None = None
 
     @property
     def strategy(self) -> Any:

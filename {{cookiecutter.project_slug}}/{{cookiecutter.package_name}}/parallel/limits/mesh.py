@@ -93,6 +93,16 @@ def experts(setup: Setup) -> Iterator[str]:
         )
 
 
+def optimizer(setup: Setup) -> Iterator[str]:
+    chosen = getattr(getattr(setup.module, "optim", None), "optimizer", None) or {}
+    if setup.mesh is not None and chosen.get("class_path") == "torch.optim.Adafactor":
+        # torch 2.13, _adafactor.py: "in-place operations that require placement changes are not supported"
+        yield (
+            "--optimizer Adafactor: torch's reads a matrix's rows, which fails where they are sharded (torch 2.13): use"
+            " configs/strategy/ddp.yaml, or another optimizer"
+        )
+
+
 def _plan(setup: Setup, kind: str) -> dict[str, str]:
     """The rules as transformers will have them: the model's own, the user's over them; for tp, {} is no rule at all."""
     config, given = setup.model_config, getattr(setup.strategy, f"{kind}_plan")

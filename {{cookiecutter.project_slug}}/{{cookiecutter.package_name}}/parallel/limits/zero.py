@@ -10,6 +10,8 @@ from ..deepspeed_config import Settings, batch_sizes, hidden_size
 from ..zero import ZeroStrategy
 from .machine import ARGS, Setup
 
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
 
 def clipping(setup: Setup) -> Iterator[str]:
     if isinstance(setup.strategy, ZeroStrategy) and setup.trainer.get("gradient_clip_algorithm") == "value":
@@ -50,6 +52,23 @@ def checkpoints(setup: Setup) -> Iterator[str]:
         yield (
             f"{ARGS}.config lets DeepSpeed write checkpoints after the save has returned, and they are hashed then:"
             " remove checkpoint.writer.decoupled and datastates_ckpt from the DeepSpeed file"
+        )
+
+
+def optimizer(setup: Setup) -> Iterator[str]:
+    """DeepSpeed passes flat shards of many parameters: an optimizer that reads a matrix's rows or norm is wrong."""
+    chosen = getattr(getattr(setup.module, "optim", None), "optimizer", None)
+    if not isinstance(strategy := setup.strategy, ZeroStrategy) or not chosen:
+        return
+    module, _, name = chosen["class_path"].rpartition(".")
+    if "optimizer" in strategy.given:
+        yield f"--optimizer {name}, and {ARGS}.config, the DeepSpeed file, has an `optimizer`: remove one of the two"
+    allowed = module.startswith("torch.optim") and name in ELEMENTWISE
+    if not allowed and not strategy.given.get("zero_allow_untested_optimizer"):
+        yield (
+            f"--optimizer {name}: ZeRO flattens parameters, which only element-wise optimizers allow: set one of"
+            f" {', '.join(ELEMENTWISE)}, a file such as configs/strategy/fsdp2.yaml, or zero_allow_untested_optimizer"
+            " true in a DeepSpeed file if it is one of those"
         )
 
 

@@ -1,0 +1,59 @@
+"""The exit of a process: process groups are destroyed, and the interpreter is not finalized.
+
+A worker thread of gloo (torch 2.13, `ProcessGroupGloo::runLoop`) releases a collective's tensors after it has reported
+the collective as finished. On a loaded machine that can be as late as the interpreter's finalization, which ends every
+thread that asks for the GIL by `pthread_exit`; C++ then aborts the process with "terminate called without an active
+exception" and exit code 134, after a finished run (pytorch issue 190489; pull request 179291 was given up).
+
+`destroy_process_group` alone does not help: it joins these threads only when nothing refers to the group any more, and
+under FSDP2 DTensor's caches do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from typing import Any, NoReturn
+
+from ..errors import Exit, reason
+
+LIMIT_S = 60.0  # for NCCL's communicators: another rank may be gone
+_codes: list[int] = []  # one, as soon as it is decided
+
+
+def skip_finalization() -> None:
+    """Register the last exit function. They run in reverse order, so call this before libraries are imported."""
+    atexit.register(_exit)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit with `code`, after all threads that Python waits for and all exit functions."""
+    if code == Exit.DONE:  # after a failure other ranks may be in a collective, and destroying would wait for them
+        _destroy_process_groups()
+    _codes.append(code)
+    sys.exit(code)
+
+
+def _destroy_process_groups() -> None:
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    timer = threading.Timer(LIMIT_S, os._exit, (Exit.DONE,))
+    timer.daemon = True
+    timer.start()
+    try:
+        distributed.destroy_process_group()
+    except RuntimeError as error:  # the run is finished and saved: a restart would not help
+        print(f"note: the process groups could not be destroyed: {reason(error)}", file=sys.stderr)
+    timer.cancel()
+
+
+def _exit() -> None:
+    if _codes:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed
+                stream.flush()
+        os._exit(_codes[0])

@@ -1,0 +1,97 @@
+"""Resuming at any step: a resumed training continues right after the batch at which its checkpoint was written.
+
+Lightning derives from its counters where a checkpoint was written, and errs (read and tried in lightning 2.6.6,
+fit_loop.py and training_epoch_loop.py): a stop by `max_steps` inside an epoch counts as a finished epoch; a resume from
+an epoch's last batch skips the end of that epoch and starts the next one without counting it, so that a second resume
+trains it twice; with `max_steps`, a resume from a finished epoch takes a step with one micro-batch. Here:
+
+    an epoch that was stopped early is written as unfinished
+    the checkpoint says which part of the loop has run: see `Point`
+    a resume continues with the next part: validation where it is due, the end of the epoch, the next batch
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+KEY = "resume_point"  # in the epoch loop's state
+
+
+class Point(StrEnum):
+    """Where in the training loop a checkpoint was written."""
+
+    AFTER_BATCH = "after_batch"  # validation, where it is due, has not begun, or has not finished
+    AFTER_VALIDATION = "after_validation"
+    AFTER_TRAINING = "after_training"  # or after an epoch: nothing is left to do for the newest batch
+
+
+def make_resumable(trainer: Any) -> None:
+    """Let the loops of `trainer` write and read their counters as this file does."""
+    trainer.fit_loop.__class__, trainer.fit_loop.epoch_loop.__class__ = FitLoop, ResumableEpochLoop
+
+
+class FitLoop(_FitLoop):
+    """Counts an epoch as finished when all its batches were trained on."""
+
+    def state_dict(self, destination: dict | None = None, prefix: str = "") -> dict:
+        state = super().state_dict(destination, prefix)
+        current: Any = self.epoch_progress.current
+        if 0 < current.ready == current.processed and not self.epoch_loop._num_ready_batches_reached():
+            for counter in state[prefix + "epoch_progress"].values():
+                counter["processed"] -= 1
+                counter["completed"] = min(counter["completed"], counter["processed"])
+        return state
+
+    def load_state_dict(self, state_dict: dict, prefix: str = "") -> None:
+        super().load_state_dict(state_dict, prefix)
+        epoch: Any = self.epoch_progress
+        if epoch.current.ready == epoch.current.processed:  # finished: the next batch is another epoch's first
+            epoch.total.completed, epoch.current.completed = epoch.total.processed, epoch.current.processed
+            loop = self.epoch_loop
+            for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+                progress.reset_on_run()
+
+
+class ResumableEpochLoop(_TrainingEpochLoop):
+    """Resumes right after the checkpoint's batch."""
+
+    _resume_point = Point.AFTER_BATCH  # of the checkpoint that was loaded
+
+    def on_save_checkpoint(self) -> dict:
+        return super().on_save_checkpoint() | {KEY: str(self._point())}
+
+    def on_load_checkpoint(self, state_dict: dict) -> None:
+        super().on_load_checkpoint(state_dict)
+        self._resume_point = Point(state_dict.get(KEY, Point.AFTER_BATCH))
+
+    def _point(self) -> Point:
+        validation = self.val_loop.batch_progress
+        if self.trainer.validating:
+            is_over = validation.is_last_batch and validation.current.completed == validation.current.ready
+            return Point.AFTER_VALIDATION if is_over else Point.AFTER_BATCH
+        batches: Any = self.batch_progress.current
+        return Point.AFTER_BATCH if batches.completed < batches.processed else Point.AFTER_TRAINING
+
+    def update_restart_stage(self) -> None:
+        """Keep Lightning from its own corrections, which it makes where `completed` is behind."""
+        batches: Any = self.batch_progress
+        for counter in (batches.total, batches.current):
+            counter.completed = counter.processed
+        super().update_restart_stage()
+
+    def advance(self, data_fetcher: Any) -> None:
+        if not self.restarting or self._resume_point is Point.AFTER_TRAINING:
+            self._restarting = False
+            super().advance(data_fetcher)
+            return
+        self.val_loop.restarting = False  # it begins with its first batch
+        self._skip_next_val = self._resume_point is Point.AFTER_VALIDATION
+
+    def _num_ready_batches_reached(self) -> bool:
+        """Also where the epoch has fewer batches than when the checkpoint was written."""
+        batches = self.batch_progress
+        return batches.is_last_batch or batches.current.ready >= self.trainer.num_training_batches

@@ -1,0 +1,91 @@
+"""Keeps secrets out of what a run records: config.yaml, environment.json, the report, loggers, tables of differences.
+
+Of the environment only variables that are listed here are recorded, and none whose name sounds like a secret. In the
+configuration and in the command line, the text below a key such as `api_key` or `password` is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+HIDDEN = "(not recorded)"
+SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
+# By prefix, of the libraries that training depends on: what a report needs, and what must not differ between ranks.
+# Not torchrun's own (TORCHELASTIC_*), which differ by rank and restart; not CUDA_VISIBLE_DEVICES, because a scheduler
+# may show each process its own devices; not OMP_NUM_THREADS, which follows from a process's cores if nobody sets it.
+RECORDED = {
+    "NCCL_": "ALGO BUFFSIZE COLLNET_ENABLE COMM_BLOCKING CROSS_NIC CUMEM_ENABLE DEBUG DEBUG_SUBSYS GRAPH_FILE"
+    " IB_DISABLE IB_GID_INDEX IB_HCA IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_TC IB_TIMEOUT LAUNCH_MODE MAX_CTAS"
+    " MAX_NCHANNELS MIN_CTAS MIN_NCHANNELS MNNVL_ENABLE NET NET_GDR_LEVEL NET_GDR_READ NET_PLUGIN NSOCKS_PERTHREAD"
+    " NTHREADS NVLS_ENABLE P2P_DISABLE P2P_LEVEL PROTO PXN_DISABLE RAS_ENABLE SHM_DISABLE SOCKET_FAMILY SOCKET_IFNAME"
+    " SOCKET_NTHREADS TOPO_FILE TUNER_PLUGIN",
+    "TORCH_": "ALLOW_TF32_CUBLAS_OVERRIDE BLAS_PREFER_CUBLASLT COMPILE_DISABLE CPP_LOG_LEVEL CUDA_ARCH_LIST"
+    " DISABLE_SHARE_RDZV_TCP_STORE DISTRIBUTED_DEBUG EXTENSIONS_DIR FORCE_NO_WEIGHTS_ONLY_LOAD"
+    " FORCE_WEIGHTS_ONLY_LOAD HOME LOGS NCCL_ASYNC_ERROR_HANDLING NCCL_AVOID_RECORD_STREAMS NCCL_BLOCKING_WAIT"
+    " NCCL_CUDA_EVENT_CACHE NCCL_DESYNC_DEBUG NCCL_DUMP_ON_TIMEOUT NCCL_ENABLE_MONITORING NCCL_HEARTBEAT_TIMEOUT_SEC"
+    " NCCL_HIGH_PRIORITY NCCL_NAN_CHECK NCCL_TRACE_BUFFER_SIZE NCCL_USE_COMM_NONBLOCKING SHOW_CPP_STACKTRACES",
+    "PYTORCH_": "ALLOC_CONF CUDA_ALLOC_CONF JIT KERNEL_CACHE_PATH NO_CUDA_MEMORY_CACHING NVML_BASED_CUDA_CHECK",
+    "CUDA_": "CACHE_DISABLE CACHE_MAXSIZE CACHE_PATH DEVICE_MAX_CONNECTIONS DEVICE_ORDER HOME LAUNCH_BLOCKING"
+    " MODULE_LOADING MPS_ACTIVE_THREAD_PERCENTAGE MPS_PIPE_DIRECTORY PATH VERSION",
+    "DS_": "ACCELERATOR BUILD_OPS SKIP_CUDA_CHECK",
+    "PYTHON": "DEVMODE DONTWRITEBYTECODE FAULTHANDLER HASHSEED HOME IOENCODING MALLOC NOUSERSITE OPTIMIZE PATH"
+    " UNBUFFERED UTF8 WARNINGS",
+    "": "CUBLAS_WORKSPACE_CONFIG MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE",
+}
+NAMES = frozenset(prefix + name for prefix, names in RECORDED.items() for name in names.split())
+
+# Last words of a key whose text is a secret, unless the word before them says otherwise: `eos_token`, `text_key`.
+SECRET_KEYS = frozenset("apikey credential credentials key pass passphrase passwd password pw pwd secret token".split())
+NO_SECRETS = frozenset("bos cls eos image label mask pad sep sort text unk".split())
+PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may be recorded, by name."""
+    allowed = (name for name in sorted(environment) if name in NAMES and not SECRET_VARIABLE.search(name))
+    return {name: redacted(environment[name]) for name in allowed}
+
+
+def redacted(value: Any, is_secret: bool = False) -> Any:
+    """A configuration of plain types, with the text below each secret's key replaced."""
+    if isinstance(value, dict):
+        return {key: redacted(one, is_secret or names_a_secret(str(key))) for key, one in value.items()}
+    if isinstance(value, list):
+        return [redacted(one, is_secret) for one in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if is_secret and value else PASSWORD_IN_URL.sub(HIDDEN, value)
+
+
+def names_a_secret(key: str) -> bool:
+    """Whether the text below `key` is a secret, by the last words of its name."""
+    *before, last = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)][-2:] or [""]
+    return last in SECRET_KEYS and not NO_SECRETS.intersection(before)
+
+
+def redacted_command(words: Iterable[str]) -> list[str]:
+    """A command line, with secrets replaced after `--key=`, after `--key`, and inside a value that is YAML."""
+    found, is_secret = [], False
+    for word in words:
+        flag, has_value, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if flag:
+            is_secret = names_a_secret(flag)
+        found.append(word if flag and not has_value else f"{flag}{has_value}{_redacted_text(value, is_secret)}")
+        is_secret = is_secret and bool(flag) and not has_value
+    return found
+
+
+def _redacted_text(text: str, is_secret: bool) -> str:
+    import yaml
+
+    if is_secret or ":" not in text:
+        return redacted(text, is_secret)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    hidden = redacted(value)
+    return text if hidden == value else hidden if isinstance(hidden, str) else json.dumps(hidden, default=str)
