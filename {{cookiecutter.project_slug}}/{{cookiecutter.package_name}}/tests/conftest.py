@@ -59,7 +59,9 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "")  # so that it is put back as it was
         monkeypatch.delenv(name)
     yield
-    if dist.is_initialized():
+    if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
+        sys.modules["deepspeed"].comm.destroy_process_group()  # and DeepSpeed's references to it
+    elif dist.is_initialized():
         dist.destroy_process_group()
 
 

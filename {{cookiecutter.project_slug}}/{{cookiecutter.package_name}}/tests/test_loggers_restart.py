@@ -70,7 +70,10 @@ def test_every_metric_stands_at_its_steps_once_also_after_a_restart(restarted: P
         shown = {name: points[name][step][-1] for name in metrics}
         assert shown == pytest.approx(metrics, rel=1e-6, nan_ok=True), step  # TensorBoard has float32
     for name in (name for name in points if not name.startswith(MEASURED)):
-        assert all(len(values) == 1 for values in points[name].values()), f"{name} stands twice"
+        # A killed process may or may not have reached WandB's file: the next attempt logs the same values again.
+        once = all(len(values) == 1 for values in points[name].values())
+        same = read is read_back.wandb_points and all(len(set(values)) == 1 for values in points[name].values())
+        assert once or same, f"{name} stands twice"
 
 
 @pytest.mark.slow
