@@ -32,14 +32,12 @@ from .cluster import children  # noqa: F401  (how Lightning's own launcher ends)
 from .cluster.messages import MESSAGES
 from .cluster.run_lock import RUN_LOCK
 from .cluster.watch import WATCH
-from .data import DataModule
 from .defaults import ALWAYS_ON, SAVERS, TRAINER_DEFAULTS
 from .errors import InputError, reason
 from .loggers.run_log import RunLog
 from .loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
 from .loggers.wandb import WandB  # noqa: F401
 from .loop import lighten
-from .module import LanguageModule
 from .optim import OptimConfig
 from .parallel import (
     ddp,  # noqa: F401  (gives "ddp" its defaults)
@@ -48,6 +46,7 @@ from .parallel import (
 from .parallel.half import HalfParameters
 from .parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from .parallel.zero import ZeroStrategy  # noqa: F401
+from .project import Project
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .redaction import redacted
 from .run import (
@@ -62,19 +61,19 @@ from .run import (
 )
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Run one of Lightning's verbs.
 
     Raises:
         InputError: what was given cannot be run.
     """
     with RUN_LOCK:
-        CLI(args=argv, run=True)
+        CLI(project, argv, run=True)
 
 
-def parse(argv: list[str]) -> CLI:
+def parse(argv: list[str], project: Project) -> CLI:
     """The objects that `argv` describes, without a Trainer; `argv[0]`, the tool's verb, is passed over."""
-    return WithoutTrainer(args=argv[1:], run=False, verb=argv[0])
+    return WithoutTrainer(project, argv[1:], run=False, verb=argv[0])
 
 
 class CLI(LightningCLI):
@@ -83,14 +82,14 @@ class CLI(LightningCLI):
     run: Path
     unfilled: Any  # the configuration with "{run}" in it
 
-    def __init__(self, args: list[str], run: bool, verb: str | None = None) -> None:
+    def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
         MESSAGES.listen()
         config_file.refuse_variables()
         self._verb = args[0] if run else None
         self._name = self._verb or verb
         super().__init__(
-            LanguageModule,
-            DataModule,
+            project.class_of(project.module),
+            project.class_of(project.data),
             save_config_callback=None,  # callbacks/record.py writes it, into the run's own folder
             trainer_defaults=TRAINER_DEFAULTS,
             seed_everything_default=0,

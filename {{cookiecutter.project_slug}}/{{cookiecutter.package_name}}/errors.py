@@ -70,11 +70,6 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
 
 
-def program(verb: str | None) -> str:
-    """The command line that starts `verb`."""
-    return f"python -m {__name__.split('.')[0]} {verb or 'VERB'}"
-
-
 def is_first_on_node() -> bool:
     """Whether this process speaks for its node; the others found the same."""
     return local_rank() == 0

@@ -25,7 +25,7 @@ from .architecture_keys import checked_fields
 from .balance import BalanceConfig, Balancer
 from .errors import InputError, reason
 from .head import Kernel, check_kernel, sums_over_tokens
-from .kernels import Attention, known_documents, set_attention
+from .kernels import Attention, cast_experts, known_documents, set_attention
 from .metrics import MetricBuffer, SplitMeans
 from .optim import OptimConfig, build_optimizer, build_schedule
 from .parallel.blocks import BlockConfig
@@ -114,6 +114,7 @@ class LanguageModule(L.LightningModule):
         """Build the model once, when the data, and with it the vocabulary, is known, and put it in its place."""
         if not hasattr(self, "model"):
             check_kernel(self.loss_kernel, self.device)
+            cast_experts()
             self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
             self.balancer = Balancer(self.model, self.balance)
             if self.blocks.compile:  # one pass over the logits forward, one backward, where there are a dozen

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import config_file
-from .errors import InputError, is_first_on_node, program
+from .errors import InputError, is_first_on_node
+from .project import program
 from .text.sources import Source
 
 BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Source)

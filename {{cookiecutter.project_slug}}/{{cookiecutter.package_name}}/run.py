@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import shutil
@@ -19,9 +18,8 @@ from typing import Any
 
 from .checkpoint import commit, manifest
 from .checkpoint.formats import format_of
-from .cluster.environment import environment
+from .cluster.launch import RUN_ID
 from .errors import InputError
-from .history.run import DEFAULTS, RUN_ID
 from .report.plotly_js import PlotlyJs
 
 MAX_NAME_BYTES = 255  # of one part of a path, on every file system of Linux and macOS
@@ -207,24 +205,3 @@ def fill_placeholders(value: Any, run: Path) -> Any:
         pairs = value.items() if isinstance(value, dict) else vars(value).items()
         return type(value)(**{key: fill_placeholders(item, run) for key, item in pairs})
     return value
-
-
-def write_record(run: Path, config_yaml: str, defaults_yaml: str) -> None:
-    """Write config.yaml and environment.json; a resumed run keeps the earlier ones beside them, numbered.
-
-    And defaults.yaml, the same keys as nobody has set them, for the report.
-    """
-    run.mkdir(parents=True, exist_ok=True)
-    (run / DEFAULTS).write_text(defaults_yaml, encoding="utf-8")
-    for name, text in (("config.yaml", config_yaml), ("environment.json", json.dumps(environment(), indent=2))):
-        write_numbered(run / name, text)
-
-
-def write_numbered(path: Path, text: str) -> None:
-    """Write a file of the run's, whole or not at all; an earlier attempt's is kept, as `<name>.<n>.<ending>`."""
-    aside = path.parent / f".{path.name}.tmp"
-    aside.write_text(text, encoding="utf-8")
-    if path.exists():
-        earlier = len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
-        path.rename(path.parent / f"{path.stem}.{earlier}{path.suffix}")
-    aside.rename(path)

@@ -27,7 +27,7 @@ from ..cluster.watch import WATCH
 from ..diagnosis.crash import NOTED, attempt, own_lines
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
 from ..history.run import CRASHES
-from ..run import write_numbered
+from ..history.write import write_numbered
 
 GIB = 2**30
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # CUDA's allocator and the CPU's

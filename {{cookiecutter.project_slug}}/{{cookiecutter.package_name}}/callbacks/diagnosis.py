@@ -16,6 +16,7 @@ from ..diagnosis.finding import Finding
 from ..errors import Ended, InputError
 from ..history.run import History, look_again, read_run
 from ..loggers.wandb import WandB
+from ..project import program
 from .console import console_of, only_shows, say
 
 FILE = "findings.jsonl"
@@ -98,7 +99,7 @@ class Diagnosis(Callback):
         if console := console_of(trainer):
             console.worst = next((finding.title for finding in self._open if finding.level != "info"), "")
         if says and (serious := [finding for finding in new if finding.level != "info"]):
-            more = f"python -m {__name__.split('.')[0]} diagnose {self.folder}"
+            more = f"{program('diagnose')} {self.folder}"
             say(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
 
     def _write(self, finding: Finding, step: int) -> None:

@@ -16,7 +16,7 @@ from ..cluster.environment import memory_limit
 from ..flops import Size, peak, text_config
 from ..history.run import FACTS
 from ..parallel import weights
-from ..run import write_numbered
+from ..history.write import write_numbered
 from ..text.look import look
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ..cluster.signals import asked, job_started
 from ..cluster.vote import Vote
 from ..errors import Ended, Exit, InputError
-from ..history.run import RUN_ID
+from ..cluster.launch import RUN_ID
 from .checkpoint import LastCheckpoint
 
 TIME_IS_UP = 1  # among signals' numbers; SIGHUP, whose number it is, asks for nothing

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 
 from ..history.run import without_folder
 from ..loggers.run_log import Resumable
-from ..run import write_record
+from ..history.write import write_record
 
 
 class Record(Callback):

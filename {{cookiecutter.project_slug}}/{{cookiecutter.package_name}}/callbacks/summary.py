@@ -20,6 +20,7 @@ from ..diagnosis.finding import Finding
 from ..errors import Ended, InputError, first_line
 from ..history import goodput
 from ..loggers.run_log import RunLog
+from ..project import program_name
 from ..report.commands import without
 from .checkpoint import LastCheckpoint
 from .console import figure, only_shows
@@ -141,4 +142,4 @@ def _is_launched(trainer: Any) -> bool:
 def _command(verb: str, but: str = "--ckpt_path") -> str:
     """This command line with another verb, without the checkpoint and without the flag `but`."""
     python = "python" if shutil.which("python") == sys.executable else sys.executable
-    return shlex.join([python, "-m", __name__.split(".")[0], verb, *without(sys.argv[2:], "--ckpt_path", but)])
+    return shlex.join([python, "-m", program_name(), verb, *without(sys.argv[2:], "--ckpt_path", but)])

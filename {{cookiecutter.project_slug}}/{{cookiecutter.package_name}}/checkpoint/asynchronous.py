@@ -24,13 +24,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..parallel import sharded, weights
-from ..parallel.mesh import MeshStrategy
 from . import commit, zero
 
 Tensors = dict[str, Any]  # "state_dict", and the optimizers' states
@@ -143,7 +143,7 @@ class BackgroundSaver:
             without_frozen = strategy.exclude_frozen_parameters
             write_all = zero.staged(strategy.deepspeed_engine, checkpoint, without_frozen, self._at_once.stage)
             return lambda _, aside: write_all(aside), {}
-        is_sharded = isinstance(strategy, MeshStrategy)
+        is_sharded = isinstance(strategy, ModelParallelStrategy)  # MeshStrategy
         if not (is_sharded or strategy.is_global_zero):
             return lambda copy, aside: None, {}  # rank 0 has all, and writes it
         tensors, rest = sharded.split(checkpoint) if is_sharded else _tensors_of(checkpoint)

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from ..errors import Exit
-from ..history.run import LAUNCH, RUN_ID
+from .launch import LAUNCH, RUN_ID
 from .watch import WATCH
 
 FILE = "lock.json"

@@ -24,8 +24,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import DECIDED, Exit
-from ..history.run import LAUNCH
 from . import signals
+from .launch import LAUNCH
 
 if __name__ == "__main__":
     for _number in signals.STOP:  # there is nothing to save until the workers run; then torchrun's handler stands here

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +16,14 @@ from zlib import crc32
 
 from ..errors import Exit, InputError, first_line, is_disk_full
 from ..history.run import History, read_run
+from ..project import is_users
 from .engine import diagnose
 from .finding import as_text
 
 NOTED = "noted_in"  # an exception's attribute: the record that callbacks/crash.py has written of it
 NUM_LINES = 4  # of the user's own
-LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 FULL = "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
-ENTRY = ("__main__.py", "cli.py")  # every training comes through these
-PACKAGE = Path(__file__).parents[1]
-EDITED = ("data.py", "module.py", "tests")  # of the package, what is the user's own
+LIBRARY = Path(__file__).parents[1]
 
 
 def attempt() -> str:
@@ -46,16 +43,15 @@ def own_lines(error: BaseException) -> list[str]:
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     frames = traceback.extract_tb(error.__traceback__)
-    return [f for f in frames if not f.filename.startswith((*LIBRARIES, "<")) and Path(f.filename).name not in ENTRY]
+    return [f for f in frames if is_users(f.filename) and Path(f.filename).name != "__main__.py"]
 
 
 def _before_training(error: BaseException) -> str:
-    """What is told of an error that no callback could note: "" where it came about in a file that is the template's."""
-    paths = [Path(frame.filename) for frame in _own_frames(error)]
-    edited = bool(paths) and (
-        not paths[-1].is_relative_to(PACKAGE) or paths[-1].relative_to(PACKAGE).parts[0] in EDITED
-    )
-    place = "while tokenizing, " if PACKAGE / "text" / "build.py" in paths else ""
+    """Reports an error that no callback could note; "" if it was raised by this library and not by the user's code."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [file for file in files if is_users(str(file)) or file.is_relative_to(LIBRARY)]
+    edited = bool(ours) and not ours[-1].is_relative_to(LIBRARY) and ours[-1].name != "__main__.py"
+    place = "while tokenizing, " if LIBRARY / "text" / "build.py" in files else ""
     told = [f"error: {place}{type(error).__name__}: {first_line(error)}", *(f"    {line}" for line in own_lines(error))]
     return "\n".join([*told, "\nTRACEBACK=1 prints the traceback"]) if edited else ""
 

@@ -16,8 +16,6 @@ from .metrics import FILE, Metrics, read_lines, read_metrics
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS = "defaults.yaml"
 
-RUN_ID = "DIST_RUN_ID"  # in the environment: names the folder; set by launch/*, or by the first process for the others
-LAUNCH = "DIST_LAUNCH"  # likewise: which launch this is, the same on all nodes; set by cluster/torchrun.py
 CONFIG = "config.yaml"
 OF_A_RUN = (CONFIG, FILE)  # of which a run's folder has one at least
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, reason
-from ..optim import OptimConfig
 
 AUTO, ACCUMULATION = "auto", "data.global_batch_size / (data.micro_batch_size x processes)"
 KEY = "trainer.strategy.init_args.config"
@@ -50,7 +49,7 @@ class Settings:
         accumulation: Micro-batches per optimizer step.
         gradient_clip_val: Largest gradient norm; 0 is off.
         num_steps: Optimizer steps of the training; None where no end is known.
-        optim: None for a module without one.
+        optim: An OptimConfig; None for a module without one.
         hidden_size: Asks the model's configuration for its width; only called where an "auto" depends on it.
     """
 
@@ -61,7 +60,7 @@ class Settings:
     accumulation: int
     gradient_clip_val: float
     num_steps: int | None
-    optim: OptimConfig | None
+    optim: Any
     hidden_size: Callable[[], int]
 
 

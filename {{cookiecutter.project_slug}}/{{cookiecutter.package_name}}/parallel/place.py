@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import reason
-from ..kernels import cast_experts
 from . import weights
 from .blocks import BlockConfig, wrap_blocks
 
@@ -37,7 +36,6 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
     else:
         model = _skeleton(build)
     model = strategy.precision_plugin.convert_module(model)
-    cast_experts()
     # Dropout differs between ranks that see different batches, and agrees between those that share one.
     torch.manual_seed(seed + getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"])
     wrap_blocks(model, blocks)

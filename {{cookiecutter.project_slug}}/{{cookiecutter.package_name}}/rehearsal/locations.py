@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-LIBRARIES = ("site-packages", "dist-packages", "<", sysconfig.get_path("stdlib"))
-LOOP = ("loop.py", "hooks.py", "cli.py", "__main__.py")  # this package's machinery, through which every error passes
+from ..project import is_users
 
 
 def of_function(function: Any) -> str:
@@ -38,7 +36,7 @@ def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The file:line of the innermost frame in the user's project; "" when there is none. `frames`: outermost first."""
     found = ""
     for frame, line in frames:
-        if is_in_project(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             found = f"{_short(frame.f_code.co_filename)}:{line}"
     return found
 
@@ -50,13 +48,6 @@ def frames_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
         found.append((frame, frame.f_lineno))
         frame = frame.f_back
     return found[::-1]
-
-
-def is_in_project(file: str) -> bool:
-    """Whether a user of this project may have written it: no library, and not what every error passes through."""
-    package = Path(__file__).parents[1]
-    is_machinery = Path(file).parent == Path(__file__).parent or Path(file) in [package / name for name in LOOP]
-    return not is_machinery and not any(part in file for part in LIBRARIES)
 
 
 def _short(file: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import another_rank_is_gone
-from .locations import is_in_project
+from ..project import is_users
 
 Event = dict[str, Any]
 
@@ -59,7 +59,7 @@ class RunRecord:
         if fatal is None:
             return lines[-1] if lines else "it printed nothing"
         stack = [line for line in lines[fatal:] if line.startswith('File "')]
-        own = [line for line in stack if is_in_project(line.split('"')[1])]
+        own = [line for line in stack if is_users(line.split('"')[1])]
         return f"{lines[fatal]}, {[*own, *stack, 'outside of Python'][0]}"
 
     @property

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback
 
+from ..project import Project
 from .acts import KeepCheckpoint, KillAt, RaggedLabels
 from .details import Details
 from .probe import Probe
@@ -54,6 +55,7 @@ class Runs:
         small: What is trained.
         strategy: The chosen strategy's object, to ask for its sizes.
         folder: Each run gets a folder here, its configuration in it.
+        project: Whose module and data are trained.
         prelude: Called in each process before anything else.
         idle_s: Seconds without progress after which a training counts as hung.
         source: The user's data source, where it is read; None: made-up text is.
@@ -65,6 +67,7 @@ class Runs:
         small: Small,
         strategy: Any,
         folder: Path,
+        project: Project,
         prelude: Callable[[], None] | None = None,
         idle_s: float = 60.0,
         source: Any = None,
@@ -73,6 +76,7 @@ class Runs:
         self.small = small
         self.strategy_object = strategy
         self.folder = folder
+        self.project = project
         self.prelude = prelude
         self.idle_s = idle_s
         self.source = source
@@ -151,7 +155,7 @@ class Runs:
 
     def _tool(self, name: str, *flags: str) -> None:
         """Run a verb that is no training, on one process."""
-        with Workers(1) as workers:
+        with Workers(1, self.project) as workers:
             record = workers.run(flags, self.folder / name, prelude=self.prelude, timeout_s=None)
         if not record.ok:
             raise RunFailed(name, record)
@@ -174,7 +178,7 @@ class Runs:
             folder = self.folder / name
             record_all = [Details(folder.absolute(), not has_dropout), GradientStages(folder.absolute())]
             options: dict[str, Any] = {"prelude": self.prelude, "timeout_s": None, "idle_s": self.idle_s}
-            with Workers(num) as workers:
+            with Workers(num, self.project) as workers:
                 self._records[name] = workers.run(
                     flags, folder, callbacks=[RaggedLabels(), *callbacks, *record_all], **options
                 )

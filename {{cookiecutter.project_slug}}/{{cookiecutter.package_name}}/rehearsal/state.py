@@ -57,11 +57,8 @@ def python_state(trainer: Any, module: nn.Module) -> dict[str, str]:
 
 
 def _is_ours(callback: Any) -> bool:
-    package = __name__.split(".")[0]
-    ours = tuple(
-        f"{package}.{folder}." for folder in ("callbacks", "checkpoint", "rehearsal", "text", "cli", "loggers")
-    )
-    return type(callback).__module__.startswith((*ours, "lightning."))
+    library = __name__.split(".")[0]
+    return type(callback).__module__.startswith((f"{library}.", "lightning."))
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, str]]:

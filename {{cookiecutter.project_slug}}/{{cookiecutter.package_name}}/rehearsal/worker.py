@@ -18,13 +18,13 @@ from typing import Any
 
 # Before torch and DeepSpeed look: no GPU, one thread per rank, no compilation of kernels.
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as __main__.py does
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as cli/main.py does
 os.environ["TORCH_WARM_POOL"] = "0"  # no processes of torch's compiler beside the one that is forked from
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 
-from ..__main__ import VERBS  # noqa: E402
+from ..main import VERBS  # noqa: E402
 from ..cli import CLI  # noqa: E402
 from ..cluster import signals  # noqa: E402
 from ..cluster.messages import MESSAGES  # noqa: E402
@@ -99,12 +99,13 @@ def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
 def _attempt(job: Job, rank: int) -> str:
     try:
         torch.set_num_threads(1)
+        job.project.start()
         if job.prelude:
             job.prelude()
         if job.argv[0] in ("fit", "validate", "test", "predict"):
             _RecordedCLI(job, rank)
         else:
-            importlib.import_module(VERBS[job.argv[0]][0], __name__.split(".")[0]).main(job.argv)
+            importlib.import_module(VERBS[job.argv[0]][0], __name__.split(".")[0]).main(job.argv, job.project)
         return "done"
     except SystemExit as stop:  # the parser has printed why
         return "done" if stop.code in (0, None) else f"refused: {_last_line(job, rank)}"
@@ -136,7 +137,7 @@ class _RecordedCLI(CLI):
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
-        super().__init__(args=job.argv, run=True)
+        super().__init__(job.project, job.argv, run=True)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)

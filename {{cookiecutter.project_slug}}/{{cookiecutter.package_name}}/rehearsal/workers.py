@@ -1,6 +1,6 @@
 """Trainings on N processes of this machine's CPU, quick to start and sure to end.
 
-    with Workers(2) as workers:
+    with Workers(2, project) as workers:
         record = workers.run(["fit", "--config=…", "--trainer.strategy=ddp"], folder, callbacks=[KillAt(5)])
         record.check().loss         # {step: loss}
 
@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..cluster.signals import STARTED
 from ..cluster.verdict import verdict_of
-from ..history.run import RUN_ID
+from ..cluster.launch import RUN_ID
+from ..project import Project
 from .record import RunRecord
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Job:
     """One rank's work; crosses to the worker by pickle."""
 
     argv: list[str]
+    project: Project
     record: Path
     callbacks: Sequence[Callback] = ()
     prelude: Callable[[], None] | None = None
@@ -65,10 +67,12 @@ class Workers:
 
     Args:
         num: Ranks, each a process with one thread. With 1, Lightning's own default makes no process group.
+        project: Whose module and data are trained.
     """
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, project: Project) -> None:
         self.num = num
+        self.project = project
         self._context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
         self._context.set_forkserver_preload([_WORKER])
         _start_resource_tracker()
@@ -106,7 +110,7 @@ class Workers:
         record.mkdir(parents=True, exist_ok=True)
         one = argv[0] not in ("fit", "validate", "test", "predict")
         environment = {RUN_ID: run_id or record.name, STARTED: str(time.time())}  # a job of its own
-        job = Job(list(argv), record.absolute(), callbacks, prelude, environment, timeout_s, idle_s)
+        job = Job(list(argv), self.project, record.absolute(), callbacks, prelude, environment, timeout_s, idle_s)
         try:
             self._start(1 if one else self.num, job)
             answers = self._wait(timeout_s)

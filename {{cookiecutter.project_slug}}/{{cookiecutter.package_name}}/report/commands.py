@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoint import manifest
-from ..history.run import RUN_ID, History
+from ..cluster.launch import RUN_ID
+from ..history.run import History
 from .results import steps
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..diagnosis.finding import Cause, Finding
 from ..history import goodput
 from ..history.run import History
+from ..project import program
 from . import curves
 from .commands import resume
 from .results import clock, figures
@@ -157,7 +158,7 @@ def _curves(
     ]
     plots = [_plot(number, figure, len(names) == 1) for number, figure in enumerate([*shown, *more])]
     parts = [tag("h2", "Curves"), tag("div", *buttons, *runs, class_="controls"), *gaps]
-    verb = f"python -m {__name__.split('.')[0]} report {' '.join(str(history.folder) for history in histories)}"
+    verb = f"{program('report')} {' '.join(str(history.folder) for history in histories)}"
     missing = (f"No curves: {link} cannot be loaded. Copy it into this page's folder, or write the page again with ",)
     missing += (tag("code", f"{verb} --plotly inline"),)
     parts += [tag("p", *missing, id="missing", hidden="", class_="gap")] if link else []

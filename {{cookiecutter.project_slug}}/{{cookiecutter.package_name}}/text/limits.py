@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..data import DataModule
     from .cache import Corpus
 
 
-def check_numbers(data: DataModule, world_size: int) -> None:
+def check_numbers(data: Any, world_size: int) -> None:
     """Refuse sizes and shares that no corpus could satisfy on `world_size` data-parallel ranks."""
     for name in ("seq_len", "global_batch_size", "micro_batch_size"):
         if getattr(data, name) < 1:
@@ -35,7 +34,7 @@ def check_numbers(data: DataModule, world_size: int) -> None:
         )
 
 
-def check_rows(data: DataModule, corpus: Corpus) -> Corpus:
+def check_rows(data: Any, corpus: Corpus) -> Corpus:
     """Refuse a corpus in which a split that is wanted has too few rows."""
     wanted = {
         "train": (data.global_batch_size, "data.global_batch_size"),

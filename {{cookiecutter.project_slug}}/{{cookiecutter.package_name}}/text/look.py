@@ -6,14 +6,11 @@ Whatever the size of the cache, no more than the constants say is read.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .order import NOT_COUNTED
-
-if TYPE_CHECKING:
-    from ..data import DataModule
 
 ROWS = 64  # of the train split, spread evenly over it
 TRAIN_TOKENS, VALIDATION_TOKENS = 2**22, 2**20  # in which duplicates are looked for: 0.3 s
@@ -24,7 +21,7 @@ COPY_BYTES = 200
 SAMPLED_BITS = 4  # one window in 2**SAMPLED_BITS is compared, chosen by its content: the same in both splits
 
 
-def look(data: DataModule) -> dict[str, Any]:
+def look(data: Any) -> dict[str, Any]:
     """What a few rows and a few million tokens show; of an edited data module whose batches are others, nothing.
 
     Returns:
@@ -81,7 +78,7 @@ def _of_part(tokens: np.ndarray, doublings: int) -> np.ndarray:
     return hashes[(hashes * np.uint64(factor)) >> np.uint64(64 - SAMPLED_BITS) == 0]
 
 
-def _chat_share(data: DataModule, inputs: np.ndarray) -> float | None:
+def _chat_share(data: Any, inputs: np.ndarray) -> float | None:
     tokenizer = data.text_tokenizer
     if not tokenizer.chat_template:
         return None

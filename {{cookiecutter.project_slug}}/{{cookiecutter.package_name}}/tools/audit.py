@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Exit, InputError, program
+from ..errors import Exit, InputError
+from ..project import Project, program
 from ..history.run import read_incidents
 from ..text.order import permutation, stream_position
 
@@ -25,7 +26,7 @@ class Attempt:
     steps: dict[int, dict[int, list[list[int]]]] = field(default_factory=dict)  # step -> rank -> rows per micro-batch
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Print what was found about `--run`.
 
     Raises:

@@ -19,6 +19,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, is_out_of_memory
+from ..project import Project
 from . import sizes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ AS_IT_IS = "as configured"
 ALONE = {"trainer.devices": 1, "trainer.num_nodes": 1, "trainer.strategy": "auto", "trainer.limit_val_batches": 0}
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Measure, and print a table.
 
     Raises:
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> None:
         raise InputError(f"--steps {own.steps} --rounds {own.rounds}: give 1 or more of each")
     from ..cli import parse
 
-    cli = parse(["bench", *flags])
+    cli = parse(["bench", *flags], project)
     cli.datamodule.prepare()
     trials = {name: flags for name, flags in _trials(cli).items() if name == AS_IT_IS or own.only in name}
     found: dict[str, list[Measured | None]] = defaultdict(list)
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
     for number in range(own.rounds):
         for name in random.sample(sorted(trials), len(trials)):
             print(f"round {number + 1} of {own.rounds}: {name}", flush=True)
-            found[name].append(_train([*flags, *trials[name]], own.steps, ranks))
+            found[name].append(_train(project, [*flags, *trials[name]], own.steps, ranks))
     _show(found, cli.datamodule, ranks)
 
 
@@ -75,12 +76,12 @@ def _trials(cli: Any) -> dict[str, list[str]]:
     return {name: [*trials.get(name, []), f"--data.global_batch_size={rows[name]}"] for name in rows}
 
 
-def _train(flags: list[str], steps: int, ranks: int) -> Measured | None:
+def _train(project: Project, flags: list[str], steps: int, ranks: int) -> Measured | None:
     """None: memory ran out."""
     from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
     from ..callbacks.windows import Windows
     from ..cli import CLI
-    from ..history.run import RUN_ID
+    from ..cluster.launch import RUN_ID
 
     windows = Windows(steps, ranks)
 
@@ -97,7 +98,7 @@ def _train(flags: list[str], steps: int, ranks: int) -> Measured | None:
         fixed = [f"--{key}={value}" for key, value in ALONE.items()] + [f"--run.root={folder}", "--run.report=false"]
         try:
             with contextlib.redirect_stdout(kept), contextlib.redirect_stderr(kept):
-                Benched(args=["fit", *flags, *fixed], run=True)
+                Benched(project, ["fit", *flags, *fixed], run=True)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

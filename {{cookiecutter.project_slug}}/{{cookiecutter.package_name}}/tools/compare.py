@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import InputError, program
+from ..errors import InputError
+from ..project import Project, program
 from .report import add_arguments, make
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Print what differs, and write it with the curves over each other.
 
     Raises:

@@ -24,17 +24,18 @@ from ..checkpoint import commit
 from ..checkpoint.formats import FILE, META, WRITTEN_BY, format_of, read_full
 from ..cli import WithoutTrainer
 from ..errors import InputError
+from ..project import Project
 from ..rehearsal.recorder import fingerprint
 from .export import chosen_checkpoint
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Write the checkpoint that `--output` names.
 
     Raises:
         InputError: there is something already, the checkpoint cannot be read, or the disk is full.
     """
-    cli = Convert(args=argv[1:], run=False, verb=argv[0])
+    cli = Convert(project, argv[1:], run=False, verb=argv[0])
     settings = cli.config
     output = Path(settings.output)
     if output.exists():

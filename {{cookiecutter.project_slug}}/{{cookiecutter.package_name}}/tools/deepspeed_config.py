@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 from ..errors import InputError
+from ..project import Project
 from . import sizes
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Print `argv`'s DeepSpeed configuration, every value filled in; starts no process and reads no data.
 
     Raises:
@@ -22,7 +23,7 @@ def main(argv: list[str]) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which is for the JSON alone
         from ..cli import parse
 
-        config = _complete_config(parse([argv[0], *flags, *sizes.as_flags(own)]))
+        config = _complete_config(parse([argv[0], *flags, *sizes.as_flags(own)], project))
     print(json.dumps(config, indent=2))
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from ..diagnosis.engine import RULES, diagnose
 from ..diagnosis.finding import LEVELS, Finding, as_text
-from ..errors import InputError, program
+from ..errors import InputError
+from ..project import Project, program
 from ..history.metrics import FILE
 from ..history.run import CONFIG, FACTS, OF_A_RUN, History, is_run, read_run
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Print the findings of each run given, the worst first.
 
     Raises:

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cluster.environment import comparable, driver, normalized, packages
-from ..errors import Exit, program
+from ..errors import Exit
+from ..project import Project, program
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-LOCK = Path(__file__).parents[2] / "constraints.txt"
+LOCK = "constraints.txt"
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 SCARCE_GIB, TOO_LITTLE_GIB = 20, 1  # of disk: a few checkpoints of a small model, and not one of them
@@ -42,12 +43,13 @@ MEET_S = 60.0  # for two processes to start and meet
 class Where:
     """What a training uses of the machine."""
 
+    project: Path = Path()  # the folder that has constraints.txt
     root: Path = Path("runs")
     cache: Path = Path("data_cache")
     num_workers: int = 0
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Look, and print a line per finding.
 
     Raises:
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(program("doctor"), description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="findings and environment as JSON, to compare machines")
     own, flags = parser.parse_known_args(argv[1:])
-    where = _read(flags) if flags else Where()
+    where = _read(flags, project) if flags else Where(project.folder.parent)
     nothing = [(OK, "nothing found", "")]
     findings = [(name, *finding) for name, check in CHECKS.items() for finding in list(check(where)) or nothing]
     if own.json:
@@ -70,26 +72,27 @@ def main(argv: list[str]) -> None:
         sys.exit(Exit.FAILED)
 
 
-def _read(flags: list[str]) -> Where:
+def _read(flags: list[str], project: Project) -> Where:
     from ..cli import parse
 
-    cli = parse(["doctor", *flags])
-    return Where(Path(cli.config_init.run.root), Path(cli.datamodule.cache_dir), cli.datamodule.num_workers)
+    cli = parse(["doctor", *flags], project)
+    return Where(project.folder.parent, Path(cli.config_init.run.root), Path(cli.datamodule.cache_dir), cli.datamodule.num_workers)
 
 
 def check_packages(where: Where) -> Findings:
     """Installed are the versions of constraints.txt; torch's build (+cpu, +cu130) may be any."""
-    if not LOCK.exists():
-        yield WARNING, f"there is no {LOCK}", "run it in a checkout of the project"
+    lock = where.project / LOCK
+    if not lock.exists():
+        yield WARNING, f"there is no {lock}", "run it in a checkout of the project"
         return
-    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", LOCK.read_text(encoding="utf-8"), re.MULTILINE))
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", lock.read_text(encoding="utf-8"), re.MULTILINE))
     installed = packages()
     has = {name: installed.get(normalized(name), "missing").split("+")[0] for name in pins}
     if wrong := [f"{name} {has[name]} (locked: {version})" for name, version in pins.items() if has[name] != version]:
-        todo = f"pip install --no-build-isolation -r {LOCK.name}, or change it"
+        todo = f"pip install --no-build-isolation -r {LOCK}, or change it"
         yield PROBLEM, f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}", todo
     else:
-        yield OK, f"{len(pins)} as {LOCK.name} has them, Python {platform.python_version()}", ""
+        yield OK, f"{len(pins)} as {LOCK} has them, Python {platform.python_version()}", ""
 
 
 def check_gpus(where: Where) -> Findings:

@@ -22,16 +22,17 @@ from ..checkpoint.formats import read_full
 from ..checkpoint.resume import refuse_another_models
 from ..cli import WithoutTrainer
 from ..errors import InputError, reason
+from ..project import Project
 from ..run import check_checkpoint, newest_checkpoint
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Write the folder that `--output` names.
 
     Raises:
         InputError: the checkpoint cannot be read or is another model's, the folder is taken, or the disk is full.
     """
-    cli = Export(args=argv[1:], run=False, verb=argv[0])
+    cli = Export(project, argv[1:], run=False, verb=argv[0])
     settings = cli.config
     output = Path(settings.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..cli import parse
+from ..project import Project
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Fill the token cache for `argv`'s configuration and print what is in it; quick when it is there already.
 
     Raises:
         InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare` is at work.
     """
-    parse(argv).datamodule.prepare()
+    parse(argv, project).datamodule.prepare()

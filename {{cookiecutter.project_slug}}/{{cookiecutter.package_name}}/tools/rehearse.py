@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Exit, InputError
-from ..history.run import RUN_ID
+from ..project import Project
+from ..cluster.launch import RUN_ID
 from . import sizes
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 REAL_SIZES = "the real sizes fit together"
 
 
-def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
+def main(argv: list[str], project: Project, prelude: Callable[[], None] | None = None) -> None:
     """Check `argv`'s configuration at its real size without running it, then run it small; `prelude` is for tests.
 
     Raises:
@@ -40,7 +41,7 @@ def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
     folder = Path(own.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder, or remove it")
-    cli, model_config, runs = make_small(own, flags, folder, prelude)
+    cli, model_config, runs = make_small(own, flags, folder, project, prelude)
     small = runs.small
 
     report = Report(
@@ -65,7 +66,7 @@ def main(argv: list[str], prelude: Callable[[], None] | None = None) -> None:
 
 
 def make_small(
-    own: argparse.Namespace, flags: list[str], folder: Path, prelude: Callable[[], None] | None = None
+    own: argparse.Namespace, flags: list[str], folder: Path, project: Project, prelude: Callable[[], None] | None = None
 ) -> tuple[Any, Any, Runs]:
     """The configuration's objects, the model's configuration at its real size, and the small trainings, none run yet.
 
@@ -75,11 +76,11 @@ def make_small(
     from ..rehearsal.runs import Runs
     from ..rehearsal.shrink import shrink
 
-    cli = _parse(flags, own)
+    cli = _parse(flags, own, project)
     strategy, model_config = cli.config_init.trainer.strategy, _model_config(cli)
     small = shrink(cli.given, model_config, strategy, folder, own.steps, own.processes, own.keep_data)
     source = getattr(cli.datamodule, "source", None) if own.keep_data else None
-    return cli, model_config, Runs(small, strategy, folder, prelude, own.timeout, source)
+    return cli, model_config, Runs(small, strategy, folder, project, prelude, own.timeout, source)
 
 
 def own_flags() -> argparse.ArgumentParser:
@@ -100,7 +101,7 @@ def own_flags() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(flags: list[str], own: argparse.Namespace) -> Any:
+def _parse(flags: list[str], own: argparse.Namespace, project: Project) -> Any:
     """The configuration as it was given, and the objects that it describes."""
     import yaml
 
@@ -115,7 +116,7 @@ def _parse(flags: list[str], own: argparse.Namespace) -> Any:
     if own.steps < 6:
         raise InputError(f"--steps {own.steps} is below 6: there must be steps before and after a kill")
     os.environ.pop(RUN_ID, None)
-    return Given(args=[*flags, *sizes.as_flags(own)], run=False)
+    return Given(project, [*flags, *sizes.as_flags(own)], run=False)
 
 
 def _model_config(cli: Any) -> Any:

@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 from ..diagnosis.finding import Finding
-from ..errors import InputError, program
+from ..errors import InputError
+from ..project import Project, program
 from ..history.run import History
 from ..report.plotly_js import PlotlyJs
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], project: Project) -> None:
     """Write report.html and report.md about the runs that `argv` names.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import program
+from ..project import program
 
 
 def parser(verb: str, what: str, epilog: str = "") -> argparse.ArgumentParser:

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ...data import DataModule
-from ...module import LanguageModule
+import lightning as L
+
 from . import mesh, options, training, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
@@ -55,8 +55,8 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
 def violations(
     machine: Machine,
     trainer: Mapping[str, Any],
-    module: LanguageModule,
-    data: DataModule,
+    module: L.LightningModule,
+    data: Any,
     model_config: Any | None = NOT_READ_YET,
     trains: bool = True,
     saves_asynchronously: bool = False,

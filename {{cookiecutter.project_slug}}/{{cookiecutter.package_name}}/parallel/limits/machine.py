@@ -9,9 +9,7 @@ from typing import Any, Final
 import lightning as L
 import torch
 
-from ...data import DataModule
 from ...errors import InputError, reason
-from ...module import LanguageModule
 from ..mesh import MeshSizes, MeshStrategy
 
 NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary, and so the data, first
@@ -60,8 +58,8 @@ class Setup:
 
     machine: Machine
     trainer: Mapping[str, Any]
-    module: LanguageModule
-    data: DataModule
+    module: L.LightningModule
+    data: Any
     model_config: Any
     trains: bool
     saves_asynchronously: bool = False

@@ -1,4 +1,4 @@
-"""`python -m <package> VERB …`: find the verb's module, run it, and turn the user's mistakes into one sentence.
+"""`python -m <package> VERB …`: finds the verb's module, runs it, and turns the user's mistakes into one sentence.
 
 Nothing heavy is imported here: `--help` must answer before torch could be loaded, and a verb imports only
 what it needs.
@@ -18,17 +18,19 @@ from .cluster.leave import leave, skip_finalization
 from .cluster.messages import MESSAGES
 from .cluster.watch import START_TIMEOUT_S, WATCH
 from .errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
+from .project import Project
 
 # torch reads it once, at its first allocation: tensors of 2 MiB and more in host memory get huge pages, aligned to a
 # page. Without, a 20 MB buffer that is made anew in each step costs 5,000 page faults, and glibc (2.36) may not find
 # the hole that the last one left: 2.3 GB more after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+FIT = ".cli"
 VERBS = {  # verb -> (module with `main(argv)`, what it does)
-    "fit": (".cli", "train, validating on the way; resumes with --ckpt_path last"),
-    "validate": (".cli", "measure a checkpoint on the validation split"),
-    "test": (".cli", "measure a checkpoint on the test split"),
-    "predict": (".cli", "continue data.prompts with a checkpoint and write the texts down"),
+    "fit": (FIT, "train, validating on the way; resumes with --ckpt_path last"),
+    "validate": (FIT, "measure a checkpoint on the validation split"),
+    "test": (FIT, "measure a checkpoint on the test split"),
+    "predict": (FIT, "continue data.prompts with a checkpoint and write the texts down"),
     "prepare": (".tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
     "doctor": (".tools.doctor", "look for what is wrong with this machine before a training does"),
     "rehearse": (".tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
@@ -63,9 +65,30 @@ Documentation: docs/index.md.
 Set TRACEBACK=1 to see the Python traceback behind an error."""
 
 
-def main(argv: list[str]) -> int:
-    """Run a verb; the exit code. What is nobody's mistake is raised, for `command` to tell."""
-    program = (__package__ or "package").split(".")[0]
+def main(module: str, data: str, package: str | None, argv: list[str] | None = None) -> int:
+    """The command line of a project's package, for a process of its own; returns the exit code.
+
+    Args:
+        module: The LightningModule, as ".module:LanguageModule": the part before the colon is imported when it is
+            needed, from `package` where it begins with a dot.
+        data: The LightningDataModule, likewise.
+        package: The project's package.
+        argv: A verb and its flags. None: those of this process.
+    """
+    project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv
+    skip_finalization()
+    if VERBS.get(" ".join(argv[:1]), ("",))[0] == FIT:
+        signals.listen()
+    code = command(argv, project)
+    signals.ignore()
+    leave(code)
+    return code
+
+
+def run(argv: list[str], project: Project) -> int:
+    """Run a verb; returns the exit code. What is nobody's mistake is raised, for `command` to tell."""
+    project.start()
+    program = project.package
     if not argv or argv[0] in ("-h", "--help"):
         print(usage(program))
         return Exit.DONE if argv else Exit.BAD_INPUT
@@ -74,17 +97,17 @@ def main(argv: list[str]) -> int:
         print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
         return Exit.BAD_INPUT
     if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        print(f"error: {_no_environment(program, verb, lacking)}", file=sys.stderr)
+        print(f"error: {_no_environment(project, verb, lacking)}", file=sys.stderr)
         return Exit.BAD_INPUT
-    if VERBS[verb][0] == ".cli":
+    if VERBS[verb][0] == FIT:
         MESSAGES.listen()
         WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
-        if VERBS[verb][0] in (".cli", ".tools.prepare"):
+        if VERBS[verb][0] in (FIT, ".tools.prepare"):
             from . import mistakes
 
-            mistakes.refuse(argv)
-        importlib.import_module(VERBS[verb][0], __package__).main(argv)
+            mistakes.refuse(argv, project)
+        importlib.import_module(VERBS[verb][0], __package__).main(argv, project)
         return Exit.DONE
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
@@ -106,31 +129,22 @@ def main(argv: list[str]) -> int:
         WATCH.disarm()
 
 
-def _no_environment(program: str, verb: str, lacking: list[str]) -> str:
+def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
     """What to do about a Python that lacks the dependencies: most often the environment is not activated."""
-    project = Path(__file__).absolute().parents[1]
-    environment = next((one for one in (Path(".venv"), project / ".venv") if (one / "bin" / "python").exists()), None)
+    folder = project.folder.absolute().parent
+    environment = next((one for one in (Path(".venv"), folder / ".venv") if (one / "bin" / "python").exists()), None)
     if environment is None or environment.absolute() == Path(sys.prefix).absolute():
-        cure = f"`make setup` in {project} builds the environment .venv, `source .venv/bin/activate` activates it"
+        cure = f"`make setup` in {folder} builds the environment .venv, `source .venv/bin/activate` activates it"
     else:
-        cure = f"`source {environment}/bin/activate`, or start {environment}/bin/python -m {program} {verb}"
+        cure = f"`source {environment}/bin/activate`, or start {environment}/bin/python -m {project.package} {verb}"
     return f"{sys.executable} has no {', '.join(lacking)}: activate the project's environment: {cure}"
 
 
-def command(argv: list[str]) -> int:
-    """`main`, for a process of its own: an error ends with a diagnosis in place of its traceback."""
+def command(argv: list[str], project: Project) -> int:
+    """`run`, for a process of its own: an error ends with a diagnosis in place of its traceback."""
     try:
-        return main(argv)
+        return run(argv, project)
     except Exception as error:
         from .diagnosis import crash
 
         return crash.tell(error)
-
-
-if __name__ == "__main__":
-    skip_finalization()
-    if VERBS.get(" ".join(sys.argv[1:2]), ("",))[0] == ".cli":
-        signals.listen()
-    code = command(sys.argv[1:])
-    signals.ignore()
-    leave(code)

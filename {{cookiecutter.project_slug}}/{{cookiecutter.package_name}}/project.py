@@ -1,0 +1,71 @@
+"""What a generated project hands to the library: its package, and the classes of its model and its data.
+
+The library imports nothing of a user's package by name: `main` gets it, and whoever needs a class gets a `Project`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_program = __name__.split(".")[0]  # the package that was started; for sentences alone
+
+
+@dataclass(frozen=True)
+class Project:
+    """A user's package.
+
+    Args:
+        package: Its name, as in `python -m <package>`.
+        module: Where its LightningModule is, as "module:Class"; a leading dot means inside the package.
+        data: Where its LightningDataModule is, likewise.
+    """
+
+    package: str
+    module: str = ".module:LanguageModule"
+    data: str = ".data:DataModule"
+
+    def class_of(self, where: str) -> Any:
+        """Imports and returns the class that `module` or `data` names."""
+        module, _, name = where.partition(":")
+        return getattr(importlib.import_module(module, self.package), name)
+
+    def file_of(self, where: str) -> Path | None:
+        """Returns the file that defines it, without running the file; None where there is none."""
+        found = importlib.util.find_spec(where.partition(":")[0], self.package)
+        return Path(found.origin) if found and found.origin else None
+
+    @property
+    def folder(self) -> Path:
+        """The package's own folder."""
+        found = importlib.util.find_spec(self.package)
+        places = list(found.submodule_search_locations or ()) if found else []
+        return Path(places[0]) if places else Path.cwd()
+
+    def start(self) -> None:
+        """Let sentences name this project's command line."""
+        global _program
+        _program = self.package
+
+
+def program(verb: str | None = None) -> str:
+    """The command line that starts `verb`, of the project that was started last."""
+    return f"python -m {_program} {verb or 'VERB'}"
+
+
+def program_name() -> str:
+    """The package that was started; before any was, this library's."""
+    return _program
+
+
+def is_users(file: str) -> bool:
+    """Whether a user may have written `file`: neither a part of this library nor installed, nor Python's own."""
+    own = str(Path(__file__).parent)
+    return not file.startswith((own, "<")) and not any(part in file for part in _INSTALLED)
+
+
+_INSTALLED = ("site-packages", "dist-packages", f"{sys.base_prefix}/lib/python")
