@@ -1,64 +1,93 @@
-"""`bake(**answers)`: a generated project, by cookiecutter's own API and without prompts."""
+"""Fixtures of the library's tests: a small corpus, a small model's flags, and no process group left behind."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cookiecutter.main import cookiecutter
+import torch
+import torch.distributed as dist
+from trainer_dev.data import DataModule
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "{{cookiecutter.project_slug}}"
-PACKAGE = SOURCE / "{{cookiecutter.package_name}}"
+from dist_template.text.sources import TextFiles
+from dist_template.text.tokenizers import Bytes
+from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, SMALL_LLAMA
 
-
-@dataclass(frozen=True)
-class BakedProject:
-    path: Path
-    package: str
-
-    @property
-    def files(self) -> dict[str, Path]:
-        """Files by their path in the project, sorted."""
-        found = sorted(path for path in self.path.rglob("*") if path.is_file())
-        return {path.relative_to(self.path).as_posix(): path for path in found}
-
-    @property
-    def digests(self) -> dict[str, tuple[str, bool]]:
-        """Content hash and executable bit of every file."""
-        return {
-            name: (hashlib.sha256(path.read_bytes()).hexdigest(), bool(path.stat().st_mode & 0o100))
-            for name, path in self.files.items()
-        }
-
-    def read(self, name: str) -> str:
-        return (self.path / name).read_text(encoding="utf-8")
+torch.set_num_threads(1)  # small tensors; threads would wait for each other
 
 
-Bake = Callable[..., BakedProject]
-
-
-def bake_into(folder: Path, template: Path = ROOT, /, **answers: str) -> BakedProject:
-    path = Path(
-        cookiecutter(
-            str(template), no_input=True, extra_context=answers, output_dir=str(folder), default_config=True
-        )
-    )
-    return BakedProject(path, next(path.glob("*/__main__.py")).parent.name)
-
-
-@pytest.fixture
-def bake(tmp_path: Path) -> Bake:
-    def baker(**answers: str) -> BakedProject:
-        return bake_into(tmp_path / "bakes", **answers)
-
-    return baker
+@pytest.fixture(autouse=True)
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a training in this process leaves is gone after the test: the next would take it for a launcher's."""
+    for name in OF_ANOTHER_RUN:
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+    yield
+    if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
+        sys.modules["deepspeed"].comm.destroy_process_group()  # and DeepSpeed's references to it
+    elif dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
-def default(tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
-    """The project that the default answers give; tests only read it."""
-    return bake_into(tmp_path_factory.mktemp("default"))
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 60 short texts of a few repeated words, so that a small model learns something in few steps."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(60):
+        line = f"document {number}: " + "the quick brown fox jumps over the lazy dog. " * (4 + number % 5)
+        (folder / f"{number:02}.txt").write_text(line, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def flags(corpus: Path, cache: Path, tmp_path: Path) -> list[str]:
+    """A complete small training on one CPU process, writing into this test's own folder."""
+    return [
+        f"--run.root={tmp_path / 'runs'}",
+        "--run.report=false",  # 5 MB and a second
+        "--data.source=TextFiles",
+        f"--data.source.paths=[{corpus}/*.txt]",
+        "--data.tokenizer=Bytes",
+        f"--data.cache_dir={cache}",
+        "--data.seq_len=32",
+        "--data.global_batch_size=8",
+        "--data.micro_batch_size=2",
+        "--data.validation_share=0.15",
+        "--data.test_share=0.15",
+        f"--model.architecture={SMALL_LLAMA}",
+        "--model.sample_tokens=4",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+        "--trainer.max_steps=20",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.val_check_interval=10",
+    ]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """40 documents, the last a duplicate of the first."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(f"{number % 39}\n" + SENTENCES * (1 + number % 39 % 5), "utf-8")
+    return folder
+
+
+@pytest.fixture
+def data(texts: Path, tmp_path: Path) -> DataModule:
+    return DataModule(
+        TextFiles([f"{texts}/*.txt"]),
+        Bytes(),
+        seq_len=32,
+        validation_share=0.2,
+        test_share=0.2,
+        cache_dir=str(tmp_path / "cache"),
+    )

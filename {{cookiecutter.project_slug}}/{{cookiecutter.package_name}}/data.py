@@ -26,17 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
+from dist_template.cluster.signals import spare
+from dist_template.text.build import build_cache
+from dist_template.text.cache import CacheError, Corpus, Recipe, open_cache
+from dist_template.text.limits import check_numbers, check_rows
+from dist_template.text.order import ROWS, WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, Jump, LazyLoader
+from dist_template.text.rows import PackedRows
+from dist_template.text.sources import Source, StandardLibrary
+from dist_template.text.tokenizers import ByteBPE, TokenizerSpec
+from dist_template.text.weight import TokensOfRanks
 from torch.utils.data import DataLoader
-
-from .cluster.signals import spare
-from .text.build import build_cache
-from .text.cache import CacheError, Corpus, Recipe, open_cache
-from .text.limits import check_numbers, check_rows
-from .text.order import ROWS, WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, Jump, LazyLoader
-from .text.rows import PackedRows
-from .text.sources import Source, StandardLibrary
-from .text.tokenizers import ByteBPE, TokenizerSpec
-from .text.weight import TokensOfRanks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -19,19 +19,18 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
+from dist_template.errors import InputError, reason
+from dist_template.layout import clip_by_norm
+from dist_template.model.architecture_keys import checked_fields
+from dist_template.model.balance import BalanceConfig, Balancer
+from dist_template.model.head import Kernel, check_kernel, sums_over_tokens
+from dist_template.model.kernels import Attention, cast_experts, known_documents, set_attention
+from dist_template.model.metrics import MetricBuffer, SplitMeans
+from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
+from dist_template.model.pretrained import check_files, load_pretrained
+from dist_template.parallel.blocks import BlockConfig
+from dist_template.parallel.place import place
 from torch import Tensor, nn
-
-from .architecture_keys import checked_fields
-from .balance import BalanceConfig, Balancer
-from .errors import InputError, reason
-from .head import Kernel, check_kernel, sums_over_tokens
-from .kernels import Attention, cast_experts, known_documents, set_attention
-from .metrics import MetricBuffer, SplitMeans
-from .optim import OptimConfig, build_optimizer, build_schedule
-from .parallel.blocks import BlockConfig
-from .parallel.layout import clip_by_norm
-from .parallel.place import place
-from .pretrained import check_files, load_pretrained
 
 # DeepSeek-V3's architecture (multi-head latent attention, mixture of experts) at a size that learns on a CPU.
 SMALL_DEEPSEEK_V3 = {

@@ -1,0 +1,249 @@
+"""When checkpoints are written, and which are kept: the last ones for resuming, the best ones for keeping."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+
+from .. import weights
+from ..checkpoint import commit, manifest
+from ..checkpoint.asynchronous import BackgroundSaver
+from ..errors import Ended, Exit, InputError, check_least
+from ..observe.loggers.wandb import WandB
+from .random_state import validation_may_follow
+
+
+class LastCheckpoint(Checkpoint):
+    """`step<N>.ckpt`, every so many optimizer steps and at the end; what a run goes on from.
+
+    The newest are kept, and one in each `keep_every_hours`; an older one is deleted once a newer one is committed, so
+    the disk must hold one more than is kept.
+
+    Args:
+        every_n_steps: Optimizer steps between two checkpoints.
+        keep: How many of the newest to keep, 1 at least. With 2 a damaged one costs no more than its steps.
+        keep_every_hours: Length of the periods in each of which the first checkpoint is kept for good. 0: none is.
+        on_failed_save: What a full or failing disk does: continue, with a warning, and try again when the next one is
+            due; or stop, with exit code 1. At the last step it stops in any case.
+        asynchronous: Write while training goes on. Weights and moments are copied into host memory during the next
+            forward and backward pass; what is left of that the optimizer's step waits for, under DeepSpeed for all of
+            it. The copy takes the size of this rank's part of the checkpoint. A failure is told when the next one is
+            due. Not with state on NVMe. false: training waits until all is written.
+        dirpath: The folder, on a file system that all nodes share.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 100,
+        keep: int = 2,
+        keep_every_hours: float = 0.0,
+        on_failed_save: Literal["continue", "stop"] = "continue",
+        asynchronous: bool = False,
+        dirpath: str = "{run}/checkpoints",
+    ) -> None:
+        least = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1), "keep_every_hours": (keep_every_hours, 0)}
+        check_least("last_checkpoint", **least)
+        self.every_n_steps = every_n_steps
+        self.keep = keep
+        self.keep_every_hours = keep_every_hours
+        self.on_failed_save = on_failed_save
+        self.asynchronous = asynchronous
+        self.folder = Path(dirpath)
+        self.saved_step = 0  # there is nothing to save before the first step
+        self._saver: BackgroundSaver | None = None
+        self._underway: Path | None = None  # what it saves
+
+    def save_now(self, trainer: L.Trainer) -> bool:
+        """Save at a step boundary, unless this step is saved already; collective. Whether it is, on return.
+
+        Raises:
+            Ended: it is not, and on_failed_save is "stop".
+        """
+        self._settle(trainer)
+        if trainer.global_step != self.saved_step:
+            self._save(trainer, stops=self.on_failed_save == "stop")
+        return trainer.global_step == self.saved_step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        step = trainer.global_step
+        if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
+            self.saved_step = step  # training goes on from it
+        if trainer.is_global_zero:
+            commit.clear(self.folder)
+        if self.asynchronous:
+            self._saver = BackgroundSaver(trainer.strategy)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        # Gradients gathered so far in an accumulation window are in no checkpoint: a save there could not be resumed.
+        is_boundary = not trainer.fit_loop._should_accumulate()
+        if not is_boundary or trainer.global_step % self.every_n_steps or _is_dry(trainer):
+            return
+        if self._saver is None:
+            self.save_now(trainer)
+        elif trainer.global_step != self.saved_step:
+            self._settle(trainer)
+            self._underway = self.folder / manifest.name(trainer.global_step)
+            _flush_loggers(trainer)
+            self._saver.start(trainer, self._underway)
+            if _is_followed_by_others(trainer):
+                self._saver.copied()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        if self._saver is not None:
+            self._saver.copied()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._settle(trainer)
+        if trainer.global_step != self.saved_step and not _is_dry(trainer):
+            self._save(trainer, stops=True)  # nothing comes after it that would try again
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._saver is not None:
+            self._saver.abandon()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def _save(self, trainer: L.Trainer, stops: bool) -> None:
+        path = self.folder / manifest.name(trainer.global_step)
+        _flush_loggers(trainer)
+        self._conclude(trainer, path, lambda: commit.save(trainer, path), stops)
+
+    def _settle(self, trainer: L.Trainer) -> None:
+        """Wait for the save in the background, if there is one; on all ranks at the same step."""
+        if self._saver is not None and self._underway is not None:
+            path, self._underway = self._underway, None
+            self._conclude(trainer, path, self._saver.wait, stops=self.on_failed_save == "stop")
+
+    def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool) -> None:
+        """Have `path` saved, and delete what it outdates; or tell that it could not be."""
+        try:
+            save()
+        except commit.SaveError as error:
+            sentence = _failure(path, error)
+            if stops:
+                raise Ended(Exit.FAILED, f"{sentence}; training stops") from error
+            rank_zero_warn(f"{sentence}; training goes on")
+            return
+        self.saved_step = manifest.step_of(path)
+        _announce(trainer, path)
+        if weights.is_rank_zero():
+            for old in outdated(path, self.keep, self.keep_every_hours):
+                commit.remove(old)
+
+
+def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:
+    """Which checkpoints beside `saved`, the one just committed, are not to be kept.
+
+    Those of later steps are left from before training went back to an earlier one; a restart must not take them.
+    """
+    steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
+    now = manifest.step_of(saved)
+    whole = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]  # newest first
+    kept = {saved, *whole[:keep]}
+    if keep_every_hours:
+        period = keep_every_hours * 3600
+        kept |= set({manifest.read(path)["time"] // period: path for path in whole}.values())
+    return [path for path in steps if path not in kept]
+
+
+def _is_followed_by_others(trainer: Any) -> bool:
+    """Whether something other than the next batch may come now: validation may run on averaged weights, in place."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validation_may_follow(trainer)
+
+
+def _is_dry(trainer: Any) -> bool:
+    """Whether it only tries a few batches and writes nothing (--trainer.fast_dev_run)."""
+    return bool(trainer.fast_dev_run)
+
+
+def _flush_loggers(trainer: L.Trainer) -> None:
+    """A run that is killed goes on after this step: nothing up to it may only be in memory."""
+    for logger in trainer.loggers:
+        logger.save()
+
+
+def _announce(trainer: L.Trainer, path: Path) -> None:
+    """`path` has been committed: loggers may want it."""
+    for logger in trainer.loggers:
+        if isinstance(logger, WandB):
+            logger.on_checkpoint(path)
+
+
+def _failure(path: Path, error: commit.SaveError) -> str:
+    """What failed, and what there is instead, by rank 0's look at the disk; the same sentence on all ranks."""
+    sentence = ""
+    if weights.is_rank_zero():
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        mount = next(one for one in (folder, *folder.parents) if one.is_mount())
+        free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free on the file system at {mount}"
+        newest = commit.newest(path.parent)
+        stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
+        sentence = f"{path.name} was not saved, {error} ({free}); {stands}"
+    return weights.broadcast(sentence)
+
+
+class BestCheckpoint(Checkpoint):
+    """`best-step<N>.ckpt`, the checkpoints with the best validations.
+
+    Args:
+        monitor: The validation metric that decides.
+        mode: Whether the lowest ("min") or the highest ("max") is best.
+        keep: How many to keep. 0 turns it off.
+        dirpath: The folder.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "eval/loss",
+        mode: Literal["min", "max"] = "min",
+        keep: int = 1,
+        dirpath: str = "{run}/checkpoints",
+    ) -> None:
+        self.monitor = monitor
+        self.mode = mode
+        self.keep = keep
+        self.folder = Path(dirpath)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or not self.keep or _is_dry(trainer):
+            return
+        if self.monitor not in trainer.callback_metrics:
+            known = ", ".join(sorted(trainer.callback_metrics))
+            raise InputError(f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}")
+        if trainer.sanity_checking:
+            return
+        score = float(trainer.callback_metrics[self.monitor])
+        path = self.folder / manifest.name(trainer.global_step, best=True)
+        if not weights.broadcast(self._is_among_the_best(score) and manifest.torn(path) is not None):
+            return
+        try:
+            commit.save(trainer, path, score=score)
+        except commit.SaveError as error:
+            rank_zero_warn(f"{_failure(path, error)}; training goes on")
+            return
+        _announce(trainer, path)
+        if trainer.is_global_zero:
+            for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
+                commit.remove(worse)
+
+    def _is_among_the_best(self, score: float) -> bool:
+        """Of what is in the folder, so that it holds through restarts too; a score that is no number never is."""
+        kept = manifest.ranked(self.folder, self.mode)[: self.keep]
+        return score == score and (len(kept) < self.keep or self._rank(score) < self._rank(self._score(kept[-1])))
+
+    def _rank(self, score: float) -> float:
+        return score if self.mode == "min" else -score
+
+    @staticmethod
+    def _score(path: Path) -> float:
+        return manifest.read(path)["score"]

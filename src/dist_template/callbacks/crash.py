@@ -1,0 +1,139 @@
+"""Writes down how a rank crashed: the traceback and the memory at that moment, before anything is taken apart.
+
+`crash/rank<N>.txt` is for people, `crash/rank<N>.json` for diagnosis/. Those of an earlier attempt are kept beside
+them, numbered. diagnosis/crash.py tells of it when the process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import resource
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import psutil
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from ..cluster.environment import memory_limit
+from ..cluster.verdict import stands
+from ..cluster.watch import WATCH
+from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
+from ..observe.diagnosis.crash import NOTED, attempt, own_lines
+from ..observe.history.run import CRASHES
+from ..observe.history.write import write_numbered
+
+GIB = 2**30
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # CUDA's allocator and the CPU's
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
+
+
+class Crash(Callback):
+    """The first callback, so that nothing has changed since the error.
+
+    Args:
+        folder: The run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / CRASHES
+        self._first_step: int | None = None
+        self._before: _Host | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self._before = self._before or _Host.now()  # Python and its libraries: there is no model yet
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._first_step = trainer.global_step
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        if not isinstance(exception, Exception) or isinstance(exception, InputError | Ended):
+            return
+        try:
+            path = self._write(trainer, pl_module, exception)
+            if not another_rank_is_gone(exception):  # that is told in a line, and the reason by the rank itself
+                vars(exception)[NOTED] = str(path)
+        except Exception as error:  # a full disk, a broken device: the error itself must be told all the same
+            exception.add_note(f"(not in {self.folder}: {type(error).__name__}: {first_line(error)})")
+
+    def _write(self, trainer: Any, module: nn.Module, error: Exception) -> Path:
+        rank = trainer.global_rank
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        phase, line, _ = stands(frames[-1])
+        kind = "out_of_memory" if is_out_of_memory(error) else "peer" if another_rank_is_gone(error) else "other"
+        record = {
+            "time": time.time(),
+            "attempt": attempt(),
+            "step": trainer.global_step,
+            "first_step": trainer.global_step if self._first_step is None else self._first_step,
+            "rank": rank,
+            "host": platform.node(),
+            "error": type(error).__name__,
+            "message": str(error),
+            "kind": kind,
+            "memory": _memory(trainer.strategy.root_device, self._before or _Host(), str(error)),
+            "phase": phase,
+            "place": WATCH.position(phase),
+            "module": _innermost_module(frames, module),
+            "where": line,
+            "own_lines": own_lines(error),
+        }
+        text = "".join(traceback.format_exception(error))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_numbered(self.folder / f"rank{rank}.txt", text)
+        write_numbered(path := self.folder / f"rank{rank}.json", json.dumps(record, indent=2))
+        return path
+
+
+def _innermost_module(frames: list[Any], root: nn.Module) -> str:
+    """The module whose forward was interrupted, "" where none was: an error in backward comes from C++."""
+    names = {id(module): name for name, module in root.named_modules()}
+    inside = [names.get(id(frame.f_locals.get("self")), "") for frame in frames]
+    return next((name for name in reversed(inside) if name), "")
+
+
+# ---- memory, in GiB --------------------------------------------------------------------------------------------------
+
+
+class _Host(NamedTuple):
+    """Bytes of this process: in memory, and reserved addresses."""
+
+    resident: int = 0
+    addresses: int = 0
+
+    @classmethod
+    def now(cls) -> _Host:
+        memory = psutil.Process().memory_info()
+        return cls(memory.rss, memory.vms)
+
+
+def _memory(device: torch.device, before: _Host, message: str) -> dict[str, float | str]:
+    """What diagnosis/remedies.py begins from: total, used, asked, outside of torch, pieces that nothing fits into."""
+    found = ASKED.search(message)
+    asked = float(found[1]) * UNITS[found[2]] if found else 0.0
+    figures = _of_gpu(device) if device.type == "cuda" else _of_host(before)
+    return {"device": device.type} | {f"{k}_gib": round(v / GIB, 4) for k, v in (figures | {"asked": asked}).items()}
+
+
+def _of_gpu(device: torch.device) -> dict[str, float]:
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))  # contexts, NCCL, other processes
+    figures = {"total": total, "used": reserved + outside, "outside": outside, "pieces": reserved - allocated}
+    return figures | {"reserved": reserved, "peak": allocated, "allocated": torch.cuda.memory_allocated(device)}
+
+
+def _of_host(before: _Host) -> dict[str, float]:
+    """Of this process, by what counts against the limit: its addresses where they are limited, else its memory."""
+    now, limit = _Host.now(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit, used, outside = memory_limit(), now.resident, before.resident
+    else:
+        used, outside = now.addresses, before.addresses
+    return {"total": limit, "used": used, "outside": min(outside, used), "rss": now.resident}

@@ -1,0 +1,108 @@
+"""Balances a mixture of experts at the end of each optimizer step, and measures how evenly it uses its experts."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from ..model.balance import BalanceConfig, Balancer
+from .numerics import Numerics
+from .training_log import logs
+
+LOADS = "moe/loads"  # tokens of each expert, on their way to all ranks
+
+
+class Experts(Callback):
+    """Logs the load of the experts, and has their routers balanced (balance.py) after each optimizer step.
+
+    moe/layer_<n>/*, moe/expert_load_max_over_mean of the most uneven layer and moe/unused_experts are figures of the
+    optimizer step that ends in a log step, over all its micro-batches and ranks. Each layer's choice is read from the
+    call of its experts, on the device, before expert parallelism sends tokens to other ranks. Knows the experts of
+    transformers 5 (stacked tensors, called with the indices of the chosen experts); others have no moe/*. They drop no
+    token, so there is no dropped share.
+
+    Balancing needs the loads of every optimizer step: one all-reduce, started before the last micro-batch's backward
+    pass and waited for after the optimizer's step. Where nothing balances, only log steps are counted, and the first
+    micro-batch, so that a compiled block is compiled for counting and for not counting in the first two steps.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._saved: Tensor | None = None  # (L, E) shares of the load, from a checkpoint
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        balancer = getattr(pl_module, "balancer", None) or Balancer(pl_module, BalanceConfig())
+        if not balancer.layers:
+            return
+        self._balancer, self._is_first = balancer, True
+        self._handles = balancer.attach(pl_module.device)
+        callbacks: list[Any] = getattr(trainer, "callbacks", [])
+        self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
+        self._names = [_layer_name(layer.name, i) for i, layer in enumerate(balancer.layers)]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._handles and self._saved is not None and self._saved.shape == self._balancer.shares.shape:
+            self._balancer.shares.copy_(self._saved)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._handles:
+            counts = self._balancer.needs_loads or self._is_first or logs(trainer, trainer.global_step + 1)
+            self._balancer.counts_now = counts
+            self._is_first = False
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+        if self._handles:
+            self._balancer.counts_now = False  # a checkpointed block runs again in backward
+            if self._balancer.needs_loads and not trainer.fit_loop._should_accumulate():
+                self._balancer.begin_reduction()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._handles and self._balancer.needs_loads and not trainer.fit_loop._should_accumulate():
+            if logs(trainer, trainer.global_step):
+                pl_module.metrics.put_counts(LOADS, self._balancer.loads.flatten().clone())
+            self._balancer.finish_step(self._numerics and self._numerics.skipped)
+            self._balancer.loads.zero_()
+
+    def before_log_step(self, trainer: Any, module: Any) -> None:
+        if self._handles and not self._balancer.needs_loads:
+            module.metrics.put_counts(LOADS, self._balancer.loads.flatten().clone())
+            self._balancer.loads.zero_()
+
+    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+        if not self._handles:
+            return
+        totals, width = module.metrics.totals[LOADS], self._balancer.loads.shape[1]
+        worst, unused = 0.0, 0
+        for i, layer in enumerate(self._balancer.layers):
+            loads = totals[i * width : i * width + layer.num]
+            shares = [load / max(sum(loads), 1.0) for load in loads]
+            entropy = -sum(share * math.log(share) for share in shares if share) / math.log(layer.num)
+            metrics[f"moe/{self._names[i]}/load_max_over_mean"] = max(shares) * layer.num
+            metrics[f"moe/{self._names[i]}/load_min_over_mean"] = min(shares) * layer.num
+            metrics[f"moe/{self._names[i]}/load_entropy"] = entropy
+            worst = max(worst, max(shares) * layer.num)
+            unused += loads.count(0.0)
+        metrics["moe/expert_load_max_over_mean"] = worst
+        metrics["moe/unused_experts"] = unused
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shares": self._balancer.shares.cpu()} if self._handles and self._balancer.needs_shares else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict.get("shares")
+
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _layer_name(module: str, i: int) -> str:
+    """layer_<n>, n as the model numbers its layers, else as they come."""
+    numbers = re.findall(r"\.(\d+)\.", f"{module}.")
+    return f"layer_{int(numbers[0]) if numbers else i:02d}"

@@ -1,0 +1,108 @@
+"""Goodput: where a run's time went, across restarts, in `goodput.jsonl`.
+
+    start        from the first process to the first batch
+    productive   batches: forward, backward, optimizer, logging
+    data_wait    between two batches
+    validation   and what is done at its end
+    checkpoint   from the first collecting to the next batch; of an asynchronous one, what that batch waits for
+    restart      from the last sign of life of one attempt to the first batch of the next: a queue's time too
+    lost         batches that a later attempt did again, because no checkpoint held them
+
+They add up to the wall time. A line holds an attempt's seconds so far; the last one counts. Rank 0 writes one a second
+at most, rarer the longer the attempt lasts (a thousandth of its age): a kill loses little and the file stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+from lightning.pytorch.callbacks import Checkpoint
+
+from ..observe.history.goodput import FILE, KINDS
+
+LINE_S = 1.0
+
+_have_trained: set[int] = set()  # processes; a second training in one begins when it is made
+
+
+class Goodput(Checkpoint):
+    """Keep time on rank 0, after all other callbacks: it is a `Checkpoint` because Lightning calls those last.
+
+    Args:
+        folder: Where `goodput.jsonl` goes.
+    """
+
+    def __init__(self, folder: str = "{run}") -> None:
+        self.folder = folder
+        self._began = time.time() if os.getpid() in _have_trained else psutil.Process().create_time()
+        _have_trained.add(os.getpid())
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._kind, self._since = "start", self._began
+        self._between = "start"  # what goes on when nothing else does
+        self._written = 0.0
+        self._first_step = 0
+        self._newest: dict[str, float] = {}  # perf/validation_s and perf/checkpoint_s that no log step has had yet
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._first_step = trainer.global_step
+        self._write(trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self._between = "data_wait"
+        self._turn_to("productive")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+        self._turn_to("data_wait")
+        while self._newest:
+            pl_module.metrics.put(*self._newest.popitem())
+        age = self._since - self._began
+        if self._since - self._written > max(LINE_S, age / 1000):
+            self._write(trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        self._turn_to("checkpoint")
+        self._write(trainer)  # what comes before it is not lost
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._turn_to("validation")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._turn_to(self._between)
+        self._write(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._turn_to("data_wait")
+        self._write(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self._turn_to(self._kind)
+        self._write(trainer)
+
+    def _turn_to(self, kind: str) -> None:
+        now = time.time()
+        self._seconds[self._kind] += now - self._since
+        if self._kind in ("validation", "checkpoint") and self._between != "start":
+            self._newest[f"perf/{self._kind}_s"] = now - self._since
+        self._kind, self._since = kind, now
+
+    def _write(self, trainer: Any) -> None:
+        if not trainer.is_global_zero or trainer.state.fn not in ("fit", "validate") or not self._is_training(trainer):
+            return
+        self._turn_to(self._kind)
+        self._written = self._since
+        line = {"attempt": self._began, "pid": os.getpid(), "time": self._since, "from_step": self._first_step}
+        line |= {"step": trainer.global_step, **{k: round(s, 4) for k, s in self._seconds.items() if s}}
+        path = Path(self.folder) / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _is_training(self, trainer: Any) -> bool:
+        """Also in the validation after it; `validate` alone keeps no ledger."""
+        return trainer.state.fn == "fit" or self._between == "data_wait"

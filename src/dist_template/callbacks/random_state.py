@@ -1,0 +1,121 @@
+"""Training's random state, kept through interruptions: a resumed run draws the dropout that it would have drawn.
+
+Lightning saves no random state. The ranks' states may differ, and a checkpoint keeps one rank's dictionary: so all
+states are gathered into it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from .. import weights
+
+KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
+
+
+class RandomState(Callback):
+    """Save and restore the state of torch's, CUDA's, Python's and NumPy's generators on every rank.
+
+    The stream is training's own: it goes on after a validation as if there had been none, and over an epoch's end. A
+    run that resumes on another number of ranks starts new streams, from the seed, the step and the data-parallel rank,
+    and says so.
+    """
+
+    def __init__(self) -> None:
+        self._state: Callable[[], dict[str, Any]] | None = None  # when training stopped drawing; None: as it is now
+        self._restores = False  # before the next batch
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._state, self._restores = None, False
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        # An epoch's loader draws a seed for its workers, and a resumed run's has drawn it already.
+        self._restores = True
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._restores and self._state is not None:
+            _set_state(self._state())
+        self._state, self._restores = None, False
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if validation_may_follow(trainer):
+            self._keep()  # others draw next: taking it in each step would cost 25 µs
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._keep()
+
+    def _keep(self) -> None:
+        self._state = self._state or _get_state()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._restores = True  # its loaders have drawn from the same generator before it began
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        state = self._state or _get_state()
+        checkpoint[KEY] = weights.from_all_ranks(state())
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        states = checkpoint.get(KEY, [])
+        if len(states) == trainer.world_size:
+            own = states[trainer.global_rank]
+            self._state, self._restores = lambda: own, True
+        else:
+            rank_zero_warn(
+                f"The checkpoint holds the random state of {len(states)} ranks and there are {trainer.world_size} now:"
+                " dropout and other draws go on with new states. Samples are not affected."
+            )
+            torch.manual_seed(self._new_seed(trainer, checkpoint["global_step"]))
+            self._state, self._restores = _get_state(), True
+
+    @staticmethod
+    def _new_seed(trainer: L.Trainer, step: int) -> int:
+        """Of this rank; ranks that share a batch (tensor parallelism) share it too."""
+        dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
+        sequence = np.random.SeedSequence([torch.initial_seed(), step, dealt["rank"]])
+        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+def validation_may_follow(trainer: Any) -> bool:
+    """Asked at a batch's end; with a time between validations only later will tell."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    return trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher)
+
+
+def _get_state() -> Callable[[], dict[str, Any]]:
+    """The state as it is now, taken in microseconds; the result turns it into what a checkpoint may hold."""
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False))
+
+
+def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any) -> dict[str, Any]:
+    """In tensors and plain types."""
+    version, internal, gauss = python
+    key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    return {
+        "torch": torch_state,
+        "cuda": cuda,
+        "python": (version, torch.tensor(internal), gauss),
+        "numpy": numpy | {"state": {**numpy["state"], "key": key}},
+    }
+
+
+def _set_state(state: dict[str, Any]) -> None:
+    version, internal, gauss = state["python"]
+    numpy = state["numpy"] | {"state": {**state["numpy"]["state"]}}
+    numpy["state"]["key"] = numpy["state"]["key"].numpy().astype(np.uint32)
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    np.random.set_state(numpy)

@@ -1,0 +1,42 @@
+"""A look at what the model writes, after each validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+
+from ..observe.loggers.tensorboard import TensorBoard
+from ..observe.loggers.wandb import WandB
+from .console import only_shows
+
+
+class Samples(Callback):
+    """Continue the first of `data.prompts` and append the text to `samples.txt` in the run's folder.
+
+    Every rank generates, because a sharded model needs all of them; rank 0 writes.
+
+    Args:
+        folder: Where `samples.txt` goes. null turns samples off.
+    """
+
+    def __init__(self, folder: str | None = "{run}") -> None:
+        self.folder = folder
+
+    @only_shows
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.sanity_checking or not self.folder or not pl_module.data.prompts:
+            return
+        prompt = pl_module.data.prompts[0]
+        tokenizer = pl_module.data.text_tokenizer
+        ids = torch.tensor([tokenizer.encode(prompt)], device=pl_module.device)
+        text = tokenizer.decode(pl_module.generate(ids)[0].tolist())
+        if not trainer.is_global_zero:
+            return
+        with open(f"{self.folder}/samples.txt", "a", encoding="utf-8") as file:
+            file.write(f"--- step {trainer.global_step}\n{text}\n")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoard | WandB):
+                logger.log_sample(text, trainer.global_step)

@@ -1,0 +1,145 @@
+"""The last words of a run: where it began, where it ended, what is wrong with it, where everything is, what to type
+next; and its report."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from ..checkpoint import commit
+from ..errors import Ended, InputError, first_line
+from ..observe.diagnosis.finding import Finding
+from ..observe.history import goodput
+from ..observe.loggers.run_log import RunLog
+from ..observe.report.commands import without
+from ..project import program_name
+from .checkpoint import LastCheckpoint
+from .console import figure, only_shows
+
+TOLD = 3  # findings
+
+
+class Summary(Callback):
+    """Keep the first validation's result through restarts, and print the run's end beside it.
+
+    Args:
+        folder: The run's folder.
+        reports: Whether to write report.html and report.md there at the end, however it comes.
+    """
+
+    def __init__(self, folder: Path, reports: bool) -> None:
+        self.folder = folder
+        self.reports = reports
+        self.first: dict[str, float] = {}
+        self.validated_step = -1  # the optimizer step of the newest validation
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.first = state_dict["first"]
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.first = self.first or dict(pl_module.eval_metrics)
+        if not trainer.sanity_checking:
+            self.validated_step = trainer.global_step
+
+    @rank_zero_only
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Say how to go on, where there is something to go on from, and report; the error itself is told elsewhere."""
+        if trainer.state.fn != "fit" or isinstance(exception, InputError):
+            return
+        if not isinstance(exception, Ended):
+            self._tell_how_to_go_on(trainer)
+        self._report(trainer)
+
+    def _tell_how_to_go_on(self, trainer: Any) -> None:
+        if _has_checkpoint(trainer):
+            print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}", flush=True)
+            if not _is_launched(trainer):
+                print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
+
+    @rank_zero_only
+    @only_shows
+    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Print it, on rank 0."""
+        data, last = pl_module.data, pl_module.eval_metrics
+        print(f"\nfinished after step {trainer.global_step}")
+        for name, value in last.items():
+            first = f"{figure(self.first[name])} at the start -> " if name in self.first else ""
+            baseline = ""
+            if name == "eval/bits_per_byte" and data.unigram_bits_per_byte:
+                baseline = f"   (a unigram model of the same tokens: {data.unigram_bits_per_byte:.4f})"
+            print(f"  {name:<22}{first}{figure(value)}{baseline}")
+        samples = self.folder / "samples.txt"
+        if samples.exists():
+            print("a sample of what it writes:")
+            newest = samples.read_text(encoding="utf-8").rsplit("--- step ", 1)[-1].split("\n", 1)[-1]
+            print("\n".join("  | " + line for line in newest.rstrip().splitlines()))
+        if seconds := goodput.read(self.folder):
+            print(f"goodput           {goodput.describe(seconds)}")
+        print(f"everything is in  {self.folder}")
+        for finding in self._report(trainer)[:TOLD]:
+            print(f"found             {finding.line}")
+        for line in self._next_commands(trainer, data):
+            print(line)
+
+    def _next_commands(self, trainer: Any, data: Any) -> Iterator[str]:
+        """Those for which this run has what they need."""
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                yield f"TensorBoard       tensorboard --logdir {Path(logger.log_dir).parent}"
+        if not _has_checkpoint(trainer):
+            return
+        if getattr(data, "test_share", 1):
+            yield f"evaluate          {_command('test')} --ckpt_path last"
+        yield f"generate          {_command('predict')} --ckpt_path last"
+        if not _is_launched(trainer):
+            limit, now = "max_steps", trainer.global_step
+            if trainer.max_steps < 0:
+                limit, now = "max_epochs", trainer.current_epoch
+            again = _command("fit", but=f"--trainer.{limit}")
+            yield f"continue training {again} --ckpt_path last --trainer.{limit} {2 * max(1, now)}"
+
+    def _report(self, trainer: Any) -> list[Finding]:
+        """Write it, and give back what is found in it. Where that fails, it says so in a line and hides no error."""
+        if not self.reports or not (self.folder / "config.yaml").exists():
+            return []
+        try:
+            from ..observe.report.files import HTML, write
+
+            for logger in trainer.loggers:
+                if isinstance(logger, RunLog):
+                    logger.save()
+            _, (findings,) = write([self.folder], self.folder)
+        except Exception as error:
+            print(f"there is no report: {type(error).__name__}: {first_line(error)}", flush=True)
+            return []
+        print(f"report            {self.folder / HTML}", flush=True)
+        return findings
+
+
+def _has_checkpoint(trainer: Any) -> bool:
+    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
+    return any(commit.newest(saver.folder) for saver in savers)
+
+
+def _is_launched(trainer: Any) -> bool:
+    """Whether a launcher has started the processes: it has a command of its own."""
+    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
+    return environment is not None and environment.creates_processes_externally
+
+
+def _command(verb: str, but: str = "--ckpt_path") -> str:
+    """This command line with another verb, without the checkpoint and without the flag `but`."""
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return shlex.join([python, "-m", program_name(), verb, *without(sys.argv[2:], "--ckpt_path", but)])

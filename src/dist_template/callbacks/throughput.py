@@ -1,0 +1,139 @@
+"""How fast training is, against what the device could do, and which rank holds the others up; without a device sync."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from ..model.flops import Size, peak
+
+OWN = "rank/own_step_s"  # of each rank, on its way to all
+
+
+class Throughput(Callback):
+    """perf/* of all ranks and per device, train/tokens, and rank/* where there are several.
+
+    The time between two log steps is exact on any device: the log step before it ended in a transfer that waited
+    for the device. Validation and checkpoints are left out of it, and the wait for the batch that follows one.
+
+    rank/* compares each rank's own time for a step: waiting for its loader, then forward, before any gradient meets
+    those of others. On a GPU, forward is measured by events in its stream. Where a forward pass holds collectives
+    (FSDP, tensor and expert parallelism, ZeRO-3), ranks wait for each other in it and look alike: there the loader's
+    part tells of a slow host, and gpu/throttled of a slow GPU.
+    """
+
+    def __init__(self) -> None:
+        self._window_s = self._wait_s = self._own_wait_s = 0.0
+        self._window_step = 0
+        self._last_end: float | None = None  # of the batch before; None: something that is no training came between
+        self._flops: float | None = None  # of a token
+        self._peak_tflops: float | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        device = pl_module.device
+        self._window_step = trainer.global_step
+        self._last_end = time.perf_counter()
+        self._forward = ForwardClock(device)
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+        self._flops = Size.of(getattr(pl_module, "model", pl_module)).flops_per_token(data.seq_len)
+        self._peak_tflops = peak_of(device, str(trainer.precision))
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        if self._last_end is None:
+            self._last_end = now
+        self._wait_s += now - self._last_end
+        # After its own loader a rank waits for the others, to count tokens together: that is not its own time.
+        fetched = getattr(trainer.datamodule, "fetched_s", now)  # ty: ignore[missing-attribute]
+        self._own_wait_s += max(0.0, fetched - self._last_end)
+        self._forward.start()
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+        self._forward.stop()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        self._window_s += now - (self._last_end or now)
+        self._last_end = now
+
+    def before_log_step(self, trainer: Any, module: Any) -> None:
+        data, metrics, steps = trainer.datamodule, module.metrics, trainer.global_step - self._window_step
+        samples = steps * data.global_batch_size
+        tokens_per_s = samples * data.seq_len / self._window_s
+        figures = {
+            "perf/step_s": self._window_s / steps,
+            "perf/samples_per_s": samples / self._window_s,
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/tokens_per_s_per_device": tokens_per_s / trainer.world_size,
+            "perf/data_wait_share": self._wait_s / self._window_s,
+            "train/tokens": trainer.global_step * data.global_batch_size * data.seq_len,
+        }
+        if self._flops:
+            figures["perf/model_tflops"] = tokens_per_s / trainer.world_size * self._flops / 1e12
+            if self._peak_tflops:
+                figures["perf/mfu"] = figures["perf/model_tflops"] / self._peak_tflops
+        for name, value in figures.items():
+            metrics.put(name, value)
+        if trainer.world_size > 1:
+            forward_s = self._forward.mean_s() * trainer.accumulate_grad_batches
+            metrics.put_of_rank(OWN, self._own_wait_s / steps + forward_s)
+        self._window_s = self._wait_s = self._own_wait_s = 0.0
+        self._window_step = trainer.global_step
+
+    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+        own = module.metrics.of_ranks.get(OWN, [])
+        if own and not any(map(math.isnan, own)):
+            slowest = max(own)
+            metrics["rank/slowest_step_s"] = slowest
+            metrics["rank/slowest"] = own.index(slowest)
+            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._last_end = None
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
+        self._last_end = None
+
+
+def peak_of(device: torch.device, precision: str) -> float | None:
+    """TFLOP/s, where the table has it."""
+    found = peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    return found[0] if found else None
+
+
+class ForwardClock:
+    """Times forward passes where they are done: in a GPU's stream, else on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._in_stream = device.type == "cuda"
+        self._started: Any = None
+        self._passes: list[tuple[Any, Any]] = []  # (start, end): CUDA events, or seconds
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def stop(self) -> None:
+        if self._started is not None:
+            self._passes.append((self._started, self._now()))
+            self._started = None
+
+    def mean_s(self) -> float:
+        """Of a pass, over those that are through; a GPU's others count the next time. NaN: none is."""
+        done = [one for one in self._passes if not self._in_stream or one[1].query()]
+        self._passes = self._passes[len(done) :]
+        seconds = [start.elapsed_time(end) / 1e3 if self._in_stream else end - start for start, end in done]
+        return statistics.fmean(seconds) if seconds else math.nan
+
+    def _now(self) -> Any:
+        if not self._in_stream:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

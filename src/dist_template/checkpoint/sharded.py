@@ -1,0 +1,118 @@
+"""Checkpoints of a mesh: torch's distributed format, a folder to which every rank writes its shards.
+
+Tensors are named by parameter, also AdamW's moments, so that any mesh reads any other's. What is no tensor (counters,
+callbacks, the sampler's position) is in `meta.pt`, where Lightning's own strategy puts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map
+
+from .. import weights
+from .formats import META, DataReader, as_data, refuse_other_shapes, refusing_unreadable, saved_shapes
+from .optimizer import groups_of, without_moments
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter groups differ from mesh to mesh
+
+
+def optimizer_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """AdamW's moments by parameter name, each as its parameter is sharded."""
+    return get_optimizer_state_dict(module, getattr(optimizer, "_optimizer", optimizer), options=FLAT)
+
+
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write Lightning's `checkpoint` to the folder `path`. Collective."""
+    write(*split(checkpoint), path)
+
+
+def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors that torch writes shard by shard, and the rest. Collective."""
+    tensors = {"state_dict": checkpoint.pop("state_dict")}
+    tensors |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+    return _contiguous(tensors), checkpoint
+
+
+def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any = None) -> None:
+    """Write both to the folder `path`. Collective over `group`, None being all ranks' own."""
+    dcp.save(tensors, checkpoint_id=path, process_group=group)
+    if weights.is_rank_zero():
+        torch.save(rest, path / META)
+
+
+def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None) -> dict[str, Any]:
+    """Read `path` into `module` and `optimizers`, whatever mesh wrote it; returns the rest of it. Collective."""
+    optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
+    state |= {f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)}
+    with as_data(), refusing_unreadable(path):
+        reader = DataReader(path)
+        saved = saved_shapes(reader)
+        refuse_other_shapes(path, saved, {name: tuple(tensor.shape) for name, tensor in state["state_dict"].items()})
+        entries = set(reader.read_metadata().state_dict_metadata)
+    for index, optimizer in enumerate(optimizers):
+        _drop_missing_moments(module, optimizer, state[f"optimizer_{index}"], f"optimizer_{index}.", entries)
+    loaded = _contiguous(state)
+    with as_data(), refusing_unreadable(path):
+        dcp.load(loaded, storage_reader=reader)
+    with refusing_unreadable(path):
+        rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
+    state = tree_map(_as_placed, loaded, state)
+    set_model_state_dict(module, state["state_dict"])
+    for index, optimizer in enumerate(optimizers):
+        set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=FLAT)
+    return rest
+
+
+def _drop_missing_moments(
+    module: nn.Module, optimizer: Any, state: dict[str, Any], prefix: str, entries: set[str]
+) -> None:
+    """Remove the state of parameters that had no gradient before the checkpoint, from `state` and from `optimizer`.
+
+    Raises:
+        InputError: a parameter was not the checkpoint's optimizer's.
+    """
+    saved: dict[str, set[str]] = {"state": set(), "param_groups": set()}
+    for entry in state:
+        if prefix + entry in entries:
+            part, _, rest = entry.partition(".")
+            saved[part].add(rest.rpartition(".")[0])
+    named = {"state": dict.fromkeys(saved["state"]), "param_groups": [{"params": saved["param_groups"]}]}
+    missing = without_moments(named, groups_of(module, optimizer))
+    parameters = dict(module.named_parameters())
+    for name in missing:
+        for field in optimizer.state.pop(parameters[name], {}):
+            state.pop(f"state.{name}.{field}", None)
+
+
+def _contiguous(state: Any) -> Any:
+    """`state` without interleaved shards, which torch 2.13 would write as if each were one piece."""
+
+    def contiguous(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return _place(value, [Shard(p.dim) if hasattr(p, "dim") else p for p in value.placements])
+
+    return tree_map(contiguous, state)
+
+
+def _as_placed(value: Any, reference: Any) -> Any:
+    return _place(value, reference.placements) if isinstance(value, DTensor) else value
+
+
+def _place(tensor: DTensor, placements: Any) -> DTensor:
+    return tensor if tuple(placements) == tensor.placements else tensor.redistribute(placements=placements)

@@ -1,0 +1,288 @@
+"""DeepSpeed's folder: written, and read whole in one process.
+
+deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, for ZeRO-1 and 2 in one layout, for ZeRO-3 in
+another. It stops at the optimizer state, which lies in the same layouts: here its functions join each moment as if it
+were the weights. DeepSpeed's own way, `ds_to_universal`, needs an entry in the checkpoint that only its own loops
+write, and makes four files of each parameter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import weights
+from ..layout import whole_shape
+from .optimizer import State, merge, without_moments
+
+# What DeepSpeed, or its checkpoints' readers, put beside Lightning's own entries.
+DEEPSPEEDS_OWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+}  # fmt: skip
+
+
+TAG = "checkpoint"  # DeepSpeed's folder in the checkpoint's; Lightning's name for it
+
+
+def save(engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool) -> None:
+    """Write `engine`'s partitions and Lightning's rest to the folder `path`. Collective.
+
+    A file that the disk refuses to one rank is told after the barriers that all ranks wait at. Not so a file of NVMe
+    offload, which DeepSpeed copies between two of them.
+
+    Raises:
+        OSError: on the rank that was refused; RuntimeError where torch's writer met it.
+    """
+    refused: list[OSError | RuntimeError] = []
+    write = _writer(engine)
+
+    def attempt(state: Any, file: Path) -> None:
+        try:
+            write(state, file)
+        except (OSError, RuntimeError) as error:
+            refused.append(error)
+
+    _collect(engine, checkpoint, path, without_frozen, attempt)
+    if refused:
+        raise refused[0]
+    _mark(path)
+
+
+def staged(
+    engine: Any, checkpoint: dict[str, Any], without_frozen: bool, copy: Callable[[Any], Any]
+) -> Callable[[Path], None]:
+    """What writes the same, as it is now, to a folder, without a collective of DeepSpeed's. Collective.
+
+    Args:
+        copy: Makes a copy that training does not change.
+    """
+    files: dict[Path, Any] = {}
+    write, nowhere = _writer(engine), Path("folder")
+
+    def keep(state: Any, file: Path) -> None:
+        files[file.relative_to(nowhere)] = copy(state)
+
+    def write_all(path: Path) -> None:
+        for file, state in files.items():
+            write(state, path / file)
+        _mark(path)
+
+    _collect(engine, checkpoint, nowhere, without_frozen, keep)
+    return write_all
+
+
+def _collect(
+    engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool, take: Callable[[Any, Path], None]
+) -> None:
+    """Let DeepSpeed save under `path`, and have `take` each of this rank's files where it would write it."""
+    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    files = engine.checkpoint_engine
+    with (
+        patch.object(files, "save", lambda state_dict, path: take(state_dict, Path(path))),
+        patch.object(files, "makedirs", lambda *_, **__: None),
+        patch.object(engine, "_copy_recovery_script", lambda folder: None),  # `export` does what it does
+    ):
+        engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
+
+
+def _writer(engine: Any) -> Callable[[Any, Path], None]:
+    own = engine.checkpoint_engine.save
+
+    def write(state: Any, file: Path) -> None:
+        file.parent.mkdir(exist_ok=True)  # TAG's
+        own(state, str(file))
+
+    return write
+
+
+def _mark(path: Path) -> None:
+    if weights.is_rank_zero():
+        (path / "latest").write_text(TAG, encoding="utf-8")  # DeepSpeed would do it before a barrier
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Lightning's dict with whole fp32 weights and the optimizer state by name (formats.py says more)."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it finds no other
+    from deepspeed.utils import zero_to_fp32
+
+    from .formats import as_data
+
+    folder = _folder(path)
+    with as_data(*classes()), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        main = torch.load(_model_files(folder)[0], map_location="cpu", mmap=True)
+        models = zero_to_fp32.parse_model_states(_model_files(folder))
+        ranks = [torch.load(f, map_location="cpu", mmap=True) for f in zero_to_fp32.get_optim_files(str(folder))]
+        partitions = Partitions(models, [rank["optimizer_state_dict"] for rank in ranks])
+        checkpoint = {key: value for key, value in main.items() if key not in DEEPSPEEDS_OWN}
+        checkpoint["state_dict"] = partitions.weights(main["module"])
+        if (state := partitions.optimizer_state()) is not None:
+            checkpoint["optimizer_states"] = [state]
+    return checkpoint
+
+
+def shape(path: Path) -> tuple[bool, int]:
+    """Whether ZeRO-3 wrote the folder, and how many ranks did: another ZeRO-3, or number, cannot read it as its own."""
+    names = [file.name for file in _folder(path).iterdir()]
+    return "mp_rank_00_model_states.pt" not in names, sum(name.endswith("_optim_states.pt") for name in names)
+
+
+def classes() -> list[type]:
+    """The classes in DeepSpeed's files: numbers and names only, no code of theirs."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
+
+
+class Partitions:
+    """What the ranks hold, and how it joins to whole tensors."""
+
+    def __init__(self, models: list[Any], ranks: list[dict[str, Any]]) -> None:
+        self.models = models
+        self.ranks = ranks
+        self.is_stage_3 = "fp32_flat_groups" in ranks[0]
+        count = ranks[0]["partition_count"]
+        expected = max(count) if isinstance(count, list) else count
+        if expected != len(ranks):
+            raise ValueError(f"{expected} ranks wrote optimizer states and {len(ranks)} of their files are there")
+
+    def weights(self, module: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The fp32 weights; `module` is the model as it computes, whole under ZeRO-1 and 2, and in a model's order."""
+        from deepspeed.utils import zero_to_fp32
+
+        whole: dict[str, Tensor] = {}
+        if self.is_stage_3:
+            zero_to_fp32._zero3_merge_frozen_params(whole, len(self.ranks), self.models)
+        key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
+        whole |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
+        for name, original in self.models[0].shared_params:
+            whole[name] = whole.get(original, module[name])
+        return {name: whole.get(name, tensor) for name, tensor in module.items()}
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """By name; None where it is not in the checkpoint (NVMe offload keeps it elsewhere, SGD has none)."""
+        bases = [rank["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"] for rank in self.ranks]
+        flat = bases[0]["state"]
+        if not flat or any("exp_avg" in state and not state["exp_avg"].numel() for state in flat.values()):
+            return None
+        numbers = sorted(flat)
+        shapes = self.models[0].param_shapes  # of each group, or of each part of a group under ZeRO-3
+        state: dict[str, dict[str, Any]] = {name: {} for group in shapes for name in group}
+        for key, value in flat[numbers[0]].items():
+            if isinstance(value, Tensor) and value.ndim:
+                joined = self._join([[base["state"][number][key] for number in numbers] for base in bases])
+                for name, tensor in joined.items():
+                    state[name][key] = tensor
+            else:
+                for number, group in zip(numbers, shapes, strict=True):
+                    for name in group:  # each its own, in torch's type: optimizers count up in place
+                        state[name][key] = torch.tensor(float(flat[number][key]))
+        groups = []
+        for group in bases[0]["param_groups"]:
+            names = [name for number in group["params"] for name in shapes[number]]
+            if "step" in group:  # where DeepSpeed's FusedAdam keeps it
+                for name in names:
+                    state[name]["step"] = torch.tensor(float(group["step"]))
+            groups.append(group | {"params": names})
+        return {"state": state, "param_groups": groups}
+
+    def _join(self, flat_groups: list[list[Tensor]]) -> dict[str, Tensor]:
+        """Whole tensors by name, from each rank's flat partition of each group."""
+        from deepspeed.utils import zero_to_fp32
+
+        whole: dict[str, Any] = {}
+        if self.is_stage_3:
+            zero_to_fp32._zero3_merge_trainable_params(whole, len(self.ranks), flat_groups, self.models)
+        else:
+            paddings = self.ranks[0].get("param_alignment_paddings")
+            zero_to_fp32._zero2_merge_trainable_params(whole, len(self.ranks), flat_groups, self.models, paddings)
+        return {name: tensor.contiguous() for name, tensor in whole.items()}
+
+
+class Target:
+    """A DeepSpeed engine's fp32 weights and optimizer state, to be set from whole tensors of rank 0."""
+
+    def __init__(self, engine: Any, module: nn.Module) -> None:
+        self.zero = engine.optimizer
+        self.device = engine.device
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def make_state(self, outline: State) -> None:
+        """Room for every moment, which torch makes in the first step otherwise, and the settings of the groups.
+
+        Raises:
+            InputError: a parameter was not the checkpoint's optimizer's.
+        """
+        without_moments(outline, [list(self.parameters)])
+        optimizer, states = self.zero.optimizer, outline["state"]
+        for group, names, flat in self._flat_groups():
+            group.update(merge(outline, names, group))
+            # DeepSpeed has one tensor, and one count of steps, for all of a group's parameters.
+            values = next((states[name] for name in names if name in states), next(iter(states.values()), {}))
+            is_torchs = type(optimizer).__module__.startswith("torch.")
+            steps = {
+                key: value.clone().to(flat.device) if is_torchs else int(value)
+                for key, value in values.items()
+                if value is not None
+            }
+            optimizer.state[flat] = {key: torch.zeros_like(flat) for key in values if key not in steps} | steps
+            if not is_torchs:
+                group |= steps  # FusedAdam keeps it there
+        if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+    def set(self, name: str, key: str | None, whole: Tensor | None) -> None:
+        """Set a parameter's moment `key`, or its fp32 weights for None, from rank 0's `whole`; collective."""
+        from deepspeed import utils
+
+        parameter: Any = self.parameters[name]
+        value = weights.tensor_from_rank_zero(whole, torch.empty(whole_shape(parameter), device=self.device))
+        reach = "full"
+        if weights.is_partitioned_by_zero(parameter):
+            # ZeRO-3's own function for whole tensors fails where the number of ranks does not divide them.
+            reach, size = "local", parameter.ds_tensor.numel()
+            padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+            value = padded[size * dist.get_rank() :][:size]
+        if key is None:
+            getattr(utils, f"safe_set_{reach}_fp32_param")(parameter, value)
+        else:
+            getattr(utils, f"safe_set_{reach}_optimizer_state")(parameter, value, key)
+
+    def _flat_groups(self) -> Iterator[tuple[dict[str, Any], list[str], Tensor]]:
+        """(parameter group, its parameters' names, this rank's flat partition of them)"""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        zero = self.zero
+        if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in parts of groups
+            numbers = [zero.sub_group_to_group_id[part] for part in range(len(zero.fp16_groups))]
+            parts = zip(numbers, zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
+        elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with gradients in fp32
+            parts = zip(itertools.count(), zero.bf16_groups, zero.fp32_groups_flat_partition)
+        else:
+            parts = zip(itertools.count(), zero.bit16_groups, zero.single_partition_of_fp32_groups)
+        for number, parameters, flat in parts:
+            yield zero.optimizer.param_groups[number], [names[id(p)] for p in parameters], flat
+
+
+def _folder(path: Path) -> Path:
+    return path / (path / "latest").read_text(encoding="utf-8").strip()
+
+
+def _model_files(folder: Path) -> list[str]:
+    from deepspeed.utils import zero_to_fp32
+
+    return zero_to_fp32.get_model_state_files(str(folder))

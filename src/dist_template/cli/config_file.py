@@ -1,0 +1,86 @@
+"""A --config file, read and checked before anything is imported that takes time."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import InputError
+
+MOST_VALUES = 100_000  # of a file, aliases expanded; a full configuration has 200
+SECTIONS = {  # keys that hold keys; what to do in place of naming a class there
+    "trainer": "",
+    "model": "; the model's class is LanguageModule of module.py: edit it there",
+    "data": "; the data module's class is DataModule of data.py: edit it there",
+}
+# Lightning's own ways to set keys by the environment; LightningCLI and this project read none of them.
+VARIABLE = re.compile(r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)")
+
+
+def read(path: str) -> dict[str, Any]:
+    """The keys of the file at `path`.
+
+    Raises:
+        InputError: it cannot be read, is not YAML, holds no keys, or more than can be meant.
+    """
+    where = f"--config {path}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        _check_size(yaml.compose(text, yaml.SafeLoader), where)
+        content = yaml.safe_load(text)
+    except OSError as error:
+        raise InputError(f"{where} cannot be read, seen from {Path.cwd()}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InputError(
+            f"{where} is a {type(content).__name__}: give keys and values, as in `trainer: {{max_steps: 9}}`"
+        )
+    for name, value in content.items():
+        check_section(str(name), value, f"{where}: {name}")
+    return content
+
+
+def check_section(name: str, value: Any, where: str) -> None:
+    """Refuse a value of a key that holds keys.
+
+    Raises:
+        InputError: it is neither keys nor a file of them.
+    """
+    is_file = isinstance(value, str) and os.path.isfile(value)  # False for what is no name, where Path raises
+    if name in SECTIONS and value is not None and not isinstance(value, dict) and not is_file:
+        raise InputError(f"{where} is {value!r}: it takes keys, as in {name}.KEY, or a YAML file{SECTIONS[name]}")
+
+
+def refuse_variables() -> None:
+    """Refuse keys in environment variables.
+
+    Raises:
+        InputError: there are some.
+    """
+    for variable in sorted(os.environ):
+        if found := VARIABLE.fullmatch(variable):
+            key = found[1].lower().replace("__", ".").replace("trainer_", "trainer.", 1)
+            raise InputError(f"{variable} is set, and no key is read from the environment: unset it, and give --{key}")
+
+
+def _check_size(root: Any, where: str) -> None:
+    """Count values as if each alias (*name) were written out, without writing it out."""
+    todo, count = [root], 0
+    while todo:
+        count += 1
+        if count > MOST_VALUES:
+            raise InputError(
+                f"{where} has over {MOST_VALUES:,} values when its aliases (*name) are expanded: remove some"
+            )
+        node = todo.pop()
+        if isinstance(node, yaml.SequenceNode):
+            todo += node.value
+        elif isinstance(node, yaml.MappingNode):
+            todo += [part for pair in node.value for part in pair]

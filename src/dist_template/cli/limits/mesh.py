@@ -1,0 +1,113 @@
+"""MeshStrategy: its sizes against the machine, and the model's plans, heads and experts against its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import InputError
+from ...parallel.mesh import MeshStrategy
+from .machine import ARGS, NOT_READ_YET, Setup
+
+QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # whose columns are heads
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")  # by architecture
+
+
+def sizes(setup: Setup) -> Iterator[str]:
+    if not isinstance(strategy := setup.strategy, MeshStrategy):
+        return
+    for name in ("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"):
+        if (size := getattr(strategy, name)) != "auto" and size < 1:
+            yield f"{ARGS}.{name} {size} is no number of processes: set 1 or more, or auto"
+            return
+    try:
+        mesh = strategy.sizes(setup.machine.world_size)
+    except InputError as error:
+        yield str(error)
+        return
+    if mesh.ep > 1 and (mesh.ep % mesh.tp or mesh.fsdp * mesh.tp % mesh.ep):
+        yield (
+            f"ep_size {mesh.ep} must be a multiple of tp_size {mesh.tp} and divide fsdp_size {mesh.fsdp} x tp_size"
+            f" {mesh.tp} = {mesh.fsdp * mesh.tp}; edit {ARGS}.ep_size"
+        )
+    if strategy.cpu_offload and mesh.data_parallel == 1 and mesh.tp > 1:
+        yield (
+            f"{ARGS}.cpu_offload true needs parameters that FSDP shards, and fsdp_size x dp_replicate_size is 1: set it"
+            " to false, or give fsdp_size a part of the processes"
+        )
+
+
+def plans(setup: Setup) -> Iterator[str]:
+    """Tensor and expert parallelism need rules that say what is cut, and how; FSDP2 does without."""
+    config, mesh = setup.model_config, setup.mesh
+    if config is NOT_READ_YET or mesh is None:
+        return
+    for kind, size, what in (("tp", mesh.tp, "tensor"), ("ep", mesh.ep, "expert")):
+        if size == 1 or _plan(setup, kind):
+            continue
+        if config is None:
+            yield (
+                f"{kind}_size {size} needs a model of transformers, which carries its plan for {what} parallelism: set"
+                f" {ARGS}.{kind}_size to 1, or return the model's configuration from build_config in module.py"
+            )
+        else:
+            yield (
+                f"{kind}_size {size}: a model of type {config.model_type!r} has no plan for {what} parallelism; set"
+                f" {ARGS}.{kind}_size to 1, or give rules of your own as {ARGS}.{kind}_plan"
+            )
+
+
+def heads(setup: Setup) -> Iterator[str]:
+    config, mesh = setup.model_config, setup.mesh
+    if config in (NOT_READ_YET, None) or mesh is None or mesh.tp == 1:
+        return
+    from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+
+    plan, text = _plan(setup, "tp"), config.get_text_config()
+    queries = getattr(text, "num_attention_heads", None)
+    keys = getattr(text, "num_key_value_heads", None) or queries
+    cut = any(rule.endswith(QUERIES) and style == "colwise" for rule, style in plan.items())
+    if cut and isinstance(queries, int) and queries % mesh.tp:
+        broken = f"num_attention_heads {queries}"
+    elif keys is not None and get_kv_heads_per_rank(plan, keys, mesh.tp) is None:
+        broken = f"num_key_value_heads {keys}"
+    else:
+        return
+    yield (
+        f"the model's {broken} is not a multiple of tp_size {mesh.tp}, and each process takes whole heads: edit"
+        f" {ARGS}.tp_size, or model.architecture"
+    )
+
+
+def experts(setup: Setup) -> Iterator[str]:
+    config, mesh = setup.model_config, setup.mesh
+    if config in (NOT_READ_YET, None) or mesh is None or not _plan(setup, "ep"):
+        return
+    text = config.get_text_config()
+    numbers = {name: number for name in EXPERTS if isinstance(number := getattr(text, name, None), int)}
+    name, number = next(iter(numbers.items()), ("num_experts", 0))
+    if number % mesh.ep:
+        yield (
+            f"the model's {name} {number} is not a multiple of ep_size {mesh.ep}, and each process takes whole experts:"
+            f" edit {ARGS}.ep_size, or model.architecture"
+        )
+
+
+def optimizer(setup: Setup) -> Iterator[str]:
+    chosen = getattr(getattr(setup.module, "optim", None), "optimizer", None) or {}
+    if setup.mesh is not None and chosen.get("class_path") == "torch.optim.Adafactor":
+        # torch 2.13, _adafactor.py: "in-place operations that require placement changes are not supported"
+        yield (
+            "--optimizer Adafactor: torch's reads a matrix's rows, which fails where they are sharded (torch 2.13): use"
+            " configs/strategy/ddp.yaml, or another optimizer"
+        )
+
+
+def _plan(setup: Setup, kind: str) -> dict[str, str]:
+    """The rules as transformers will have them: the model's own, the user's over them; for tp, {} is no rule at all."""
+    config, given = setup.model_config, getattr(setup.strategy, f"{kind}_plan")
+    if config is None or (kind == "tp" and given == {}):
+        return {}
+    own: Any = getattr(config, f"base_model_{kind}_plan", None)
+    own = own or getattr(config.get_text_config(), f"base_model_{kind}_plan", None)
+    return {**(own or {}), **(given or {})}

@@ -1,0 +1,151 @@
+"""`python -m <package> VERB …`: finds the verb's module, runs it, and turns the user's mistakes into one sentence.
+
+Nothing heavy is imported here: `--help` must answer before torch could be loaded, and a verb imports only
+what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from ..cluster import signals
+from ..cluster.leave import leave, skip_finalization
+from ..cluster.messages import MESSAGES
+from ..cluster.watch import START_TIMEOUT_S, WATCH
+from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
+from ..project import Project
+
+# torch reads it once, at its first allocation: tensors of 2 MiB and more in host memory get huge pages, aligned to a
+# page. Without, a 20 MB buffer that is made anew in each step costs 5,000 page faults, and glibc (2.36) may not find
+# the hole that the last one left: 2.3 GB more after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+LIBRARY = __name__.split(".")[0]
+FIT = "cli.fit"  # of the verbs that train or evaluate
+VERBS = {  # verb -> (module with `main(argv)`, what it does)
+    "fit": (FIT, "train, validating on the way; resumes with --ckpt_path last"),
+    "validate": (FIT, "measure a checkpoint on the validation split"),
+    "test": (FIT, "measure a checkpoint on the test split"),
+    "predict": (FIT, "continue data.prompts with a checkpoint and write the texts down"),
+    "prepare": ("tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
+    "doctor": ("tools.doctor", "look for what is wrong with this machine before a training does"),
+    "rehearse": ("tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
+    "bench": ("tools.bench", "how fast your module trains on this device, and what would make it faster"),
+    "export": ("tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
+    "convert": ("tools.convert", "turn a checkpoint of any strategy into one file, or torch's distributed format"),
+    "diagnose": ("tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),
+    "audit": ("tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
+    "report": ("tools.report", "a page about a run, or several: findings, curves, configuration, samples"),
+    "compare": ("tools.compare", "two or more runs side by side: what differs, and what came out"),
+    "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
+}
+
+
+NEEDED = ("torch", "lightning", "transformers", "jsonargparse", "numpy", "yaml")  # by every verb
+
+
+def usage(program: str) -> str:
+    verbs = "\n".join(f"  {verb:<18} {what}" for verb, (_, what) in VERBS.items())
+    return f"""usage: python -m {program} VERB [--config FILE]… [--KEY VALUE]…
+
+verbs:
+{verbs}
+
+Files given with --config compose from left to right; a --KEY VALUE after them overrides.
+  python -m {program} fit --config configs/quickstart.yaml
+  python -m {program} fit --config configs/pretrain.yaml --config configs/strategy/ddp.yaml --trainer.max_steps 100
+  python -m {program} fit --config configs/quickstart.yaml --print_config     what would run, every key resolved
+  python -m {program} VERB --help                                             every key: meaning, unit, off value
+
+Documentation: docs/index.md.
+Set TRACEBACK=1 to see the Python traceback behind an error."""
+
+
+def main(module: str, data: str, package: str | None, argv: list[str] | None = None) -> int:
+    """The command line of a project's package, for a process of its own; returns the exit code.
+
+    Args:
+        module: The LightningModule, as ".module:LanguageModule": the part before the colon is imported when it is
+            needed, from `package` where it begins with a dot.
+        data: The LightningDataModule, likewise.
+        package: The project's package.
+        argv: A verb and its flags. None: those of this process.
+    """
+    project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv
+    skip_finalization()
+    if VERBS.get(" ".join(argv[:1]), ("",))[0] == FIT:
+        signals.listen()
+    code = command(argv, project)
+    signals.ignore()
+    leave(code)
+    return code
+
+
+def run(argv: list[str], project: Project) -> int:
+    """Run a verb; returns the exit code. What is nobody's mistake is raised, for `command` to tell."""
+    project.start()
+    program = project.package
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage(program))
+        return Exit.DONE if argv else Exit.BAD_INPUT
+    verb = argv[0]
+    if verb not in VERBS:
+        print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
+        return Exit.BAD_INPUT
+    if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        print(f"error: {_no_environment(project, verb, lacking)}", file=sys.stderr)
+        return Exit.BAD_INPUT
+    if VERBS[verb][0] == FIT:
+        MESSAGES.listen()
+        WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
+    try:
+        if VERBS[verb][0] in (FIT, "tools.prepare"):
+            from . import mistakes
+
+            mistakes.refuse(argv, project)
+        importlib.import_module(f"{LIBRARY}.{VERBS[verb][0]}").main(argv, project)
+        return Exit.DONE
+    except (InputError, Ended) as error:
+        if os.environ.get("TRACEBACK", "0") != "0":
+            traceback.print_exc()
+        if local_rank() == (error.local_rank if isinstance(error, Ended) else 0):
+            print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
+        return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
+    except RuntimeError as error:
+        from ..observe.diagnosis.crash import noted
+
+        if noted(error) or not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
+            raise  # if it was noted, this is only what ending a process group led to
+        print(f"rank {os.environ.get('RANK', '0')}: another rank is gone ({reason(error)})", file=sys.stderr)
+        return Exit.FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
+    finally:
+        WATCH.disarm()
+
+
+def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
+    """What to do about a Python that lacks the dependencies: most often the environment is not activated."""
+    folder = project.folder.absolute().parent
+    environment = next((one for one in (Path(".venv"), folder / ".venv") if (one / "bin" / "python").exists()), None)
+    if environment is None or environment.absolute() == Path(sys.prefix).absolute():
+        cure = f"`make setup` in {folder} builds the environment .venv, `source .venv/bin/activate` activates it"
+    else:
+        cure = f"`source {environment}/bin/activate`, or start {environment}/bin/python -m {project.package} {verb}"
+    return f"{sys.executable} has no {', '.join(lacking)}: activate the project's environment: {cure}"
+
+
+def command(argv: list[str], project: Project) -> int:
+    """`run`, for a process of its own: an error ends with a diagnosis in place of its traceback."""
+    try:
+        return run(argv, project)
+    except Exception as error:
+        from ..observe.diagnosis import crash
+
+        return crash.tell(error)

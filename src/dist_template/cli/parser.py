@@ -1,0 +1,167 @@
+"""How --config files and flags are read: what jsonargparse and Lightning do, in sentences and without surprises."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from jsonargparse import ActionConfigFile, Namespace
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..errors import InputError, is_first_on_node
+from ..project import program
+from ..text.sources import Source
+from . import config_file
+
+BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Source)
+OPTIMIZATION = {  # key: its base classes, the argument that optim.py gives, help
+    "optimizer": (
+        (Optimizer,),
+        "params",
+        "A class in place of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9. Vectors are not"
+        " decayed. lr and weight_decay: model.optim's, unless given here. null: AdamW with model.optim's keys.",
+    ),
+    "lr_scheduler": (
+        LRSchedulerTypeTuple,
+        "optimizer",
+        "A class in place of model.optim.schedule and its warm-up, stepped after each optimizer step;"
+        " ReduceLROnPlateau after each validation. null: model.optim.schedule.",
+    ),
+}
+
+HELP = {  # where Lightning's is about Lightning's own behaviour
+    "ckpt_path": "A checkpoint, or `last` or `best` of the newest run of run.name. fit: `last` continues in that run's"
+    " folder, any other starts a new one; null starts afresh. validate, test, predict: null takes the newest run's"
+    " best, or else its last.",
+}
+
+
+class Parser(LightningArgumentParser):
+    """Says what is wrong in one sentence, instead of behind a page of usage.
+
+    Args:
+        verb: In the usage, which names no keys: they are 200.
+    """
+
+    def __init__(self, *args: Any, verb: str | None = None, **kwargs: Any) -> None:
+        usage = f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]…"
+        super().__init__(*args, usage=usage, **kwargs)
+        self.keys_of_fit: set[str] = set()
+
+    def format_help(self, formatter: Any = None) -> str:
+        """Of a tool: its own flags, and where the others are."""
+        if not self.keys_of_fit:
+            return super().format_help(formatter)
+        formatter = formatter or self._get_formatter()
+        formatter.add_usage(self.usage, [], [])
+        formatter.start_section("flags of this verb")
+        formatter.add_arguments([action for action in self._actions if action.dest not in self.keys_of_fit])
+        formatter.end_section()
+        formatter.add_text(f"Every other key is fit's: see `{program('fit')} --help`.")
+        return formatter.format_help()
+
+    def add_method_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
+        added = super().add_method_arguments(*args, **kwargs)
+        for action in self._actions:
+            action.help = HELP.get(action.dest, action.help)
+        return added
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
+            raise ex
+        text = " ".join(message.split())
+        text = _shortened(text)
+        if is_first_on_node():
+            print(f"error: {text}; see --help for every key", file=sys.stderr)
+        sys.exit(2)
+
+
+def _shortened(text: str) -> str:
+    """jsonargparse's message without the types that it has tried."""
+    key = re.search(r'Parser key "([\w.]+)"', text)
+    at = f"{key[1]}: " if key else ""
+    if found := re.search(r"Expected a dot import path string: (\w+)", text):
+        near = get_close_matches(found[1], [kind.__name__ for base in BASES for kind in _below(base)], 1)
+        hint = f" did you mean {near[0]}?" if near else ""
+        own = "give one that this package or Lightning has, or module.Class of your own"
+        return f"{at}there is no class {found[1]};{hint} {own}"
+    value = re.search(r"Union subtypes.* Errors: - (.+) Given value type: .*? Given value: (.+)", text)
+    if at and value:
+        return f"{at}{value[2]} is not possible: {', '.join(dict.fromkeys(value[1].split(' - ')))}"
+    return text
+
+
+def _below(kind: type) -> Iterator[type]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _below(below)
+
+
+class ConfigFile(ActionConfigFile):
+    """A --config file, whose strategy replaces an earlier one whole.
+
+    jsonargparse would let what both classes know (a timeout; between two of one class, all) go on into the next.
+    """
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        if os.path.isfile(str(values)):  # else jsonargparse says what is wrong, or reads a mapping
+            config_file.read(str(values))
+        for earlier in cfg.get(self.dest) or ():
+            if _folder(earlier) == _folder(values) == "strategy":
+                raise InputError(f"--config {earlier} and --config {values} are both a strategy: give one of them")
+        if _names_a_strategy(values):
+            cfg["trainer.strategy"] = None
+        super().__call__(parser, cfg, values, option_string)
+
+
+def _folder(path: Any) -> str:
+    return Path(str(path)).absolute().parent.name
+
+
+def _names_a_strategy(path: str) -> bool:
+    """Whether the file says which strategy, and not only what to change in the one that is."""
+    try:
+        strategy = yaml.safe_load(Path(path).read_text(encoding="utf-8"))["trainer"]["strategy"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):  # jsonargparse says what is wrong with the file
+        return False
+    return not isinstance(strategy, dict) or "class_path" in strategy
+
+
+def as_launched(settings: Namespace) -> None:
+    """What a launcher knows better than the YAML, and one clock for two keys."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; with --nnodes=MIN:MAX another one after a restart
+        settings.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        settings.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.trainer.devices
+    if settings.trainer.max_time is not None:  # Lightning would stop between two accumulated micro-batches, and exit 0
+        settings.preemption.max_time, settings.trainer.max_time = settings.trainer.max_time, None
+
+
+def add_optimization(parser: LightningArgumentParser) -> None:
+    """Add --optimizer and --lr_scheduler, as LightningCLI has them."""
+    for key, (kinds, skipped, text) in OPTIMIZATION.items():
+        parser.add_subclass_arguments(
+            kinds, key, as_group=False, skip={skipped}, instantiate=False, fail_untyped=False, help=text
+        )
+
+
+def inherit_rates(settings: Namespace, given: Namespace) -> None:
+    """Set the learning rate and the weight decay of --optimizer to model.optim's, where it was given none."""
+    optim = settings.model.get("optim")
+    if not settings.get("optimizer") or not optim:
+        return
+    arguments, own = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
+    for name, value in {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}.items():
+        if name in arguments and name not in own:
+            arguments[name] = value

@@ -1,0 +1,67 @@
+"""Which keys `model.architecture` may have: those that the configuration class of its `model_type` or its model reads.
+
+transformers keeps any other key as an attribute that no model asks for, so a misspelt one would do nothing. A key for a
+model of your own goes under `extra`, whose keys are handed to the configuration unchecked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import re
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+EXTRA = "extra"
+
+
+def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration, those of `extra` among them, without `model_type`.
+
+    Raises:
+        InputError: neither the configuration class nor the model reads such a key.
+    """
+    from transformers import CONFIG_MAPPING
+
+    fields = {key: value for key, value in architecture.items() if key not in ("model_type", EXTRA)}
+    extra = architecture.get(EXTRA) or {}
+    if not isinstance(extra, dict):
+        raise InputError(f"model.architecture.{EXTRA} is {extra!r}; give keys and their values")
+    if architecture.get("model_type") in CONFIG_MAPPING:  # an unknown type is refused by transformers
+        config_class = CONFIG_MAPPING[architecture["model_type"]]
+        known = _known(config_class)
+        for key in sorted(fields.keys() - known):
+            near = get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}? A" if near else "a"
+            raise InputError(
+                f"model.architecture.{key} is no field of {config_class.__name__}: {hint} key that only your own model"
+                f" reads goes under model.architecture.{EXTRA}"
+            )
+    return fields | extra
+
+
+@cache
+def _known(config_class: Any) -> set[str]:
+    """Fields, their other names, properties, what a default configuration has, and the older names that it accepts.
+
+    And what only the model's code reads: Qwen3-MoE's `head_dim` is no field in transformers 5.23.
+    """
+    classes = [one for one in config_class.__mro__ if one.__module__.startswith("transformers.")]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    known |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
+    with contextlib.suppress(Exception):  # of some classes the defaults are refused, each in its own way
+        known |= vars(config_class()).keys()
+    known |= {name for one in classes for name, value in vars(one).items() if isinstance(value, property)}
+    for one in classes:
+        known |= set(re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(one)))
+    model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if model and model.origin:
+        code = Path(model.origin).read_text(encoding="utf-8")
+        known |= set(re.findall(r'\bconfig(?:\.|, ")(\w+)', code))
+    return known

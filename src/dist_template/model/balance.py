@@ -1,0 +1,253 @@
+"""Load balancing for a mixture of experts: keeps routers from sending most tokens to a few experts.
+
+The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and micro-batches.
+Every routed token counts, also one whose label is masked: it occupies an expert like any other. Training batches have
+no padding. What activation checkpointing recomputes is not counted again.
+
+    router with `e_score_correction_bias`  auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): after each
+    (DeepSeek-V3, GLM-4.5 …)               optimizer step, the bias += `bias_update_speed` x sign(mean load - load)
+    router without it                      load-balancing loss (arXiv:2101.03961, equation 4): experts x the sum over
+    (Mixtral, Qwen3-MoE …)                 experts of (share of the load) x (mean router probability)
+    optional, any router                   DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to
+                                           20), router z-loss (arXiv:2202.08906, equation 5)
+
+The load-balancing loss takes the shares of the load from the previous optimizer step's global batch. Shares of a
+micro-batch would force every sequence to use all experts, which keeps experts from specialising (arXiv:2501.11873), and
+the result would depend on how the batch is distributed. The current global batch's shares are not known before its last
+micro-batch has been routed. The first step has uniform shares, so a gradient of zero.
+
+Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import InputError, check_least
+from ..layout import whole_shape
+from .flops import find_experts, num_experts, text_config
+
+BIAS = "e_score_correction_bias"
+
+
+@dataclass
+class BalanceConfig:
+    """How tokens are balanced over the experts of a mixture of experts. Has no effect on other models.
+
+    Args:
+        bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer step, DeepSeek-V3's
+            gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437, section 4.2). 0 is off.
+        aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model configuration's
+            `router_aux_loss_coef` for routers without that bias, 0 for routers with it. 0 is off.
+        sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers; 0.0001 there. 0 is
+            off.
+        z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits small; 0.001 in
+            ST-MoE. 0 is off.
+    """
+
+    bias_update_speed: float = 0.001
+    aux_loss_coef: float | None = None
+    sequence_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+
+class Layer(NamedTuple):
+    """A mixture-of-experts layer.
+
+    Args:
+        name: Of the module that holds its router and its experts.
+        experts: The stacked experts, called with the indices of the chosen ones.
+        num: Experts, of all ranks.
+        router: None where it was not found.
+        bias_owner: The module whose buffer `BIAS` is; None: the router has none.
+    """
+
+    name: str
+    experts: nn.Module
+    num: int
+    router: nn.Module | None
+    bias_owner: nn.Module | None
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """The layers whose experts transformers 5 calls with indices; others are not known."""
+    stacked = {experts for experts in find_experts(model) if hasattr(experts, "is_concatenated")}
+    layers = []
+    for name, block in model.named_modules():
+        for experts in stacked.intersection(block.children()):
+            num = num_experts(experts)
+            routers = (m for m in block.children() if any(_is_router_weight(p, num) for p in m.parameters(False)))
+            owners = (m for m in block.modules() if BIAS in dict(m.named_buffers(recurse=False)))
+            layers.append(Layer(name, experts, num, next(routers, None), next(owners, None)))
+    return layers
+
+
+def _is_router_weight(parameter: Tensor, num: int) -> bool:
+    shape = whole_shape(parameter)
+    return len(shape) == 2 and shape[0] == num
+
+
+class Kept:
+    """Router logits (N, E) of a layer's newest counted forward pass.
+
+    An object for each layer: torch.compile would compile a block anew for each key of a common dictionary.
+    """
+
+    logits: Tensor | None = None
+
+
+class Balancer:
+    """The loss terms and the bias update of a model's routers.
+
+    callbacks/experts.py attaches it to the model and says when a step begins and ends.
+
+    Args:
+        model: Already placed on the machine.
+        config: The keys under `model.balance`.
+
+    Raises:
+        InputError: a coefficient is negative, or set for a model without routers.
+    """
+
+    def __init__(self, model: nn.Module, config: BalanceConfig) -> None:
+        set_here = {key: value for key, value in vars(config).items() if value is not None}
+        check_least("model.balance", **{key: (value, 0.0) for key, value in set_here.items()})
+        self.config = config
+        self.layers = find_layers(model)
+        self.counts_now = False  # whether the forward pass that runs now is counted
+        self._kept = [Kept() for _ in self.layers]
+        self._arriving: tuple[Tensor, Any] | None = None
+        self._model_config = text_config(model)
+        configured = getattr(self._model_config, "router_aux_loss_coef", None) or 0.0
+        numbers, routers = range(len(self.layers)), [layer.router is not None for layer in self.layers]
+        if config.aux_loss_coef is None:
+            without_bias = [i for i in numbers if self.layers[i].bias_owner is None and routers[i]]
+            self._aux = without_bias if configured else []
+        else:
+            self._aux = [i for i in numbers if config.aux_loss_coef]
+        self.aux_loss_coef = (config.aux_loss_coef or configured) if self._aux else 0.0
+        self.has_bias = any(layer.bias_owner is not None for layer in self.layers)
+        self._biased = [i for i in numbers if config.bias_update_speed and self.layers[i].bias_owner is not None]
+        self.needs_shares = bool(self._aux)
+        self.needs_loads = bool(self._aux or self._biased)  # of every optimizer step
+        losses = (name for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef") if getattr(config, name))
+        if (name := next(losses, None)) and not (routers and all(routers)):
+            raise InputError(
+                f"model.balance.{name} is {getattr(config, name)}, but no router was found in every mixture-of-experts"
+                f" layer of {type(model).__name__}; set it to 0"
+            )
+
+    # ---- counting ------------------------------------------------------------------------------------------------
+
+    def attach(self, device: torch.device) -> list[Any]:
+        """Registers the hooks that count loads and keep router logits; returns their handles."""
+        width = max(layer.num for layer in self.layers) + 1  # the last: an index that stands for no expert
+        self.loads = torch.zeros(len(self.layers), width, device=device)  # of this rank, in this optimizer step
+        self._num = torch.tensor([[layer.num] for layer in self.layers], device=device, dtype=torch.float32)
+        self.shares = torch.zeros(len(self.layers), width - 1, device=device)  # of the newest step's load, all ranks'
+        for row, layer in zip(self.shares, self.layers, strict=True):
+            row[: layer.num] = 1 / layer.num
+        handles = []
+        keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
+        for i, layer in enumerate(self.layers):
+            hook = self._counting_hook(self.loads[i])
+            handles.append(layer.experts.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+            if layer.router is not None and (keeps_all or i in self._aux):
+                handles.append(layer.router.register_forward_hook(self._keeping_hook(self._kept[i], layer.num)))
+        return handles
+
+    def _counting_hook(self, loads: Tensor) -> Any:
+        def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.counts_now:
+                tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+                chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())  # (N, chosen ones)
+                loads.scatter_add_(0, chosen.reshape(-1), loads.new_ones(()).expand(chosen.numel()))
+
+        return count
+
+    def _keeping_hook(self, kept: Kept, num: int) -> Any:
+        def keep(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if self.counts_now:  # transformers' routers return their logits first
+                outputs = (output,) if isinstance(output, Tensor) else output
+                kept.logits = next(each for each in outputs if each.shape[-1] == num and each.is_floating_point())
+
+        return keep
+
+    # ---- the loss terms --------------------------------------------------------------------------------------------
+
+    def losses(self, batch: dict[str, Tensor]) -> Iterator[tuple[str, float, Tensor]]:
+        """Yields (metric, weight, value ()) of each loss term of the newest forward pass.
+
+        A value is the mean over layers and over the tokens of the micro-batch. Micro-batches have equally many, so the
+        mean over ranks and accumulation is the global batch's.
+        """
+        logits = {i: kept.logits for i, kept in enumerate(self._kept) if kept.logits is not None}
+        for i in logits:
+            self._kept[i].logits = None
+        if not logits:
+            return
+        if self._aux:
+            values = [self._aux_loss(i, logits[i]) for i in self._aux]
+            yield "moe/aux_loss", self.aux_loss_coef * len(values), torch.stack(values).mean()
+        if self.config.sequence_loss_coef:
+            values = [self._sequence_loss(i, each, len(batch["input_ids"])) for i, each in logits.items()]
+            yield "moe/sequence_loss", self.config.sequence_loss_coef * len(values), torch.stack(values).mean()
+        if self.config.z_loss_coef:
+            values = [each.float().logsumexp(-1).square().mean() for each in logits.values()]
+            yield "moe/z_loss", self.config.z_loss_coef * len(values), torch.stack(values).mean()
+
+    def _aux_loss(self, i: int, logits: Tensor) -> Tensor:
+        """() 1 where the load is even, at most experts / experts per token."""
+        num = self.layers[i].num
+        return num * (self.shares[i, :num] * self._probabilities(i, logits).mean(0)).sum()
+
+    def _sequence_loss(self, i: int, logits: Tensor, num_sequences: int) -> Tensor:
+        """() over shares within each sequence, of the experts with the highest scores, the bias not added."""
+        scores = self._probabilities(i, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
+        top_k = self._model_config.num_experts_per_tok
+        chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
+        counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, scores.new_ones(()).expand(chosen.shape))
+        return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
+
+    def _probabilities(self, i: int, logits: Tensor) -> Tensor:
+        """(N, E) that sum to 1: normalised sigmoids where the router has a bias, as in DeepSeek-V3; else a softmax."""
+        if self.layers[i].bias_owner is None:
+            return logits.float().softmax(-1)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
+
+    # ---- the end of an optimizer step ------------------------------------------------------------------------------
+
+    def begin_reduction(self) -> None:
+        """Starts to sum the step's loads over all ranks. Call it before the last micro-batch's backward pass."""
+        loads = self.loads[:, :-1].clone()
+        self._arriving = loads, dist.all_reduce(loads, async_op=True) if dist.is_initialized() else None
+
+    @torch.no_grad()
+    def finish_step(self, skipped: Tensor | None) -> None:
+        """Moves the biases and renews the shares.
+
+        Args:
+            skipped: () 1 where the optimizer step was skipped, on all ranks: then nothing moves. None: it never is.
+        """
+        if self._arriving is None:
+            return
+        (loads, work), self._arriving = self._arriving, None
+        if work is not None:
+            work.wait()  # on a GPU the stream waits, not the host
+        total = loads.sum(1, keepdim=True)
+        moves = self.config.bias_update_speed * torch.sign(total / self._num - loads)
+        shares = loads / total.clamp(min=1)
+        if skipped is not None:
+            moves = torch.where(skipped > 0, 0.0, moves)
+            shares = torch.where(skipped > 0, self.shares, shares)
+        self.shares.copy_(shares)
+        for i in self._biased:
+            layer = self.layers[i]
+            getattr(layer.bias_owner, BIAS).add_(moves[i, : layer.num])

@@ -1,0 +1,146 @@
+"""One buffer for training metrics: they stay on the device, and are read once, at log steps.
+
+`self.log` in a training step costs some 350 µs of CPU a value and can read the device each step; adding to this
+buffer keeps a reference. Validation keeps `self.log`, so that ModelCheckpoint and schedulers can monitor it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+FOLD = 64  # values of a metric that are kept apart at most; a GPU lends each 512 bytes
+
+
+class MetricBuffer:
+    """What was measured since the last `read`: means over time and ranks, and numbers that ranks know on the host.
+
+    Every rank must add the same names between two reads: they travel as one vector.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[Tensor, int]]] = {}  # value x weight, each (), and its version when it came
+        self._weights: dict[str, float] = {}
+        self._host: dict[str, float] = {}
+        self._own: dict[str, float] = {}
+        self._counts: dict[str, Tensor] = {}
+        self.latest: dict[str, float] = {}  # what the last log step wrote
+        self.of_ranks: dict[str, list[float]] = {}  # as `put_of_rank` had it at the newest `read`; index: rank
+        self.totals: dict[str, list[float]] = {}  # as `put_counts` had it at the newest `read`, summed over ranks
+        self.newest: dict[str, Tensor] = {}  # what was added last, on this rank's device, for callbacks to act upon
+
+    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
+        """Add a scalar tensor without reading it. It must not be changed in place before the next log step."""
+        if value._is_view() and value.untyped_storage().nbytes() > value.nbytes:
+            value = value.detach().clone()  # it would keep all that it is taken of
+        elif value.requires_grad:
+            value = value.detach()
+        self.newest[name] = value
+        value = value if weight == 1.0 else value * weight
+        kept = self._kept.setdefault(name, [])
+        kept.append((value, value._version))
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+        if len(kept) == FOLD:
+            total = self._sums([name])[name]
+            kept[:] = [(total, total._version)]
+
+    def put(self, name: str, value: float) -> None:
+        """Note what this rank knows on the host (a time, a count); rank 0's newest value is written, not reduced."""
+        self._host[name] = value
+
+    def put_of_rank(self, name: str, value: float) -> None:
+        """Note what differs between ranks; `read` leaves all ranks' newest values in `of_ranks`. NaN: not known."""
+        self._own[name] = value
+
+    def put_counts(self, name: str, counts: Tensor) -> None:
+        """Note counts, (n,) on the device; `read` leaves their sums over ranks in `totals`."""
+        self._counts[name] = counts
+
+    def read(
+        self, all_reduce: Callable[[Tensor], Tensor], device: torch.device, rank: int = 0, num_ranks: int = 1
+    ) -> dict[str, float]:
+        """Mean over ranks and time of every metric, then empty: one collective, one device-to-host transfer.
+
+        Sums are taken in float64, where the device has it: no digit of float32 values is lost.
+
+        Args:
+            all_reduce: (n,) of each rank to their sum.
+            device: Where the collective is done.
+            rank: This process's.
+            num_ranks: Of all.
+        """
+        host, self._host = self._host, {}
+        own, self._own = self._own, {}
+        counts, self._counts = self._counts, {}
+        names = list(self._kept)
+        if not (names or own or counts):
+            return host
+        dtype = _sum_dtype(device)
+        nothing = [0.0] * len(own)
+        known = [self._weights[name] for name in names]
+        for each in range(num_ranks):
+            known += own.values() if each == rank else nothing
+        sums = self._sums(names)
+        on_device = [torch.stack([sums[name].to(device, non_blocking=True) for name in names])] if names else []
+        on_device += [
+            torch.tensor(known, dtype=dtype).to(device, non_blocking=True),
+            *(each.to(dtype) for each in counts.values()),
+        ]
+        values = iter(all_reduce(torch.cat(on_device)).tolist())
+        totals, weights = list(islice(values, len(names))), list(islice(values, len(names)))
+        of_ranks = [list(islice(values, len(own))) for _ in range(num_ranks)]
+        self.of_ranks = {name: [each[i] for each in of_ranks] for i, name in enumerate(own)}
+        self.totals = {name: list(islice(values, len(each))) for name, each in counts.items()}
+        means = {name: s / w for name, s, w in zip(names, totals, weights, strict=True)}
+        self._kept.clear()
+        self._weights.clear()
+        return means | host
+
+    def _sums(self, names: list[str]) -> dict[str, Tensor]:
+        """() of what is kept of each; by one sum, and on a GPU so few kernels, for all that are equally many.
+
+        Raises:
+            InputError: a value is no longer what it was.
+        """
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            kept = self._kept[name]
+            if any(value._version != version for value, version in kept):
+                raise InputError(
+                    f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py"
+                )
+            alike[len(kept), kept[0][0].dtype, kept[0][0].device].append(name)
+        sums: dict[str, Tensor] = {}
+        for (count, _, device), group in alike.items():
+            values = torch.stack([value for name in group for value, _ in self._kept[name]]).view(-1, count)
+            sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
+        return sums
+
+
+class SplitMeans:
+    """Means per token over a whole split. Sums come first, over all ranks: the split's distribution has no effect."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
+        """Add a micro-batch's sums, () each, and the number of its tokens that count, without reading them."""
+        for name, value in {"": tokens, **sums}.items():
+            self._sums[name] = self._sums.get(name, 0) + value.detach().to(_sum_dtype(value.device))
+
+    def read(self, strategy: Any) -> dict[str, float]:
+        """One collective, one device-to-host transfer. NaN where no token counts: nothing was measured."""
+        tokens, *totals = strategy.reduce(torch.stack([*self._sums.values()]), reduce_op="sum").tolist()
+        return {name: total / (tokens or math.nan) for name, total in zip([*self._sums][1:], totals, strict=True)}
+
+
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,195 @@
+"""How parameters are updated: parameter groups, the optimizer, the schedule per optimizer step.
+
+AdamW and a schedule of `transformers.get_scheduler`, whose arguments are the keys under `model.optim`; or the classes
+that `--optimizer` and `--lr_scheduler` name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import InputError, reason
+from ..layout import by_layout, whole_shape
+
+Class = dict[str, Any]  # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
+Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning-rate schedule; `--optimizer` and `--lr_scheduler` name other classes.
+
+    Args:
+        learning_rate: Peak learning rate, reached at the end of the warm-up.
+        weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors have none. 0 is off.
+        betas: AdamW's decay rates of the first and the second moment.
+        eps: AdamW's term that keeps the denominator from zero.
+        schedule: Shape of the learning rate over optimizer steps after the warm-up.
+        warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
+        min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
+        decay_share: Share of all steps in which warmup_stable_decay falls.
+        plateau_metric: What reduce_on_plateau watches, after each validation.
+        plateau_patience: Validations without improvement before reduce_on_plateau lowers the learning rate.
+        plateau_factor: What reduce_on_plateau multiplies the learning rate by.
+    """
+
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    schedule: Schedule = "cosine"
+    warmup: float = 0.03
+    min_learning_rate_share: float = 0.1
+    decay_share: float = 0.2
+    plateau_metric: str = "eval/loss"
+    plateau_patience: int = 2
+    plateau_factor: float = 0.5
+    optimizer: Class | None = field(default=None, init=False)  # cli.py sets these two
+    lr_scheduler: Class | None = field(default=None, init=False)
+
+    @property
+    def waits_for_validation(self) -> bool:
+        """Whether the schedule acts on a metric after each validation."""
+        if self.lr_scheduler:
+            return self.lr_scheduler["class_path"].endswith(".ReduceLROnPlateau")
+        return self.schedule == "reduce_on_plateau"
+
+
+def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
+    """The optimizer of `module`'s trainable parameters; AdamW is fused where torch has such a kernel for their device.
+
+    Args:
+        module: With all of its parameters.
+        config: The keys under `model.optim`.
+        scaled: Gradients come multiplied, as float16 needs it. A fused step would divide them itself, after clipping
+            has taken them for what they are not; another leaves that to the precision plugin, which does it before.
+    """
+    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
+    # Stacked expert biases are matrices by shape, hence the look at the name as well.
+    decayed = [p for name, p in trainable if len(whole_shape(p)) >= 2 and not name.endswith("bias")]
+    kept = [p for name, p in trainable if len(whole_shape(p)) < 2 or name.endswith("bias")]
+    fused = not scaled and all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
+    groups: list[dict[str, Any]] = [{"params": group} for group in (decayed, kept) if group]
+    arguments: dict[str, Any] = {
+        "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps,
+        "fused": fused,
+    } if config.optimizer is None else config.optimizer["init_args"]  # fmt: skip
+    if "weight_decay" in arguments and kept:
+        groups[-1]["weight_decay"] = 0.0
+    kind = resolve_name(config.optimizer["class_path"]) if config.optimizer else torch.optim.AdamW
+    kind = mixed(kind) if len(by_layout(p for _, p in trainable)) > 1 else kind
+    with _named("--optimizer", config.optimizer):
+        return kind(groups, **arguments)
+
+
+@contextmanager
+def _named(flag: str, chosen: Class | None) -> Generator[None]:
+    """Put the class that `flag` names before what it says of its arguments.
+
+    Raises:
+        InputError: it refuses them.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if chosen is None or isinstance(error, InputError):
+            raise
+        name = chosen["class_path"].rpartition(".")[2]
+        raise InputError(f"{flag} {name}: {reason(error)}; give other arguments or another class") from error
+
+
+@cache
+def mixed(kind: type[Optimizer]) -> type[Optimizer]:
+    """`kind`, an optimizer, for parameters with different device meshes or placements.
+
+    A kernel over lists of tensors takes one layout at a time. Outside of a step the parameter groups are those of every
+    other strategy, so a schedule's state fits them all.
+    """
+
+    def step(self: Any, closure: Any = None) -> Any:
+        groups = self.param_groups
+        self.param_groups = [group | {"params": part} for group in groups for part in by_layout(group["params"])]
+        try:
+            return kind.step(self, closure)
+        finally:
+            self.param_groups = groups
+
+    return type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
+
+
+def build_schedule(
+    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None
+) -> dict[str, Any]:
+    """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no end is set).
+
+    `batches_per_validation` (of a rank) is when reduce_on_plateau looks at its metric; None: at the end of each epoch.
+
+    Raises:
+        InputError: the schedule needs an end and training has none, or the warm-up is longer than training.
+    """
+    from transformers import get_scheduler
+
+    if config.waits_for_validation:
+        options = {"factor": config.plateau_factor, "patience": config.plateau_patience}
+        scheduler: Any = None
+        if config.lr_scheduler is None:
+            scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options)
+        else:
+            scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
+        # Lightning updates it right after the validation of the same step, and counts in batches.
+        when = {"interval": "step", "frequency": batches_per_validation} if batches_per_validation else {}
+        monitor = getattr(scheduler, "monitor", config.plateau_metric)
+        return {"scheduler": scheduler, "monitor": monitor, "reduce_on_plateau": True, **when}
+    if config.lr_scheduler:
+        scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
+        if (total := getattr(scheduler, "total_steps", num_steps)) < num_steps:  # OneCycleLR
+            raise InputError(
+                f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer steps; make them equal"
+            )
+        return {"scheduler": scheduler, "interval": "step"}
+
+    ends = num_steps != float("inf")
+    if not ends and (config.warmup < 1 or config.schedule in ("cosine", "linear", "warmup_stable_decay")):
+        raise InputError(
+            f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long training is; "
+            "set trainer.max_steps or trainer.max_epochs"
+        )
+    warmup_steps = int(config.warmup if config.warmup >= 1 else config.warmup * num_steps)
+    if ends and warmup_steps >= num_steps:
+        raise InputError(
+            f"the warm-up of {warmup_steps} steps is not shorter than training, {num_steps:.0f} steps; "
+            "lower model.optim.warmup or raise trainer.max_steps"
+        )
+    name, options = _transformers_schedule(config, warmup_steps, num_steps)
+    total = int(num_steps) if ends else None
+    scheduler = get_scheduler(name, optimizer, warmup_steps, total, scheduler_specific_kwargs=options)
+    return {"scheduler": scheduler, "interval": "step"}
+
+
+def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
+    with _named("--lr_scheduler", chosen):
+        return resolve_name(chosen["class_path"])(optimizer, **chosen["init_args"])
+
+
+def _transformers_schedule(config: OptimConfig, warmup_steps: int, num_steps: float) -> tuple[str, dict[str, Any]]:
+    """`config.schedule` as transformers names it, with the keyword arguments that only this schedule takes."""
+    floor = config.min_learning_rate_share
+    if config.schedule == "cosine":
+        return "cosine_with_min_lr", {"min_lr_rate": floor}
+    if config.schedule == "warmup_stable_decay":
+        decay_steps = min(max(1, int(config.decay_share * num_steps)), int(num_steps) - warmup_steps)
+        return "warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": floor}
+    if config.schedule == "constant":
+        return "constant_with_warmup", {}
+    return config.schedule, {}

@@ -1,0 +1,281 @@
+"""ZeRO by DeepSpeed, on any accelerator: stage 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
+
+Lightning's DeepSpeedStrategy starts the processes, builds the engine and saves checkpoints. It stops at CPUs, starts
+ZeRO-3 from weights that no initialiser has seen, divides gradients by the accumulation twice (AdamW hides it, norm and
+clipping do not), and lets a module clip gradients that are not reduced yet.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from .. import weights
+from ..checkpoint import zero as zero_format
+from ..checkpoint.commit import agreed
+from ..checkpoint.formats import as_data, refusing_unreadable
+from ..checkpoint.resume import is_zeros_own, load_foreign
+from ..layout import refuse_scalars
+from . import deepspeed_config as config_file
+from .build_locks import clear_stale_build_locks
+from .zero_step import ZeroPrecision, trace_whole_forwards
+
+for expected in (
+    ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
+    ".*torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated.*",  # DeepSpeed 0.19 with torch 2.13
+):
+    warnings.filterwarnings("ignore", message=expected)
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed, which jsonargparse imports, looks for itself
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Shard by DeepSpeed's ZeRO.
+
+    Offloaded state is updated by torch's own fused AdamW on the CPU, not by DeepSpeed's: the same numbers, no compiler
+    needed at start, and the optimizer that module.py builds is the one that runs. Half precision is DeepSpeed's, under
+    `-mixed` and `-true` alike: weights in bf16 or fp16, and sharded fp32 copies that the optimizer updates.
+
+    Args:
+        stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too. null: what `config` says, else 2.
+        offload_optimizer: Keep optimizer state, and update, in host memory. null: what `config` says, else false.
+        offload_parameters: Keep parameters there too, stage 3 alone. null: what `config` says, else false.
+        pin_memory: Page-lock that memory, for copies beside computation. auto: wherever there is a device to copy to.
+        config: A DeepSpeed JSON file, or its content, which then rules. null: these arguments.
+        reduce_bucket_size: Elements of gradient reduced at once, enough to use the network well; 2 buckets, 0.8 GB.
+        allgather_bucket_size: Elements of parameters gathered at once after a step, stages 1 and 2.
+        sub_group_size: Elements updated at once in stage 3; bounds the fp32 copies of an offloaded update.
+        prefetch_bucket_size: Elements fetched ahead of use in stage 3: some layers' worth, to hide the gathering.
+        param_persistence_threshold: Parameters of fewer elements (norms, biases, routers) stay whole in stage 3: a
+            collective for so little costs more than its memory.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] | None = None,
+        offload_optimizer: bool | None = None,
+        offload_parameters: bool | None = None,
+        pin_memory: bool | Literal["auto"] = "auto",
+        config: str | dict[str, Any] | None = None,
+        reduce_bucket_size: int = 200_000_000,
+        allgather_bucket_size: int = 200_000_000,
+        sub_group_size: int = 1_000_000_000,
+        prefetch_bucket_size: int = 50_000_000,
+        param_persistence_threshold: int = 100_000,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            stage=stage or 2,
+            offload_optimizer=bool(offload_optimizer),
+            offload_parameters=bool(offload_parameters),
+            pin_memory=pin_memory,  # ty: ignore[invalid-argument-type]
+            config=None if config is None else config_file.read(config),
+            reduce_bucket_size=reduce_bucket_size,
+            allgather_bucket_size=allgather_bucket_size,
+            sub_group_size=sub_group_size,
+            **kwargs,
+        )
+        assert isinstance(self.config, dict)
+        self.given = self.config
+        if config is None:
+            zero = config_file.tidy(self.config)
+            if zero["stage"] > 1:  # in stage 1 it would be another optimizer of DeepSpeed's
+                self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # micro-batches do not add up in bf16
+            if zero["stage"] == 3:
+                zero["stage3_prefetch_bucket_size"] = prefetch_bucket_size
+                zero["stage3_param_persistence_threshold"] = param_persistence_threshold
+                zero["stage3_gather_16bit_weights_on_model_save"] = True
+        else:
+            given = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+            self._check_arguments(given)
+
+    def _check_arguments(self, arguments: Mapping[str, int | None]) -> None:
+        """Refuses every argument that the DeepSpeed file contradicts."""
+        config_file.refuse(
+            [
+                f"trainer.strategy.init_args.{name} is {given}, and config beside it, the DeepSpeed file, says "
+                f"{getattr(self, name)}: remove one of the two"
+                for name, given in arguments.items()
+                if given is not None and given != getattr(self, name)
+            ]
+        )
+
+    # ---- the configuration -------------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int:
+        return self.given["zero_optimization"]["stage"]
+
+    @property
+    def offload_optimizer(self) -> bool:
+        return self._offloads("offload_optimizer")
+
+    @property
+    def offload_parameters(self) -> bool:
+        return self._offloads("offload_param")
+
+    def _offloads(self, section: str) -> bool:
+        return self.given["zero_optimization"].get(section, {}).get("device", "none") != "none"
+
+    def complete_config(self, settings: config_file.Settings) -> dict[str, Any]:
+        """What DeepSpeed gets in such a training."""
+        config = config_file.resolve(self.given, settings)
+        if config.get("fp16", {}).get("enabled"):
+            names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+            config["fp16"] = {name: getattr(self, name) for name in names} | config["fp16"]
+        return config
+
+    def _format_config(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        trainer: Any = module.trainer
+        asks = trainer.training and "scheduler" in self.given  # counting the steps may load the data
+        steps = trainer.estimated_stepping_batches if asks else float("inf")
+        self.config = self.complete_config(
+            config_file.Settings(
+                accelerator=self.root_device.type,
+                precision=self.precision_plugin.precision,
+                gradient_clip_val=trainer.gradient_clip_val or 0.0,
+                num_steps=None if steps == float("inf") else int(steps),
+                optim=getattr(module, "optim", None),
+                hidden_size=lambda: config_file.hidden_size(module),
+                **config_file.batch_sizes(trainer.datamodule, self.world_size, trainer.accumulate_grad_batches),
+            )
+        )
+
+    # ---- the machine -------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device, with the index that DeepSpeed wants of any."""
+        device = super().root_device
+        return device if device.index is not None else torch.device(device.type, self.local_rank)
+
+    def setup_environment(self) -> None:
+        autocast = self.given.get("torch_autocast", {}).get("enabled", False)
+        self.precision_plugin = ZeroPrecision(self.precision_plugin.precision, autocast)
+        super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's own refuses what is no GPU
+        if self.local_rank == 0:
+            clear_stale_build_locks()
+        self.barrier()
+
+    def setup_distributed(self) -> None:
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        import deepspeed
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        if deepspeed.accelerator.get_accelerator().device_name() != "cpu":  # a GPU is there, and not asked for
+            deepspeed.accelerator.set_accelerator(CPU_Accelerator())
+        # DeepSpeed would compile its shared-memory collectives for a minute or two; without them it takes gloo's.
+        builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})[builder.NAME] = False
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def teardown(self) -> None:
+        """Leave the process as it was, for another strategy in it."""
+        super().teardown()
+        _undo_patches()
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        """Nothing: parameters that are partitioned as their module is built have no shape left to be initialised."""
+        yield
+
+    @torch.no_grad()
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Give every rank rank 0's weights, whole or, in stage 3, its part of them; what modules share stays shared.
+
+        Goes module by module, so that in stage 3 no rank but 0 ever holds more than one module's parameters.
+        """
+        import deepspeed
+
+        refuse_scalars(model, "DeepSpeed")
+        self._init_config_if_needed()
+        assert isinstance(self.config, dict)
+        swapper = None  # of NVMe, one for all parameters
+        half = next((d for s, d in HALF.items() if self.config.get(s, {}).get("enabled")), None)
+        for module in reversed(list(model.modules())):  # children first: zero.Init takes those below it along
+            own = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
+            for tensor in [*own, *module.buffers(recurse=False)]:
+                _materialize(tensor, self.root_device)
+            for tensor in [*module.buffers(recurse=False), *(own if not self.zero_stage_3 else ())]:
+                dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)  # bytes: gloo lacks some types
+            if self.zero_stage_3 and own:
+                for parameter in own if half else ():  # the engine casts only what is not partitioned yet
+                    parameter.data = parameter.data.to(half)
+                init = deepspeed.zero.Init(module=module, config_dict_or_path=self.config, param_swapper=swapper)
+                swapper = init.param_swapper  # Init has broadcast each parameter, and kept a part of it
+        return model
+
+    def init_deepspeed(self) -> None:
+        super().init_deepspeed()
+        if self.zero_stage_3:
+            trace_whole_forwards(self.deepspeed_engine)
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        engine = self.deepspeed_engine
+        is_last = engine.is_gradient_accumulation_boundary()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        track: Any = getattr(self.lightning_module, "track", None)
+        if is_last and track:
+            track("train/grad_norm", torch.as_tensor(engine.get_global_grad_norm(), device=self.root_device))
+        return result
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        path = Path(weights.broadcast(str(filepath)))
+        zero_format.save(self.deepspeed_engine, checkpoint, path, self.exclude_frozen_parameters)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """By DeepSpeed, if it can: it fails on another number of ranks and, in stage 3, without an optimizer (0.19)."""
+        path = agreed(Path(checkpoint_path))
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if fits and is_zeros_own(path, self):
+            with as_data(*zero_format.classes()), refusing_unreadable(path):
+                return super().load_checkpoint(path, weights_only)
+        return load_foreign(self, path)
+
+
+def _materialize(tensor: Tensor, device: torch.device) -> None:
+    """Move to `device` in place; a skeleton's tensor gets memory there. Whoever shares the tensor still does."""
+    if not tensor.is_meta:
+        tensor.data = tensor.data.to(device).contiguous()
+        return
+    real = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, tensor.requires_grad)
+    real.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, real)
+
+
+def _undo_patches() -> None:
+    """What ZeRO-3 and DeepSpeed's autocast change for the whole process, and never change back."""
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
+
+    torch.nn.functional.linear = getattr(Patched, "linear_bk", torch.nn.functional.linear)
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

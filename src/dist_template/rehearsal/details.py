@@ -1,0 +1,163 @@
+"""Records the first step in detail, so that a difference in the loss can be traced to where it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from ..weights import is_partitioned_by_zero
+from . import locations
+from .forward import ForwardCall, ForwardHooks, full, locate_modules
+from .recorder import fingerprint
+
+
+class Details(Callback):
+    """Write down the first step's forward passes and gradients and, at the end, the trained module's logits.
+
+    forward<rank>.pt   for each micro-batch of the first step: rows (a hash of each), tensors (see `ForwardHooks`)
+    places.pt          {module: class and file:line}, and a few hooks of the module
+    draws.pt           {module: dropout, or another use of the random generator in its forward pass}
+    gradients.pt       {parameter: unsharded gradient} after the first backward pass, before clipping
+    buffers.pt         {buffer: its value} after the first step, on rank 0
+    missing.pt         {parameter without a gradient in every step: whether its module's forward ran}
+    logits.pt          (batch, logits) of the trained module on rank 0
+
+    An error in the first forward pass gets a note with the name of the module that raised it.
+
+    Args:
+        folder: Where to.
+        dropout_is_off: Replace torch's dropout functions by the identity: ranks would draw differently.
+    """
+
+    def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
+        self.folder = folder
+        self.dropout_is_off = dropout_is_off
+        self._hooks: _Draws | None = None
+        self._passes: list[dict[str, Any]] = []
+        self._batch: Any = None
+        self._missing: dict[str, bool] = {}
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if self.dropout_is_off:
+            _turn_dropout_off(lambda: self._hooks.note("dropout") if self._hooks else None)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._hooks, self._call = _Draws(pl_module), ForwardCall(pl_module)
+        places = locate_modules(pl_module) | {
+            "training_step": locations.of_function(pl_module.training_step),
+            "forward": locations.of_function(pl_module.forward),
+            "datamodule": locations.of_class(type(trainer.datamodule)),  # ty: ignore[missing-attribute]
+            "optimizer": locations.of_class(type(trainer.optimizers[0])),
+            "order": locations.of_class(type(getattr(trainer.train_dataloader, "batch_sampler", None))),
+        }
+        self._save(trainer, "places", places)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        if self._hooks and self._hooks.inside:
+            exception.add_note(f"in the forward pass of {self._hooks.inside[-1] or 'the module'}")
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._batch = batch if self._batch is None else self._batch
+        if self._hooks:
+            self._hooks.begin()
+            samples = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
+            self._passes.append({"rows": [fingerprint(sample) for sample in samples], "tensors": self._hooks.tensors})
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+        if self._hooks:
+            self._hooks.changed()
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
+        trained = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        if self._hooks:
+            gradients = {name: gradient_of(parameter) for name, parameter in trained.items()}
+            self._save(trainer, "gradients", {name: g for name, g in gradients.items() if g is not None})
+            self._missing = {name: self._has_run(name) for name, gradient in gradients.items() if gradient is None}
+        self._missing = {name: ran for name, ran in self._missing.items() if trained[name].grad is None}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._hooks and trainer.global_step and not trainer.fit_loop._should_accumulate():
+            self._hooks.remove()
+            torch.save(self._passes, self.folder / f"forward{trainer.global_rank}.pt")
+            self._save(trainer, "draws", self._hooks.draws)
+            self._save(trainer, "buffers", {name: full(buffer) for name, buffer in pl_module.named_buffers()})
+            self._hooks = None
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._save(trainer, "missing", self._missing)
+        pl_module.eval()
+        logits = self._call.repeat(pl_module)
+        pl_module.train()
+        if isinstance(logits, Tensor):  # a module whose `forward` returns something else is not compared
+            self._save(trainer, "logits", (self._batch, full(logits)))
+
+    def _has_run(self, parameter: str) -> bool:
+        """Whether the forward of the module that holds `parameter` ran in the first step."""
+        owner = parameter.rpartition(".")[0]
+        return any(owner in each["tensors"] for each in self._passes)
+
+    def _save(self, trainer: L.Trainer, name: str, value: Any) -> None:
+        if trainer.is_global_zero:
+            torch.save(value, self.folder / f"{name}.pt")
+
+
+class _Draws(ForwardHooks):
+    """Also records which modules' own code advances the random generator: {module: what drew}."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.draws: dict[str, str] = {}
+        super().__init__(root)
+
+    def begin(self) -> None:
+        """A micro-batch starts."""
+        self.tensors, self.inside = {}, []
+        self._state = torch.get_rng_state()
+
+    def note(self, what: str) -> None:
+        self.draws.setdefault(self.inside[-1] if self.inside else "training_step", what)
+
+    def changed(self) -> None:
+        state = torch.get_rng_state()
+        if not torch.equal(state, self._state):
+            self._state = state
+            self.note("another random number")
+
+
+def _turn_dropout_off(note: Any) -> None:
+    """Replace torch's functions in this process, which trains once; modules of torch and transformers call them."""
+    functional: Any = torch.nn.functional
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+
+        def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+            if training and p:
+                note()
+            return input
+
+        setattr(functional, name, identity)
+    attention = functional.scaled_dot_product_attention
+
+    def without_dropout(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kw: Any
+    ) -> Tensor:
+        if dropout_p:
+            note()
+        return attention(query, key, value, attn_mask, 0.0, *args, **kw)
+
+    functional.scaled_dot_product_attention = without_dropout
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """The unsharded gradient, over all ranks; None where there is none. Collective."""
+    if is_partitioned_by_zero(parameter) or hasattr(parameter, "_hp_mapping"):  # DeepSpeed's: partitioned, not in .grad
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient = safe_get_full_grad(parameter)
+    else:
+        gradient = parameter.grad
+    return None if gradient is None else full(gradient)

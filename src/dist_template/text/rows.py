@@ -1,0 +1,60 @@
+"""Rows of a token cache, and batches of them, with where documents begin: kernels.py keeps them apart by it.
+
+Shapes: B sequences, T tokens of a sequence; ids are int64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ..model.kernels import BOUNDS
+from .order import NOT_COUNTED, PADDING, ROWS
+
+
+class PackedRows(Dataset):
+    """Rows of T + 1 tokens, read many at a time; documents run on from row to row.
+
+    The last row ends where the tokens end: it overlaps the one before, and labels that stand in that do not count.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool = False
+    ) -> None:
+        self.tokens = np.asarray(tokens)  # still mapped; to slice np.memmap itself takes several times as long
+        self.seq_len = seq_len
+        self.eos_token_id = eos_token_id
+        self.cross_document_attention = cross_document_attention
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.seq_len) if len(self.tokens) > self.seq_len else 0
+
+    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
+        """The batch of these rows, and their numbers; DataLoader calls this once per batch."""
+        last = len(self.tokens) - self.seq_len - 1  # where the last row starts
+        window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
+        for tokens, row in zip(window, rows, strict=True):  # slices: twice as fast as one index of B x T places
+            start = min(max(row, 0) * self.seq_len, last)  # a padding row reads any row
+            tokens[:] = self.tokens[start : start + self.seq_len + 1]
+        inputs, labels = window[:, :-1].copy(), window[:, 1:].copy()  # (B, T) each
+        for label, row in zip(labels, rows, strict=True):
+            if row == PADDING or row * self.seq_len > last:
+                label[: self.seq_len if row == PADDING else row * self.seq_len - last] = NOT_COUNTED
+        positions, bounds = self.documents(inputs)
+        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
+        return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
+
+    def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions (B, T), counted from each document's start, and where documents start and the last one ends, with
+        all rows in one line: attention tells documents apart by them. With `cross_document_attention` a row is one.
+        """
+        if self.cross_document_attention:
+            return np.tile(np.arange(self.seq_len), (len(inputs), 1)), np.zeros(0, dtype=np.int32)
+        ends = inputs == self.eos_token_id
+        ends[:, -1] = True
+        bounds = np.concatenate(([0], np.flatnonzero(ends) + 1))
+        positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
+        return positions.reshape(inputs.shape), bounds.astype(np.int32)

@@ -1,0 +1,65 @@
+"""`deepspeed-config`: print the JSON that DeepSpeed would get, for its launcher or for another program."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+from ..errors import InputError
+from ..project import Project
+from . import sizes
+
+
+def main(argv: list[str], project: Project) -> None:
+    """Print `argv`'s DeepSpeed configuration, every value filled in; starts no process and reads no data.
+
+    Raises:
+        InputError: the strategy is none of DeepSpeed's, or its file conflicts with the rest of the configuration.
+    """
+    what = "Print the JSON that DeepSpeed would get, for its launcher or for another program."
+    own, flags = sizes.parser("deepspeed-config", what).parse_known_args(argv[1:])
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which is for the JSON alone
+        from ..cli.fit import parse
+
+        config = _complete_config(parse([argv[0], *flags, *sizes.as_flags(own)], project))
+    print(json.dumps(config, indent=2))
+
+
+def _complete_config(cli: Any) -> dict[str, Any]:
+    from lightning.fabric.connector import _convert_precision_to_unified_args
+
+    from ..parallel.deepspeed_config import Settings, batch_sizes, hidden_size
+    from ..parallel.zero import ZeroStrategy
+
+    trainer, module, data = cli.config_init.trainer, cli.model, cli.datamodule
+    if not isinstance(trainer.strategy, ZeroStrategy):
+        raise InputError(
+            f"trainer.strategy {trainer.strategy!r} does not use DeepSpeed; add a file such as "
+            "--config configs/strategy/zero2.yaml"
+        )
+    processes = trainer.num_nodes * _number_of(trainer.devices)
+    data.check(processes)
+    return trainer.strategy.complete_config(
+        Settings(
+            accelerator="cpu" if trainer.accelerator == "cpu" else "cuda",  # auto is meant for where it will run
+            precision=_convert_precision_to_unified_args(trainer.precision) or "32-true",
+            gradient_clip_val=trainer.gradient_clip_val or 0.0,
+            num_steps=trainer.max_steps if trainer.max_steps > 0 else None,
+            optim=getattr(module, "optim", None),
+            hidden_size=lambda: hidden_size(module),
+            **batch_sizes(data, processes, 1),
+        )
+    )
+
+
+def _number_of(devices: Any) -> int:
+    """How many devices a node's `trainer.devices` names."""
+    import torch
+
+    if isinstance(devices, list):
+        return len(devices)
+    if devices in ("auto", -1, "-1"):
+        return max(1, torch.accelerator.device_count())
+    return int(devices)

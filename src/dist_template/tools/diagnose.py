@@ -1,0 +1,78 @@
+"""`diagnose`: what is wrong with a run, what shows it, and which flag to type. Reads its folder; needs no network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..observe.diagnosis.engine import RULES, diagnose
+from ..observe.diagnosis.finding import LEVELS, Finding, as_text
+from ..observe.history.metrics import FILE
+from ..observe.history.run import CONFIG, FACTS, OF_A_RUN, History, is_run, read_run
+from ..project import Project, program
+
+
+def main(argv: list[str], project: Project) -> None:
+    """Print the findings of each run given, the worst first.
+
+    Raises:
+        InputError: there is no such run.
+    """
+    parser = argparse.ArgumentParser(program("diagnose"), description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "runs", nargs="*", type=Path, default=[Path("runs")], help="runs/<name>/<id>, or a folder of runs: its newest"
+    )
+    parser.add_argument("--json", action="store_true", help="a list of {run, step, findings}")
+    parser.add_argument("--all", action="store_true", help="every finding in full, however many")
+    given = parser.parse_args(argv[1:])
+    histories = [read_run(newest(folder)) for folder in given.runs]
+    found = [(history, diagnose(history)) for history in histories]
+    if given.json:
+        print(json.dumps([_as_dict(history, findings) for history, findings in found], indent=2))
+    else:
+        print("\n\n".join(_as_text(history, findings, given.all) for history, findings in found))
+
+
+def newest(folder: Path) -> Path:
+    """`folder`, if it is a run's; else the run below it that was written to last.
+
+    Raises:
+        InputError: it is none, and holds none.
+    """
+    if is_run(folder) and not (folder / CONFIG).exists():
+        raise InputError(f"{folder} has no {CONFIG}, by which most rules judge; give the folder of a run that has one")
+    if is_run(folder):
+        return folder
+    runs = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if (path / CONFIG).exists()]
+    if not runs:
+        raise InputError(f"{folder} is no run's folder, and has none in it; give runs/<name>/<id>")
+    return max(runs, key=lambda run: max((run / name).stat().st_mtime for name in OF_A_RUN if (run / name).exists()))
+
+
+def _as_dict(history: History, findings: list[Finding]) -> dict[str, Any]:
+    told = [finding.as_dict() for finding in findings]
+    return {"run": str(history.folder), "step": _steps(history)[1], "findings": told}
+
+
+def _as_text(history: History, findings: list[Finding], everything: bool) -> str:
+    first, last = _steps(history)
+    end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
+    title = f"{history.folder}: step {last}" + (f" of {end}" if end > 0 else "")
+    looked = f"{len(RULES)} rules looked at {len(history.metrics.names)} metrics of steps {first} to {last}"
+    lacks = [name for name in (FILE, FACTS) if not (history.folder / name).exists()]
+    looked += f"; there is no {' and no '.join(lacks)}, so not all could tell" if lacks else ""
+    if not findings:
+        return f"{title}\nnothing found: {looked}"
+    counts = Counter(finding.level for finding in findings)
+    told = ", ".join(f"{counts[level]} {level}" + "s" * (counts[level] > 1) for level in LEVELS if counts[level])
+    return f"{title}: {told}\n\n{as_text(findings, everything=everything)}\n\n{looked}"
+
+
+def _steps(history: History) -> tuple[int, int]:
+    """The first and the last that something was logged of; 0 and 0 where nothing was."""
+    steps = [step for name in history.metrics.names for step in history.metrics[name].steps[[0, -1]].tolist()]
+    return (min(steps), max(steps)) if steps else (0, 0)

@@ -1,0 +1,161 @@
+"""`export`: any strategy's checkpoint becomes a Hugging Face folder, proven to compute what was trained.
+
+The checkpoint is read whole, in one process, and loaded strictly into the model that the same configuration builds;
+`save_pretrained` writes it, because a model's layout in memory is not the one on disk (experts are stacked in memory);
+what was written is loaded again and must give the same logits, to the last bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LightningArgumentParser
+from torch import Tensor, nn
+
+from ..checkpoint.commit import agreed
+from ..checkpoint.formats import read_full
+from ..checkpoint.resume import refuse_another_models
+from ..cli.fit import WithoutTrainer
+from ..cli.run import check_checkpoint, newest_checkpoint
+from ..errors import InputError, reason
+from ..project import Project
+
+
+def main(argv: list[str], project: Project) -> None:
+    """Write the folder that `--output` names.
+
+    Raises:
+        InputError: the checkpoint cannot be read or is another model's, the folder is taken, or the disk is full.
+    """
+    cli = Export(project, argv[1:], run=False, verb=argv[0])
+    settings = cli.config
+    output = Path(settings.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
+    path = chosen_checkpoint(cli)
+    cli.datamodule.require()
+    model = trained_model(cli.model, cli.datamodule, path)
+    with written_at_once(output) as folder:
+        write = write_pretrained if hasattr(model, "save_pretrained") else write_weights
+        proof = write(model, getattr(torch, settings.dtype), folder)
+        if tokenizer := getattr(cli.datamodule, "text_tokenizer", None):
+            tokenizer.save_pretrained(folder)
+    print(f"{path}\n  -> {output}  {settings.dtype}, {proof}")
+
+
+class Export(WithoutTrainer):
+    """The training's keys and three more."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument(
+            "--checkpoint", required=True, help="Any strategy's; or `last`, or `best`: the newest run's."
+        )
+        parser.add_argument("--output", required=True, help="The folder to write; it must be new or empty.")
+        parser.add_argument(
+            "--dtype", choices=["float32", "bfloat16"], default="float32", help="Type of the weights in the folder."
+        )
+
+
+def chosen_checkpoint(cli: WithoutTrainer) -> Path:
+    """What `--checkpoint` names, verified.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    settings: Any = cli.config
+    path = Path(settings.checkpoint)
+    if settings.checkpoint in ("last", "best"):
+        _, path = newest_checkpoint(settings.checkpoint, cli.unfilled)
+    check_checkpoint(path, "--checkpoint")
+    return agreed(path)
+
+
+def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
+    """`module.model`, built for `data`, with the weights of `path`, ready to compute.
+
+    Raises:
+        InputError: the checkpoint is another model's.
+    """
+    checkpoint = read_full(path)
+    module.model = module.build_model(data)
+    refuse_another_models(path, checkpoint["state_dict"], module)
+    module.load_state_dict(checkpoint["state_dict"], strict=True)
+    return module.model.eval()
+
+
+@contextmanager
+def written_at_once(output: Path) -> Generator[Path]:
+    """A folder to write into, which becomes `output` when all has gone well, and vanishes otherwise.
+
+    Raises:
+        InputError: the disk is full, or the folder cannot be written.
+    """
+    folder = output.with_name(f".{output.name}.unfinished")
+    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        folder.rename(output)
+    except OSError as error:
+        raise InputError(f"--output {str(output)!r} cannot be written: {reason(error)}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
+    """Write a transformers model and prove it; the proof in words.
+
+    Raises:
+        InputError: what is loaded back does not compute the same.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+
+    shape = (2, min(64, getattr(model.config, "max_position_embeddings", 64)))  # (B, T)
+    vocab_size = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    trained = logits(model, tokens)
+    model.save_pretrained(folder)
+    if dtype != torch.float32:  # transformers knows which weights must stay in float32
+        model = load()
+        model.save_pretrained(folder)
+    difference = largest_difference(logits(load(), tokens), logits(model, tokens))
+    if difference != 0:
+        raise InputError(
+            f"the folder's logits differ from the model's by up to {difference:.1e}: {type(model).__name__}'s"
+            " save_pretrained does not keep what the model computes with; see build_model in module.py"
+        )
+    rounded = largest_difference(logits(model, tokens), trained)
+    return f"largest difference to the trained model's logits {rounded:g}" + (", by rounding" if rounded else "")
+
+
+def write_weights(model: nn.Module, dtype: torch.dtype, folder: Path) -> str:
+    """Write a model that transformers does not know, as its tensors by name."""
+    from safetensors.torch import load_model, save_model
+
+    save_model(model.to(dtype), str(folder / "model.safetensors"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    load_model(model, folder / "model.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    return f"model.safetensors alone: {type(model).__name__} is no transformers model, module.py's build_model makes it"
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    """(B, T, V) in float32."""
+    return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()

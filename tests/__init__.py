@@ -1,0 +1,24 @@
+"""Tests of the library, of the template and of the un-rendered project, which is linked into build/dev to run in place.
+
+Every process that a test starts finds the library, these tests and the linked project.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = ROOT / "build" / "dev"
+_SOURCE = ROOT / "{{cookiecutter.project_slug}}"
+_PACKAGE = "{{cookiecutter.package_name}}"
+
+PROJECT.mkdir(parents=True, exist_ok=True)
+for _entry in _SOURCE.iterdir():
+    _link = PROJECT / ("trainer_dev" if _entry.name == _PACKAGE else _entry.name)
+    if not _link.is_symlink():
+        _link.unlink(missing_ok=True)
+        _link.symlink_to(os.path.relpath(_entry, PROJECT))
+
+_PATHS = [str(ROOT / "src"), str(ROOT), str(PROJECT)]
+sys.path[:0] = [path for path in _PATHS if path not in sys.path]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,200 @@
+"""Loads of experts equal a count by hand of what the routers chose."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch._dynamo.utils import counters
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dist_template.callbacks.experts import LOADS, Experts
+from dist_template.callbacks.training_log import logs
+from dist_template.model.balance import BalanceConfig, Balancer
+from dist_template.model.metrics import MetricBuffer
+from dist_template.observe.history.metrics import read_metrics
+from dist_template.parallel import blocks
+from tests.parallel.test_parity import Trainings, train  # noqa: F401  (`train` is a fixture)
+
+TINY = {
+    "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 32, "head_dim": 8,
+}  # fmt: skip
+DEEPSEEK = TINY | {
+    "model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "head_dim": 4,
+}  # fmt: skip
+SPARSE = {
+    "deepseek_v3": DEEPSEEK,
+    "qwen3_moe": TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2},
+    "mixtral": TINY | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "gpt_oss": TINY | {"model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+OFF = BalanceConfig(bias_update_speed=0, aux_loss_coef=0)
+PER_LAYER = ("max_over_mean", "min_over_mean", "entropy")
+CHOSEN = 2 * 32 * 2  # sequences x tokens x experts of a token
+
+
+class Bench:
+    """A model under the callback, without a Trainer."""
+
+    def __init__(self, architecture: dict[str, Any], balance: BalanceConfig = OFF, **block_options: Any) -> None:
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture)).train()
+        blocks.wrap_blocks(model, blocks.BlockConfig(**block_options))
+        self.module: Any = model
+        model.metrics, model.balancer = MetricBuffer(), Balancer(model, balance)
+        self.trainer = SimpleNamespace(
+            log_every_n_steps=3, global_step=0, estimated_stepping_batches=100,
+            fit_loop=SimpleNamespace(_should_accumulate=lambda: False),
+        )  # fmt: skip
+        self.callback = Experts()
+        self.callback.on_fit_start(self.trainer, model)  # ty: ignore[invalid-argument-type]
+
+    def step(self) -> Any:
+        trainer, callback = self.trainer, self.callback
+        callback.on_train_batch_start(trainer, self.module, {}, trainer.global_step)
+        ids = torch.randint(0, 50, (2, 32))
+        loss = self.module(input_ids=ids, use_cache=False).logits.sum()
+        loss = sum((weight * value for _, weight, value in self.module.balancer.losses({"input_ids": ids})), start=loss)
+        callback.on_before_backward(trainer, self.module, loss)  # ty: ignore[invalid-argument-type]
+        loss.backward()
+        trainer.global_step += 1
+        callback.on_train_batch_end(trainer, self.module, None, {}, trainer.global_step)  # ty: ignore[invalid-argument-type]
+        if logs(trainer, trainer.global_step):
+            callback.before_log_step(trainer, self.module)
+
+    def read(self) -> dict[str, float]:
+        metrics = self.module.metrics.read(lambda t: t, torch.device("cpu"))
+        self.callback.on_log_step(self.trainer, self.module, metrics)
+        return metrics
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_kind_of_expert_is_found_and_where_nothing_balances_counted_in_log_steps_alone(name: str) -> None:
+    bench = Bench(SPARSE[name])
+    layers = bench.module.balancer.layers
+    assert len(layers) == (3 if name == "deepseek_v3" else 4) and all(layer.num == 8 for layer in layers)
+    counted = []
+    for _ in range(2):
+        bench.step()
+        counted.append(bench.module.balancer.loads.sum().item() / len(layers) / CHOSEN)
+    assert counted == [1, 1], "the first, for compiled blocks"
+    bench.step()
+    assert bench.module.balancer.loads.sum() == 0
+    assert bench.read()["moe/expert_load_max_over_mean"] > 1
+    assert sum(bench.module.metrics.totals[LOADS]) == 2 * len(layers) * CHOSEN, "and the third, which is logged"
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_what_balances_counts_each_step_and_a_recomputed_block_once(checkpointing: str) -> None:
+    bench = Bench(DEEPSEEK, BalanceConfig(), checkpointing=checkpointing)
+    for _ in range(3):
+        bench.step()
+    assert bench.read()["moe/layer_01/load_max_over_mean"] > 1
+    assert sum(bench.module.metrics.totals[LOADS]) == 3 * CHOSEN, "of the third step alone"
+    moved = [layer.bias_owner.e_score_correction_bias.abs().max().item() for layer in bench.module.balancer.layers]
+    assert moved == pytest.approx([0.003] * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpointing", "balances"), [("none", True), ("full", False), ("selective", True)])
+def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
+    checkpointing: str, balances: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda forward: compiled(forward, backend="aot_eager")
+    )  # seconds, not minutes
+    balance = BalanceConfig(z_loss_coef=0.001) if balances else OFF
+    bench = Bench(DEEPSEEK | {"num_hidden_layers": 12}, balance, checkpointing=checkpointing, compile=True)
+    graphs = []
+    for _ in range(6):
+        bench.step()
+        graphs.append(counters["stats"]["unique_graphs"])
+    expected = 2 if balances else 3
+    assert graphs[1:] == [expected] * 5, "a dense block, a sparse one that counts, a sparse one that does not"
+    assert not counters["graph_break"]
+    bench.read()
+    assert sum(bench.module.metrics.totals[LOADS]) == 11 * CHOSEN
+
+
+def test_ratio_and_unused_are_of_the_sums() -> None:
+    bench = Bench(DEEPSEEK)
+    loads = [
+        [4, 0, 4, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 1, 1, 0],
+        [2, 1, 1, 1, 1, 1, 1, 0, 9],
+    ]  # the last: no expert
+    bench.module.metrics.totals = {LOADS: [float(load) for layer in loads for load in layer]}
+    metrics: dict[str, float] = {}
+    bench.callback.on_log_step(bench.trainer, bench.module, metrics)
+    assert metrics["moe/expert_load_max_over_mean"] == 4.0 and metrics["moe/unused_experts"] == 7
+    of_layers = {name: [metrics[f"moe/layer_0{n}/load_{name}"] for n in (1, 2, 3)] for name in PER_LAYER}
+    entropy = -(2 * math.log(2 / 8) + 6 * math.log(1 / 8)) / 8 / math.log(8)
+    assert of_layers["max_over_mean"] == [4, 1, 2] and of_layers["min_over_mean"] == [0, 1, 0]
+    assert of_layers["entropy"] == pytest.approx([1 / 3, 1, entropy])
+
+
+def test_a_dense_model_has_no_such_metrics() -> None:
+    bench = Bench(TINY | {"model_type": "llama"})
+    bench.step()
+    assert bench.read() == {}
+
+
+class Routing(Callback):
+    """Writes down what the routers choose in training, optimizer step by optimizer step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.lines: list[tuple[int, str, list[int]]] = []
+        self.file = self.folder / f"routing{trainer.global_rank}.json"
+        for name, module in pl_module.named_modules():
+            if type(module).__name__ == "DeepseekV3TopkRouter":
+                module.register_forward_hook(lambda router, _, out, name=name: self.note(router, trainer, name, out[2]))
+
+    def note(self, router: Any, trainer: Any, name: str, chosen: torch.Tensor) -> None:
+        if router.training:
+            self.lines.append((trainer.global_step + 1, name, chosen.flatten().tolist()))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.file.write_text(json.dumps(self.lines))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero3"])
+def test_loads_equal_a_count_of_what_the_routers_chose(
+    train: Trainings,  # noqa: F811
+    tmp_path: Path,
+    strategy: str,
+) -> None:
+    run = train.run("fit", "deepseek_v3", strategy, "--trainer.max_steps=6", callbacks=[Routing(tmp_path)])
+    metrics = read_metrics(run.run)
+    expected = list(by_hand(tmp_path))
+    assert metrics["moe/expert_load_max_over_mean"].values.tolist() == pytest.approx([r for r, _ in expected], rel=1e-6)
+    assert metrics["moe/unused_experts"].values.tolist() == [unused for _, unused in expected]
+    assert len(expected) == 6 and any(ratio > 1.05 for ratio, _ in expected)
+
+
+def by_hand(folder: Path, num_experts: int = 4) -> Iterator[tuple[float, int]]:
+    """(largest over mean of the worst layer, experts without a token) of each step, over all ranks."""
+    lines = [line for path in sorted(folder.glob("routing*.json")) for line in json.loads(path.read_text())]
+    for step in sorted({step for step, _, _ in lines}):
+        layers: dict[str, list[int]] = {}
+        for of, name, chosen in lines:
+            layers.setdefault(name, [])
+            layers[name] += chosen if of == step else []
+        loads = [[chosen.count(expert) for expert in range(num_experts)] for chosen in layers.values()]
+        yield max(max(each) * num_experts / sum(each) for each in loads), sum(each.count(0) for each in loads)

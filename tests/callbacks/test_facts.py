@@ -1,0 +1,61 @@
+"""facts.json: the same however a model is cut, and null where nothing is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dist_template.callbacks.facts import Facts
+from tests.parallel.test_parity import MODELS, Trainings, train  # noqa: F401  (`train` is a fixture)
+from tests.support.runs import only_run, run
+
+SHORT = "--trainer.max_steps=6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"])
+def test_facts_do_not_depend_on_how_the_model_is_cut(train: Trainings, strategy: str) -> None:  # noqa: F811
+    one, many = (json.loads((train("deepseek_v3", s, SHORT).run / "facts.json").read_text()) for s in ("one", strategy))
+    with torch.device("meta"):
+        config = AutoConfig.for_model(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)
+        model: Any = AutoModelForCausalLM.from_config(config)
+    assert one["parameters"]["total"] == sum(p.numel() for p in model.parameters())
+    assert one["parameters"]["active"] < one["parameters"]["total"]
+    assert many["parameters"] == one["parameters"] and many["model"] == one["model"]
+    assert many["training"]["flops_per_token"] == one["training"]["flops_per_token"] > 0
+    assert many["data"]["tokens_per_step"] == one["data"]["tokens_per_step"] == 8 * 32
+    assert len(many["machine"]["hosts"]) == many["machine"]["world_size"] > 1
+    assert many["machine"]["peak_tflops"] is None, "of a CPU no peak is known"
+
+
+def test_a_resumed_run_keeps_the_facts_of_before(flags: list[str], tmp_path: Path) -> None:
+    for more in (["--trainer.max_steps=2"], ["--trainer.max_steps=4", "--ckpt_path=last"]):
+        assert run("fit", *flags, "--model.optim.warmup=1", "--trainer.limit_val_batches=0", *more) == 0
+    folder = only_run(tmp_path)
+    steps = [
+        json.loads((folder / name).read_text())["training"]["max_steps"] for name in ("facts.0.json", "facts.json")
+    ]
+    assert steps == [2, 4]
+
+
+def test_a_model_and_data_of_ones_own_have_nulls(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(
+        is_global_zero=True, datamodule=object(), strategy=strategy, world_size=1, precision="32-true",
+        gradient_clip_val=None, estimated_stepping_batches=float("inf"),
+    )  # fmt: skip
+    Facts(tmp_path).on_fit_start(trainer, module)
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["parameters"] == {"total": 6, "trainable": 6, "active": 6, "embedding": 0}
+    assert facts["model"] == dict.fromkeys(facts["model"]) | {"class": "Linear"}
+    assert set(facts["data"].values()) == {None}
+    assert facts["training"]["flops_per_token"] is None and facts["training"]["max_steps"] is None

@@ -1,0 +1,122 @@
+"""Memory and GPU figures. There is no GPU here: NVIDIA's library is a fake that answers as its header says."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from dist_template.callbacks import hardware
+from dist_template.callbacks.hardware import GPU, Hardware, Sampler
+from dist_template.cluster import environment
+from tests.support.runs import logged, only_run, run
+
+
+class NVMLError(Exception):
+    pass
+
+
+def fake(**wrong: Callable[..., Any]) -> Any:
+    """pynvml with one GPU."""
+
+    def handle(uuid: str) -> str:
+        assert uuid == "GPU-1234"
+        return "the GPU"
+
+    answers: dict[str, Any] = {
+        "NVMLError": NVMLError,
+        "NVML_TEMPERATURE_GPU": 0,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": handle,
+        "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=87, memory=30),
+        "nvmlDeviceGetPowerUsage": lambda _: 412_500,
+        "nvmlDeviceGetTemperature": lambda _, sensor: 61,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: 0x4,  # the power cap alone
+    }
+    return SimpleNamespace(**answers | wrong)
+
+
+def refuse(*_: Any) -> Any:
+    raise NVMLError("Not Supported")
+
+
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], dict[str, float]]:
+    """What a sampler has after its first round."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
+
+    def first_round(library: Any) -> dict[str, float]:
+        monkeypatch.setitem(sys.modules, "pynvml", library)
+        sampler = Sampler(torch.device("cuda", 0), every_s=60.0)
+        sampler.stop()
+        sampler.thread.join(10)
+        assert not sampler.thread.is_alive()
+        return sampler.newest
+
+    return first_round
+
+
+def test_a_gpu_is_asked_by_its_uuid_and_answers_in_our_units(sample: Callable[[Any], dict[str, float]]) -> None:
+    assert sample(fake()) == {
+        "gpu/utilization": 0.87, "gpu/power_w": 412.5, "gpu/temperature_c": 61.0, "gpu/throttled": 0.0
+    }  # fmt: skip
+    hot = fake(nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 0x4 | 0x20)
+    assert sample(hot)["gpu/throttled"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_the_gpu_does_not_tell_is_left_out_and_said(sample: Callable[[Any], dict[str, float]]) -> None:
+    with pytest.warns(UserWarning, match="no gpu/power_w: .*Not Supported"):
+        assert sample(fake(nvmlDeviceGetPowerUsage=refuse)).keys() == GPU.keys() - {"gpu/power_w"}
+    with pytest.warns(UserWarning, match="no gpu/. metrics"):
+        assert sample(fake(nvmlInit=refuse)) == {}
+
+
+def test_a_gpu_that_never_answers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
+    monkeypatch.setitem(sys.modules, "pynvml", fake(nvmlDeviceGetPowerUsage=lambda _: answers.wait(60) or 0))
+    sampler = Sampler(torch.device("cuda", 0), every_s=60.0)
+    assert "gpu/power_w" not in sampler.newest
+    sampler.stop()
+    assert sampler.thread.is_alive(), "it still asks: neither reading nor stopping has waited for it"
+    answers.set()
+
+
+def test_ranks_are_joined_and_unknown_ones_passed_over() -> None:
+    nan = float("nan")
+    of_ranks = {"memory/peak_share": [0.5, 0.9], "gpu/temperature_c": [70.0, nan], "gpu/power_w": [nan, nan]}
+    metrics: dict[str, float] = {}
+    Hardware().on_log_step(None, SimpleNamespace(metrics=SimpleNamespace(of_ranks=of_ranks)), metrics)
+    assert metrics == {"memory/peak_share": 0.9, "gpu/temperature_c": 70.0}
+
+
+def test_on_a_cpu_memory_is_what_is_resident(flags: list[str], tmp_path: Path) -> None:
+    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
+    resident = psutil.Process().memory_info().rss / 2**30
+    folder = only_run(tmp_path)
+    assert logged(folder, "memory/allocated_gib")[2] == pytest.approx(resident, rel=0.2)
+    assert 0 < logged(folder, "memory/peak_share")[2] < 1
+    assert not logged(folder, "gpu/power_w")
+
+
+def test_the_smallest_limit_of_a_host_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version 2 of control groups: a job's own, and that of the user's slice above it."""
+    for folder, limit in (("slice", "2000000"), ("slice/job", "max")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(environment, "CGROUPS", tmp_path)
+    read = environment._read
+    own = "0::/slice/job\n"
+    monkeypatch.setattr(environment, "_read", lambda path: own if str(path) == "/proc/self/cgroup" else read(path))
+    assert environment.memory_limit() == 2_000_000
+    monkeypatch.setattr(hardware, "memory_limit", environment.memory_limit)
+    rss = psutil.Process().memory_info().rss
+    assert hardware.Host(2).now()[2] == pytest.approx(2 * rss / 2_000_000, rel=0.2), "two ranks share it"

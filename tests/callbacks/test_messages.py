@@ -1,0 +1,124 @@
+"""Warnings of other ranks reach the terminal once, by rank 0, and none is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch import Callback
+
+from dist_template import weights
+from dist_template.callbacks.messages import told_once
+from tests.support.runs import Workers, run_in_subprocess
+
+
+def test_equal_texts_share_a_line_and_are_told_once() -> None:
+    told = {"the disk is slow"}  # by rank 0 itself
+    ranks = [[], ["the disk is slow", "odd"], ["the disk is slow", "on cuda:2"], ["the disk is slow", "on cuda:3"]]
+    assert told_once(ranks, told) == ["rank 1: odd", "rank 2 and 1 more: on cuda:2"]
+    assert told_once(ranks, told) == [], "all of it was told"
+    assert told_once([[], ["odd"], ["even"], []], told) == ["rank 2: even"]
+
+
+def test_what_rank_0_said_of_its_own_device_is_not_told_again_of_the_others() -> None:
+    assert told_once([[], ["on cuda:1, 16 GB"], ["on cuda:2, 16 GB"]], {"on cuda:0, 16 GB"}) == []
+
+
+def process(code: str, **environment: str) -> tuple[str, float]:
+    """Standard error of a process that runs `code`, and how long it took."""
+    env = os.environ | environment
+    code = f"from dist_template.cluster.messages import MESSAGES; MESSAGES.listen()\n{code}"
+    begun = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    return ended.stderr, time.monotonic() - begun
+
+
+WARN = "import warnings, logging, os; warnings.warn('w'); logging.getLogger('x').warning('l'); logging.error('bad')\n"
+
+
+def test_rank_0_prints_at_once_and_another_rank_at_its_end() -> None:
+    told, _ = process(WARN + "os._exit(0)")
+    assert "UserWarning: w" in told and "l\n" in told and "bad" in told and "rank" not in told
+    told, _ = process(WARN + "os._exit(0)", RANK="3")
+    assert told.strip() == "ERROR:root:bad", "errors are not kept back"
+    told, _ = process(WARN, RANK="3")
+    assert re.findall(r"rank 3: (\w+)", told) == ["UserWarning", "x"]
+
+
+def test_a_crash_prints_what_was_kept() -> None:
+    told, _ = process(WARN + "raise RuntimeError('dead')", LOCAL_RANK="1")
+    assert "rank 1: UserWarning: w" in told and "RuntimeError: dead" in told
+
+
+def test_what_waits_too_long_is_printed() -> None:
+    wait = "import dist_template.cluster.messages as m; m.HOLD_S = 0.1\n"
+    told, _ = process(wait + WARN + "import time; time.sleep(0.5); os._exit(0)", RANK="1")
+    assert "rank 1: UserWarning: w" in told
+
+
+def test_a_forked_process_prints_its_own() -> None:
+    told, _ = process("import os\nif not os.fork():\n    " + WARN + "    os._exit(0)\nos.wait(); os._exit(0)", RANK="1")
+    assert "UserWarning: w" in told
+
+
+class Warns(Callback):
+    """After step 3 all ranks warn of one thing, rank 1 of two more; the exchanges from there to step 6 are counted."""
+
+    gathers = 0  # since step 3: something may have warned at the start
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        real = weights.from_all_ranks
+
+        def counted(*given: Any) -> Any:
+            self.gathers += 1
+            return real(*given)
+
+        weights.from_all_ranks = counted  # ty: ignore[invalid-assignment]
+
+    def on_before_zero_grad(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step == 3:
+            self.gathers = 0
+            warnings.warn("all say this", stacklevel=1)
+            if trainer.global_rank == 1:
+                warnings.warn(f"only rank {trainer.global_rank} says this", stacklevel=1)
+                logging.getLogger("some.library").warning("a library's %s", "log")
+        if trainer.global_step == 6:
+            print(f"gathers: {self.gathers}")
+
+
+@pytest.mark.slow
+def test_two_ranks_tell_their_warnings_once_on_rank_0(flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=8"]
+    flags += ["--trainer.val_check_interval=100", "--last_checkpoint.every_n_steps=100"]
+    with Workers(2) as workers:
+        workers.run(["prepare", *flags], tmp_path / "prepare").check()
+        record = workers.run(["fit", *flags], tmp_path / "w", callbacks=[Warns()]).check()
+    first, second = record.log(0), record.log(1)
+    assert first.count("all say this") == 2, "rank 0's own, with its source line"
+    assert first.count("rank 1: UserWarning: only rank 1 says this") == 1
+    assert first.count("rank 1: some.library: a library's log") == 1
+    assert "says this" not in second and "a library" not in second
+    assert re.findall("gathers: (.*)", first) == ["1"], "no collective where nothing is new"
+
+
+@pytest.mark.slow
+def test_processes_that_lightning_starts_share_a_terminal_and_tell_each_warning_once(
+    flags: list[str], tmp_path: Path
+) -> None:
+    flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=8"]
+    ended = run_in_subprocess("fit", *flags, f"--trainer.callbacks+={__name__}.Warns")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("all say this") == 2, "one line, and the source line that Python adds"
+    assert ended.stderr.count("only rank 1 says this") == 1
+    assert len(re.findall(r"^rank 1: ", ended.stderr, re.MULTILINE)) >= 2

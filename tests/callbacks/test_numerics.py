@@ -1,0 +1,153 @@
+"""The numerics guard on one process: what follows a bad step, and that no checkpoint holds NaN."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trainer_dev.module import LanguageModule
+
+from dist_template.callbacks import numerics
+from dist_template.callbacks.incidents import Seen, read_jumps
+from dist_template.callbacks.numerics import Numerics
+from dist_template.checkpoint.formats import read_full
+from dist_template.errors import Ended, Exit
+from dist_template.observe.history.run import read_incidents
+from tests.callbacks.test_numerics_recovery import is_finite, newest, newest_step
+from tests.support.runs import only_run, run
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool], factor: float = math.nan) -> None:
+    """The loss of each step that `is_bad`, times `factor`, in its first micro-batch."""
+    original = LanguageModule.training_step
+
+    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        hit = batch_idx % 4 == 0 and is_bad(self.global_step + 1)
+        return original(self, batch, batch_idx) * (factor if hit else 1.0)
+
+    monkeypatch.setattr(LanguageModule, "training_step", training_step)
+
+
+LAST = ["--ckpt_path=last"]
+QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false", "--model.optim.warmup=2"]
+
+
+def saved_weights(root: Path, name: str = "default") -> dict[str, Tensor]:
+    return read_full(newest(only_run(root, name)))["state_dict"]
+
+
+@pytest.mark.parametrize("last", [4, 8])
+def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: int
+) -> None:
+    """Also when it is the last step, which has no next one for the host to look at it in."""
+    spoil(monkeypatch, lambda step: step == last)
+    assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=1") == Exit.NON_FINITE
+    assert f"training stopped: step {last} was left out: loss nan" in capsys.readouterr().err
+    assert newest_step(only_run(tmp_path)) == last - 1
+    assert is_finite(saved_weights(tmp_path))
+
+
+def test_without_the_guard_nan_weights_are_saved_and_nothing_is_said(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, lambda step: step == 4)
+    for hook in ("on_before_backward", "on_train_start", "on_before_optimizer_step", "on_save_checkpoint"):
+        monkeypatch.setattr(Numerics, hook, lambda *_: None)
+    assert run("fit", *flags, *QUICK) == 0
+    assert not is_finite(saved_weights(tmp_path))
+
+
+def test_skipping_for_too_long_ends_in_stopping(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, lambda step: step >= 3)
+    skip = ["--numerics.on_non_finite=skip", "--numerics.patience=3"]
+    assert run("fit", *flags, *QUICK, *skip) == Exit.NON_FINITE
+    assert [(i["step"], i["decision"]) for i in read_incidents(only_run(tmp_path))] == [
+        (3, "skip"),
+        (4, "skip"),
+        (5, "stop"),
+    ]
+
+
+def test_rolling_back_to_one_checkpoint_again_and_again_ends_in_stopping(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, lambda step: step >= 4)
+    flags = [*flags, *QUICK, "--numerics.on_non_finite=roll_back", "--numerics.max_roll_backs=2"]
+    codes = [run("fit", *flags, "--last_checkpoint.every_n_steps=1", *resume) for resume in ([], *[LAST] * 3)]
+    assert codes == [Exit.HUNG, Exit.HUNG, Exit.HUNG, Exit.NON_FINITE]
+    jumps = [(each["start"], each["end"]) for each in read_jumps(only_run(tmp_path))]
+    assert jumps == [(24, 32), (32, 40), (40, 48)], "each the samples of the fourth step; 8 a step"
+
+
+def test_a_checkpoint_of_weights_that_something_else_has_spoilt_is_refused(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = LanguageModule.optimizer_step
+
+    def then_plant(self: Any, *args: Any, **options: Any) -> None:
+        step(self, *args, **options)
+        if self.global_step == 3:  # it is counted later
+            next(iter(self.parameters())).data.view(-1)[7] = math.nan
+
+    monkeypatch.setattr(LanguageModule, "optimizer_step", then_plant)
+    assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=2") == Exit.NON_FINITE
+    assert newest_step(only_run(tmp_path)) == 2
+
+    monkeypatch.setattr(numerics, "_are_finite", lambda *_: True)
+    run("fit", *flags, *QUICK, "--trainer.max_steps=4", "--run.name=red")
+    assert not is_finite(saved_weights(tmp_path, "red")), "without the look at the weights they would be saved"
+
+
+def test_an_optimizer_that_is_not_fused_is_kept_from_the_step_too(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, lambda step: step == 4)
+    monkeypatch.setattr(LanguageModule, "configure_optimizers", lambda self: torch.optim.SGD(self.parameters(), lr=0.1))
+    assert run("fit", *flags, *QUICK, "--numerics.on_non_finite=skip") == 0
+    assert is_finite(saved_weights(tmp_path)) and len(read_incidents(only_run(tmp_path))) == 1
+
+
+def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) -> str:
+    """What the guard says of a step with this loss and norm."""
+    plugin = SimpleNamespace(precision="16-mixed", **precision)
+    trainer = SimpleNamespace(precision_plugin=plugin, is_global_zero=True, datamodule=SimpleNamespace(rank=0))
+    guard._leaves_it_to_zero, guard._rolled_back = False, []
+    seen = Seen(torch.tensor([loss, norm, math.inf, float(not math.isfinite(norm))]), step=3)
+    try:
+        guard._act_on(trainer, None, seen)
+    except Ended as ended:
+        return ended.code.name
+    return "goes on"
+
+
+def test_a_loss_scalers_overflow_is_no_incident_until_it_goes_on(tmp_path: Path) -> None:
+    guard = Numerics(folder=str(tmp_path), patience=3)
+    assert [judged(guard, math.inf, scaler=object()) for _ in range(2)] == ["goes on"] * 2
+    assert judged(guard, 1.0, scaler=object()) == "goes on"
+    assert [judged(guard, math.inf, scaler=object()) for _ in range(3)] == ["goes on"] * 2 + ["NON_FINITE"]
+    assert judged(Numerics(folder=str(tmp_path)), math.inf, scaler=None) == "NON_FINITE", "without a scaler, at once"
+
+
+def test_the_limit_is_robust_and_waits_for_half_a_window() -> None:
+    guard = Numerics(on_spike="skip", spike_window=8, spike_sigmas=6)
+    losses = [2.0, 2.1, 1.9, 90.0, 2.05, 1.95]  # a spike in the window
+    limits = []
+    for loss in losses:
+        limits.append(guard._limit().item())
+        guard._recent.append(torch.tensor(loss))
+        guard._steps += 1
+    assert limits[:4] == [math.inf] * 4
+    # median of 1.9 2.0 2.1 90 (the lower middle) 2.0, deviations 0 0.1 0.1 88: 0.1 (the lower middle)
+    assert limits[4] == pytest.approx(2.0 + 6 * 1.4826 * 0.1, rel=1e-4)
+    resumed = Numerics(on_spike="skip", spike_window=8, spike_sigmas=6)
+    resumed.load_state_dict(guard.state_dict())
+    assert resumed._limit() == guard._limit() < 4, "a resumed run has the window"

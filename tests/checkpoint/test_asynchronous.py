@@ -1,0 +1,299 @@
+"""Checkpoints that are written while training goes on hold what they would have held, and are as safe."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from dist_template.callbacks.checkpoint import LastCheckpoint
+from dist_template.checkpoint import commit, manifest
+from dist_template.checkpoint.formats import FILE, read_full
+from dist_template.rehearsal.acts import KillAt
+from dist_template.rehearsal.compare import first_difference
+from dist_template.rehearsal.record import RunRecord
+from tests.support.runs import CONFIGS, Workers, only_run, run
+
+STRATEGIES = ["ddp", "fsdp2", "zero3"]
+STEPS, EVERY = 8, 4  # optimizer steps: of the run, between two checkpoints
+SLOW_S = 1.0  # a save's wait before it writes; several steps are done in it
+
+
+# ---- what is planted in the workers, or in this process --------------------------------------------------------------
+
+
+def write_late() -> None:
+    """Every write in the background begins when training has gone on for some steps."""
+    begin = commit.begin
+
+    def late(*args: Any) -> Path:
+        time.sleep(SLOW_S)
+        return begin(*args)
+
+    commit.begin = late  # ty: ignore[invalid-assignment]
+
+
+def write_never() -> None:
+    """A write in the background begins and does not end before the process does."""
+    finish = commit.finish
+
+    def never(path: Path, *args: Any, **kwargs: Any) -> None:
+        if manifest.step_of(path) > EVERY:
+            time.sleep(60)
+        finish(path, *args, **kwargs)
+
+    commit.finish = never  # ty: ignore[invalid-assignment]
+
+
+def stage_nothing() -> None:
+    """What is written is what training goes on to change."""
+    DefaultStager._stage = lambda self, state_dict, **kwargs: state_dict
+    write_late()
+
+
+def in_the_copys_thread(act: Callable[[], None]) -> None:
+    stage = DefaultStager._stage
+
+    def planted(self: DefaultStager, state_dict: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            act()
+        return stage(self, state_dict, **kwargs)
+
+    DefaultStager._stage = planted
+
+
+def copy_late() -> None:
+    """The copy beside the next batch begins when that batch is done with all but the optimizer's step."""
+    in_the_copys_thread(lambda: time.sleep(SLOW_S))
+
+
+def copy_late_and_wait_not() -> None:
+    copy_late()
+    del LastCheckpoint.on_before_optimizer_step
+
+
+def copy_fails_on_rank_1() -> None:
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    if os.environ["RANK"] == "1":
+        in_the_copys_thread(fail)
+
+
+def disk_full_on_rank_1() -> None:
+    """At the first checkpoint."""
+    trouble = commit.disk_trouble
+
+    def full(write: Callable[[], object]) -> str | None:
+        def refused() -> None:
+            write()
+            if os.environ.get("RANK") == "1" and not planted:
+                planted.append(1)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return trouble(refused)
+
+    planted: list[int] = []
+    commit.disk_trouble = full  # ty: ignore[invalid-assignment]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+class Trainings:
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.folder = folder
+        self.flags = flags
+        self._synchronous: dict[str, Path] = {}
+
+    def prepare(self, *extra: str) -> None:
+        with Workers(1) as workers:
+            workers.run(["prepare", *self.flags, *extra], self.folder / "prepare").check()
+
+    def synchronous(self, strategy: str) -> Path:
+        """The checkpoints of a run that waits for each."""
+        if strategy not in self._synchronous:
+            record = self(f"{strategy}-synchronous", strategy, asynchronous=False).check()
+            self._synchronous[strategy] = record.run / "checkpoints"
+        return self._synchronous[strategy]
+
+    def __call__(self, name: str, strategy: str, *extra: str, asynchronous: bool = True, **options: Any) -> RunRecord:
+        argv = ["fit", *self.flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--run.name={name}", *extra]
+        argv += [f"--last_checkpoint.asynchronous={asynchronous}", "--data.micro_batch_size=4", "--trainer.devices=2"]
+        record = self.folder / f"{len(list(self.folder.iterdir()))}-{name}"
+        with Workers(2) as workers:
+            return workers.run(argv, record, run_id=name, **options)
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Trainings:
+    folder = tmp_path_factory.mktemp("asynchronous")
+    flags = [
+        f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/0*.txt]",
+        "--data.tokenizer=Bytes", f"--data.cache_dir={folder / 'cache'}", "--data.seq_len=32",
+        "--data.global_batch_size=8", "--data.validation_share=0", "--data.test_share=0", "--model.optim.warmup=2",
+        "--trainer.accelerator=cpu", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
+        "--trainer.logger=false", f"--last_checkpoint.every_n_steps={EVERY}", "--model.architecture={model_type: llama,"
+        " hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
+    ]  # fmt: skip
+    (folder / "records").mkdir()
+    trainings = Trainings(folder / "records", flags)
+    trainings.prepare()
+    return trainings
+
+
+def difference(expected: Path, got: Path) -> str:
+    """The first tensor of weights or moments to differ; "" if none does."""
+    want, have = read_full(expected), read_full(got)
+    assert have["global_step"] == want["global_step"] and have["DataModule"] == want["DataModule"]
+    found = first_difference(want["state_dict"], have["state_dict"])
+    for name, values in want["optimizer_states"][0]["state"].items():
+        moments = have["optimizer_states"][0]["state"][name]
+        found = found or next((f"{name} {key}" for key in values if not torch.equal(values[key], moments[key])), "")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    [*((strategy, write_late) for strategy in STRATEGIES), ("fsdp2", stage_nothing), *product(STRATEGIES, [copy_late])],
+)
+def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
+    train: Trainings, strategy: str, fault: Any
+) -> None:
+    expected = train.synchronous(strategy)
+    got = train(f"{strategy}-{fault.__name__}", strategy, prelude=fault).check().run / "checkpoints"
+    assert [path.name for path in manifest.found(got)] == [manifest.name(STEPS), manifest.name(EVERY)]
+    assert all(commit.verify(path) is None for path in manifest.found(got))
+    found = difference(expected / manifest.name(EVERY), got / manifest.name(EVERY))
+    assert bool(found) == (fault is stage_nothing), found or "without a copy, later steps must show"
+    assert not difference(expected / manifest.name(STEPS), got / manifest.name(STEPS)), "the last one is waited for"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_kill_during_a_write_leaves_the_one_before(train: Trainings, strategy: str) -> None:
+    name = f"{strategy}-killed"
+    more = f"--trainer.max_steps={STEPS + 3}"
+    killed = train(name, strategy, more, prelude=write_never, callbacks=[KillAt(STEPS + 2)])
+    assert killed.was_killed
+    folder = killed.run / "checkpoints"
+    assert commit.newest(folder) == folder / manifest.name(EVERY)
+    assert list(folder.glob(".*.tmp")), "the kill must have come during the write"
+    resumed = train(name, strategy, more).check()
+    assert min(resumed.loss) == EVERY + 1
+    assert commit.newest(folder) == folder / manifest.name(STEPS + 3) and not list(folder.glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["continue", "stop"])
+def test_a_disk_that_is_full_for_one_rank_is_told_to_all_when_the_next_is_due(train: Trainings, then: str) -> None:
+    policy = f"--last_checkpoint.on_failed_save={then}"
+    record = train(f"full-{then}", "fsdp2", policy, prelude=disk_full_on_rank_1)
+    folder = record.run / "checkpoints"
+    told = f"{manifest.name(EVERY)} was not saved, rank 1: [Errno {errno.ENOSPC}]"
+    assert told in record.log(0)
+    if then == "continue":
+        assert record.ok and [path.name for path in manifest.found(folder)] == [manifest.name(STEPS)]
+    else:
+        assert all(answer.startswith("Ended: ") and "training stops" in answer for answer in record.answers.values())
+        assert max(record.loss) == STEPS - 1 and not manifest.found(folder), "when the next one was due"
+
+
+class Average(Callback):
+    """Validate other weights than those that are trained, in their place."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.trained = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        self.put(pl_module, [torch.zeros_like(weight) for weight in self.trained])
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.put(pl_module, self.trained)
+
+    @staticmethod
+    @torch.no_grad()
+    def put(module: Any, weights: list[Any]) -> None:
+        for parameter, weight in zip(module.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+
+
+@pytest.mark.slow
+def test_a_validation_with_other_weights_in_place_comes_after_the_copy(train: Trainings) -> None:
+    train.prepare("--data.validation_share=0.2")
+    validation = [f"--trainer.val_check_interval={EVERY}", "--data.validation_share=0.2", "--best_checkpoint.keep=0"]
+    record = train("averaged", "ddp", *validation, prelude=copy_late, callbacks=[Average()]).check()
+    assert "was not saved" not in record.log(0)
+    saved = read_full(record.run / "checkpoints" / manifest.name(EVERY))
+    assert all(weight.any() for weight in saved["state_dict"].values())
+
+
+WHY = {
+    copy_late_and_wait_not: "something other than the optimizer's step has changed weights",
+    copy_fails_on_rank_1: "weights and moments could not be copied: MemoryError",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "fault"), [("ddp", copy_late_and_wait_not), *product(["fsdp2"], WHY)])
+def test_where_one_rank_has_no_whole_copy_all_give_up_that_checkpoint(
+    train: Trainings, strategy: str, fault: Any
+) -> None:
+    record = train(f"{strategy}-{fault.__name__}", strategy, prelude=fault).check()
+    assert f"{manifest.name(EVERY)} was not saved, {WHY[fault]}" in record.log(0)
+    folder = record.run / "checkpoints"
+    assert [path.name for path in manifest.found(folder)] == [manifest.name(STEPS)] and not list(folder.glob(".*"))
+
+
+class SaveThenFail(Callback):
+    """`save_now` while a save is under way, then an error while another is."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        (last,) = (callback for callback in trainer.callbacks if isinstance(callback, LastCheckpoint))
+        if trainer.global_step == 3:
+            assert last.save_now(trainer)
+            assert [manifest.step_of(path) for path in manifest.found(last.folder)] == [3, 2]
+        if trainer.global_step == 5:
+            raise RuntimeError("stopped by the test")
+
+
+def test_what_is_under_way_is_waited_for(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a save that must be there on return, by the next one, and when training fails; no thread is left."""
+    begin = commit.begin
+
+    def late(*args: Any) -> Path:
+        time.sleep(0.3)
+        return begin(*args)
+
+    monkeypatch.setattr(commit, "begin", late)
+    flags = [*flags, "--last_checkpoint.asynchronous=true", "--last_checkpoint.every_n_steps=2"]
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        run("fit", *flags, f"--trainer.callbacks+={__name__}.SaveThenFail")
+    folder = only_run(tmp_path) / "checkpoints"
+    assert [manifest.step_of(path) for path in manifest.found(folder)] == [4, 3, 2]
+    assert not list(folder.glob(".*"))
+    assert all(commit.verify(path) is None for path in manifest.found(folder))
+    # By this process's thread and by the one beside it; the manifest's own is of every byte.
+    archives = [zipfile.ZipFile(path / FILE) for path in manifest.found(folder)]
+    assert not any(entry.CRC for archive in archives for entry in archive.infolist()), "torch has computed another CRC"
+
+
+def test_host_memory_is_used_again() -> None:
+    """As BackgroundSaver has the stager: without it each save would allocate the whole copy anew."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    weight = torch.zeros(1000)
+    copies: list[Any] = [stager.stage({"state_dict": {"weight": weight.detach()}}) for _ in range(2)]
+    first, second = (copy["state_dict"]["weight"] for copy in copies)
+    assert first.data_ptr() == second.data_ptr() != weight.data_ptr()

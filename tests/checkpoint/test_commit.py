@@ -1,0 +1,305 @@
+"""A checkpoint is whole or it is none: what is damaged is found, and what is kept is never the last that is valid."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dist_template.callbacks.checkpoint import BestCheckpoint, outdated
+from dist_template.checkpoint import commit, formats, manifest
+from dist_template.checkpoint.optimizer import by_name
+from dist_template.errors import InputError
+from tests.checkpoint.test_formats import (
+    NAMES,
+    REST,
+    Tiny,
+    build_optimizer,
+    step,
+    write_distributed,
+    write_file,
+    write_zero,
+)
+from tests.support.injury import corrupt
+from tests.support.runs import newest, only_run, run
+
+FORMATS = ["file", "distributed", "zero2", "zero3"]
+
+
+def committed(folder: Path, step: int = 1, write: Callable[[Path], object] | None = None, **about: Any) -> Path:
+    """A checkpoint of `step`, as `commit.save` makes it of what `write` puts into the folder."""
+    path = folder / manifest.name(step)
+    aside = commit.begin(path)
+    write(aside) if write else (aside / formats.FILE).write_bytes(bytes(1000))
+    commit.finish(path, {"step": step, **about})
+    return path
+
+
+def write(aside: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = build_optimizer(model)
+    step(model, optimizer)
+    state = by_name(optimizer.state_dict(), sum(NAMES, []))
+    if kind == "file":
+        write_file(aside / formats.FILE, model, optimizer)
+    elif kind == "distributed":
+        write_distributed(aside, model.state_dict(), state, REST)
+    else:
+        write_zero(aside, model, state, int(kind[-1]))
+
+
+@pytest.fixture(params=FORMATS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return committed(tmp_path, write=lambda aside: write(aside, request.param))
+
+
+# ---- damage --------------------------------------------------------------------------------------------------------
+
+
+def test_every_changed_bit_and_every_cut_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    assert commit.verify(checkpoint) is None and commit.agreed(checkpoint) == checkpoint
+    draw = random.Random(0)
+    for number in range(50):
+        copy = shutil.copytree(checkpoint, tmp_path / str(number) / checkpoint.name)
+        done = corrupt(copy, draw)
+        assert commit.verify(copy), done
+        with pytest.raises(InputError, match="is damaged: its "):
+            commit.agreed(copy)
+
+
+def test_without_the_hashes_a_changed_bit_is_loaded_in_silence(tmp_path: Path) -> None:
+    """What the guard is for: torch looks at no hash when it reads."""
+    path = committed(tmp_path, write=lambda aside: write(aside, "file"))
+    before = {name: tensor.clone() for name, tensor in formats.read_full(path)["state_dict"].items()}
+    file = path / formats.FILE
+    content = bytearray(file.read_bytes())
+    place = content.find(before["first.weight"].numpy().tobytes())
+    content[place + 2] ^= 1
+    file.write_bytes(content)
+    assert not torch.equal(formats.read_full(path)["state_dict"]["first.weight"], before["first.weight"])
+    assert manifest.torn(path) is None, "its size is right"
+    assert "CRC-32" in str(commit.verify(path))
+
+
+def test_a_manifest_that_says_something_else_is_refused(checkpoint: Path) -> None:
+    content = json.loads((checkpoint / manifest.MANIFEST).read_text())
+    (checkpoint / manifest.MANIFEST).write_text(json.dumps(content | {"step": 2}, indent=1) + "\n")
+    assert commit.verify(checkpoint) == "its manifest.json is damaged"
+    (checkpoint / manifest.MANIFEST).unlink()
+    assert commit.verify(checkpoint) == "it has no manifest.json"
+    with pytest.raises(InputError, match="no manifest"):
+        commit.agreed(checkpoint)
+
+
+def test_the_file_in_a_checkpoint_is_verified_too(tmp_path: Path) -> None:
+    path = committed(tmp_path)
+    assert commit.agreed(path / formats.FILE) == path
+    (path / formats.FILE).write_bytes(bytes(999) + b"1")
+    with pytest.raises(InputError, match="is damaged"):
+        commit.agreed(path / formats.FILE)
+
+
+def test_a_file_of_another_library_is_read_as_it_is(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "lightning.ckpt")
+    assert commit.agreed(tmp_path / "lightning.ckpt") == tmp_path / "lightning.ckpt"
+
+
+def test_the_newest_that_is_not_torn_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
+    paths = [committed(tmp_path, step) for step in (1, 2, 3)]
+    (paths[2] / formats.FILE).write_bytes(bytes(999))
+    (tmp_path / "step00000009.ckpt").mkdir()
+    shutil.copytree(paths[0], tmp_path / ".step00000010.ckpt.tmp")
+    said = (
+        r"step00000009.ckpt \(it has no manifest.json\), step00000003.ckpt \(its checkpoint.pt has 999 bytes of 1000\)"
+    )
+    with pytest.warns(UserWarning, match=said + ".*step00000002.ckpt is taken"):
+        assert commit.newest(tmp_path) == paths[1]
+
+
+def test_a_folder_of_checkpoints_stands_for_its_newest_valid_one(tmp_path: Path) -> None:
+    paths = [committed(tmp_path, step) for step in (1, 2)]
+    (paths[1] / formats.FILE).write_bytes(bytes(999) + b"1")
+    assert commit.newest(tmp_path) == paths[1], "by sizes it is whole"
+    with pytest.warns(UserWarning, match="passed over: step00000002.ckpt .*CRC-32"):
+        assert commit.agreed(tmp_path) == paths[0]
+    (paths[0] / formats.FILE).unlink()
+    with pytest.raises(InputError, match="damaged checkpoints only"):
+        commit.agreed(tmp_path)
+
+
+def test_the_best_is_what_is_taken_last(tmp_path: Path) -> None:
+    best = committed(tmp_path, 5).rename(tmp_path / manifest.name(5, best=True))
+    last = committed(tmp_path, 4)
+    assert manifest.found(tmp_path) == [last, best]
+
+
+# ---- committing ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_save_left_blocks_nothing(tmp_path: Path) -> None:
+    aside = commit.begin(tmp_path / manifest.name(3))
+    (aside / "half").write_bytes(b"ha")
+    assert manifest.found(tmp_path) == []
+    path = committed(tmp_path, 3)
+    assert sorted(file.name for file in path.iterdir()) == [formats.FILE, manifest.MANIFEST]
+    commit.begin(tmp_path / manifest.name(4))
+    commit.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    (committed(tmp_path, 3) / formats.FILE).unlink()
+    path = committed(tmp_path, 3)
+    assert commit.verify(path) is None and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_the_disk_refuses_is_told_and_other_errors_are_raised() -> None:
+    def fails(error: BaseException) -> Callable[[], None]:
+        def raises() -> None:
+            raise error
+
+        return raises
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert commit.disk_trouble(fails(full)) == "rank 0: [Errno 28] No space left on device"
+    torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+    assert commit.disk_trouble(fails(torchs)) == "rank 0: a file could not be written to its end"
+    several: Any = {1: (full, None)}
+    assert commit.disk_trouble(fails(CheckpointException("write", several))) == f"rank 1: {full}"
+    assert commit.disk_trouble(lambda: None) is None
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        commit.disk_trouble(fails(RuntimeError("Connection closed by peer")))
+
+
+def test_a_refused_write_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
+    path = committed(tmp_path, 1)
+    commit.begin(tmp_path / manifest.name(2))
+    with pytest.raises(commit.SaveError, match="rank 0: no space"):
+        commit.finish(tmp_path / manifest.name(2), {"step": 2}, "rank 0: no space")
+    assert list(tmp_path.iterdir()) == [path] and commit.verify(path) is None
+
+
+# ---- which are kept ------------------------------------------------------------------------------------------------
+
+
+def steps(paths: list[Path]) -> list[int]:
+    return sorted(manifest.step_of(path) for path in paths)
+
+
+def test_the_newest_are_kept_and_one_in_each_period(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = []
+    for number, minutes in enumerate([0, 10, 50, 70, 80, 130]):
+        monkeypatch.setattr(commit.time, "time", lambda minutes=minutes: 60.0 * minutes)
+        paths.append(committed(tmp_path, number))
+    assert steps(outdated(paths[-1], keep=2)) == [0, 1, 2, 3]
+    assert steps(outdated(paths[-1], keep=1, keep_every_hours=1)) == [1, 2, 4], "0 and 3 are the first of their hours"
+
+
+def test_a_torn_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    paths = [committed(tmp_path, step) for step in (1, 2, 3)]
+    (paths[1] / formats.FILE).unlink()
+    assert steps(outdated(paths[2], keep=2)) == [2]
+
+
+def test_what_was_left_of_steps_that_training_went_back_from_is_not_kept(tmp_path: Path) -> None:
+    paths = [committed(tmp_path, step) for step in (1, 9, 5)]
+    assert steps(outdated(paths[2], keep=2)) == [9]
+
+
+def test_the_one_just_written_is_never_outdated(tmp_path: Path) -> None:
+    paths = [committed(tmp_path, step) for step in (1, 2)]
+    for path in paths:
+        (path / formats.FILE).unlink()
+    assert steps(outdated(paths[1], keep=1)) == [1]
+
+
+def test_the_best_are_told_by_what_is_in_the_folder(tmp_path: Path) -> None:
+    lowest, highest = (BestCheckpoint(mode=mode, keep=2, dirpath=str(tmp_path)) for mode in ("min", "max"))
+    assert lowest._is_among_the_best(3.0) and not lowest._is_among_the_best(math.nan)
+    for number, score in enumerate([3.0, 2.0]):
+        committed(tmp_path, number, score=score).rename(tmp_path / manifest.name(number, best=True))
+    assert [manifest.step_of(path) for path in manifest.ranked(lowest.folder, "min")] == [1, 0]
+    assert lowest._is_among_the_best(2.9) and not lowest._is_among_the_best(3.0)
+    assert highest._is_among_the_best(2.1) and not highest._is_among_the_best(2.0)
+
+
+@pytest.mark.parametrize("wrong", ["every_n_steps=0", "keep=0", "keep_every_hours=-1"])
+def test_numbers_that_would_keep_nothing_are_refused(
+    flags: list[str], wrong: str, capfd: pytest.CaptureFixture
+) -> None:
+    assert run("fit", *flags, f"--last_checkpoint.{wrong}") == 2
+    assert f"last_checkpoint.{wrong.split('=')[0]} is" in capfd.readouterr().err
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(flags: list[str]) -> list[str]:
+    return [*flags, "--trainer.limit_val_batches=0", "--trainer.logger=false", "--last_checkpoint.every_n_steps=2"]
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a DDP or single-device checkpoint."""
+    file = path / formats.FILE
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_an_interrupted_run_goes_on_by_itself_from_its_newest_valid_checkpoint(
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    from tests.support.runs import main
+
+    monkeypatch.setenv("DIST_RUN_ID", "job")
+    assert main(["fit", *quick, "--trainer.max_steps=4"]) == 0
+    flip(newest(only_run(tmp_path)))
+    capfd.readouterr()
+    with pytest.warns(UserWarning, match="passed over: step00000004.ckpt"):
+        assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0
+    shown = capfd.readouterr().out
+    assert "goes on from its newest" in shown
+    kept = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
+    assert kept == ["step00000004.ckpt", "step00000006.ckpt"]
+    assert commit.verify(only_run(tmp_path) / "checkpoints" / kept[0]) is None, "it was written again"
+    assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0, "a relaunch of what is done"
+    assert sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir()) == kept
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused_in_one_sentence(
+    quick: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert run("fit", *quick, "--trainer.max_steps=4") == 0
+    path = newest(only_run(tmp_path))
+    flip(path)
+    capfd.readouterr()
+    assert run("fit", *quick, f"--ckpt_path={path}") == 2
+    assert "is damaged: its checkpoint.pt is not what was written" in capfd.readouterr().err
+    (path / formats.FILE).write_bytes(b"")
+    assert run("fit", *quick, f"--ckpt_path={path}") == 2
+    assert "has 0 bytes of" in capfd.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+    quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    from tests.support.runs import main
+
+    monkeypatch.setenv("DIST_RUN_ID", "job")
+    assert main(["fit", *quick, "--trainer.max_steps=2"]) == 0
+    (newest(only_run(tmp_path)) / formats.FILE).unlink()
+    with pytest.warns(UserWarning, match="no other is there"):
+        assert main(["fit", *quick, "--trainer.max_steps=4"]) == 2
+    error = capfd.readouterr().err
+    assert "are all damaged: step00000002.ckpt" in error and "begin anew" in error

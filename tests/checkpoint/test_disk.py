@@ -1,0 +1,100 @@
+"""A disk that fills up, on every rank or on one: training goes on or stops by choice, and what stood before stands."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch import Callback
+
+from dist_template.checkpoint import commit, manifest
+from tests.support.runs import disk
+from tests.support.saves import Trainings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp("faults"), corpus, cache)
+
+
+class Ballast(Callback):
+    """Fill the disk after step 1 but for what a small file takes; free it after step 3.
+
+    Args:
+        folder: On that disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "ballast"
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.strategy.barrier()
+        if trainer.is_global_zero and trainer.global_step == 1:
+            free = shutil.disk_usage(self.file.parent).free
+            self.file.write_bytes(bytes(max(0, free - 40_000)))
+        if trainer.is_global_zero and trainer.global_step == 3:
+            self.file.unlink()
+        trainer.strategy.barrier()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with disk(tmp_path / "disk", "16m") as folder:
+        yield folder
+
+
+def refuse_rank_1() -> None:
+    """In each worker: rank 1's files cannot grow beyond 60 kB, as where its node's disk alone is full."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+
+def untold() -> None:
+    """In each worker: what the disk refuses is not gathered."""
+    code: Any = commit
+    code.disk_trouble = lambda write: write()
+
+
+@pytest.mark.parametrize("choice", ["continue", "stop"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
+def test_on_a_full_disk_training_goes_on_or_stops_and_the_older_checkpoint_stands(
+    train: Trainings, small_disk: Path, strategy: str, choice: str
+) -> None:
+    flags = [f"--last_checkpoint.dirpath={small_disk}", f"--last_checkpoint.on_failed_save={choice}"]
+    flags += ["--trainer.max_steps=5", "--model.optim.schedule=constant"]
+    record = train.run(strategy, f"full-{strategy}-{choice}", *flags, callbacks=[Ballast(small_disk)])
+    log = record.log(0)
+    assert "step00000002.ckpt was not saved, rank " in log and "GiB are free on the file system at /" in log
+    assert "the newest valid checkpoint is" in log
+    first, left = small_disk / manifest.name(1), sorted(path.name for path in small_disk.glob("*ckpt*"))
+    if choice == "continue":
+        record.check()
+        assert log.count("; training goes on\n") == 2, "after steps 2 and 3"
+        assert left == [manifest.name(4), manifest.name(5)]
+    else:
+        assert all(answer.startswith("Ended: step00000002.ckpt was not saved") for answer in record.answers.values())
+        assert left == [first.name] and commit.verify(first) is None
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "zero3"])
+def test_what_one_rank_cannot_write_ends_on_all_ranks_alike(train: Trainings, strategy: str) -> None:
+    """DeepSpeed's save has barriers after the writing, at which the others would wait for ever."""
+    record = train.run(strategy, f"refused-{strategy}", "--trainer.max_steps=2", prelude=refuse_rank_1)
+    assert not list((record.run / "checkpoints").iterdir())
+    assert record.log(0).count("step00000001.ckpt was not saved, rank 1: ") == 1
+    for answer in record.answers.values():  # at the last step training does not go on
+        assert answer.startswith("Ended: step00000002.ckpt was not saved, rank 1: "), record.answers
+
+
+def test_without_the_guard_a_full_disk_ends_training(train: Trainings, small_disk: Path) -> None:
+    flags = [f"--last_checkpoint.dirpath={small_disk}", "--trainer.max_steps=5"]
+    record = train.run("ddp", "full-untold", *flags, callbacks=[Ballast(small_disk)], prelude=untold)
+    assert not record.ok and "was not saved" not in record.error

@@ -1,0 +1,298 @@
+"""What cannot work together is refused before anything starts; what works is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from trainer_dev.data import DataModule
+from trainer_dev.module import LanguageModule
+from transformers import AutoConfig
+
+from dist_template.cli.limits import Machine, violations
+from dist_template.model.optim import OptimConfig
+from dist_template.parallel.blocks import BlockConfig
+from dist_template.parallel.mesh import MeshStrategy
+from dist_template.parallel.zero import ZeroStrategy
+from tests.support.runs import CONFIGS, run
+
+EIGHT_GPUS = Machine("cuda", 8, precision="bf16-mixed")
+TWO_CPUS = Machine("cpu", 2)
+
+LLAMA = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=4)
+DEEPSEEK = AutoConfig.for_model("deepseek_v3")  # as published: 128 heads, 256 experts
+DENSE_WITHOUT_PLAN = AutoConfig.for_model("gpt2", tie_word_embeddings=False)
+
+
+def told(strategy: Any = "ddp", machine: Machine = EIGHT_GPUS, **given: Any) -> list[str]:
+    """The violations of an otherwise possible training; `given` are the Trainer's arguments, but for three."""
+    module = given.pop("module", LanguageModule())
+    data = given.pop("data", DataModule(global_batch_size=1024, micro_batch_size=1))
+    config = given.pop("config", LLAMA)
+    return violations(machine, {"strategy": strategy, "max_steps": 1000, **given}, module, data, config)
+
+
+def mesh(**sizes: Any) -> dict[str, Any]:
+    return {"strategy": MeshStrategy(**sizes)}
+
+
+def zero(**options: Any) -> dict[str, Any]:
+    return {"strategy": ZeroStrategy(**options)}
+
+
+def plateau(**given: Any) -> dict[str, Any]:
+    return {"module": LanguageModule(optim=OptimConfig(schedule="reduce_on_plateau")), **given}
+
+
+FAST_FP64 = Machine("cuda", 8, precision="64-true")
+IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
+    "sizes that do not make the processes": (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
+    "sizes that cannot": (mesh(tp_size=3), "tp_size 3 does not make 8"),
+    "two sizes left open": (mesh(dp_replicate_size="auto"), "only one of them can be auto"),
+    "no process at all": (mesh(fsdp_size=-4, tp_size=-2), "fsdp_size -4 .* 1 or more"),
+    "experts over a part of a tensor": (
+        {**mesh(tp_size=4, ep_size=2), "config": DEEPSEEK},
+        "ep_size 2 must be a multiple of tp_size 4",
+    ),
+    "experts over more than there are": (
+        {**mesh(ep_size=16), "config": DEEPSEEK},
+        "ep_size 16 must .* divide fsdp_size 8 x tp_size 1 = 8",
+    ),
+    "experts over copies": (
+        {**mesh(dp_replicate_size=2, ep_size=8), "config": DEEPSEEK},
+        "ep_size 8 must .* divide fsdp_size 4",
+    ),
+    "offload of what is not sharded": (
+        {**mesh(fsdp_size=1, tp_size=8, cpu_offload=True), "config": DEEPSEEK},
+        "cpu_offload true needs parameters that FSDP shards",
+    ),
+    "key and value heads": (mesh(tp_size=8), "num_key_value_heads 4 is not a multiple of tp_size 8"),
+    "heads": (
+        {**mesh(tp_size=8), "config": AutoConfig.for_model("llama", num_attention_heads=12, hidden_size=768)},
+        "num_attention_heads 12 is not a multiple of tp_size 8",
+    ),
+    "selective checkpointing with dealt-out experts": (
+        {**mesh(ep_size=8), "config": DEEPSEEK, "module": LanguageModule(blocks=BlockConfig("selective"))},
+        "'selective' cannot be had with ep_size > 1",
+    ),
+    "selective checkpointing with sharded parameters": (
+        {**zero(stage=3), "module": LanguageModule(blocks=BlockConfig("selective"))},
+        "'selective' cannot be had with ZeRO stage 3",
+    ),
+    "experts": (
+        {**mesh(ep_size=8), "config": AutoConfig.for_model("deepseek_v3", n_routed_experts=12)},
+        "n_routed_experts 12 is not a multiple of ep_size 8",
+    ),
+    "experts, by another name": (
+        {**mesh(ep_size=8), "config": AutoConfig.for_model("mixtral", num_local_experts=6)},
+        "num_local_experts 6 is not a multiple of ep_size 8",
+    ),
+    "expert parallelism of a dense model": (mesh(ep_size=2), "'llama' has no plan for expert parallelism"),
+    "tensor parallelism without a plan": (
+        {**mesh(tp_size=2), "config": DENSE_WITHOUT_PLAN},
+        "'gpt2' has no plan for tensor parallelism; .*tp_plan",
+    ),
+    "a plan that is turned off": ({**mesh(tp_size=2, tp_plan={}), "config": DEEPSEEK}, "no plan for tensor"),
+    "tensor parallelism of an own model": ({**mesh(tp_size=2), "config": None}, "build_config in module.py"),
+    "Liger with a part of the output layer": (
+        {**mesh(tp_size=2), "module": LanguageModule(loss_kernel="liger")},
+        r"loss_kernel liger .* \(tp_size 2\) cuts it: set torch",
+    ),
+    "half precision on a mesh": (
+        {**mesh(), "machine": Machine("cuda", 8, precision="16-mixed")},
+        "precision '16-mixed' does not exist under MeshStrategy: set 32-true",
+    ),
+    "half precision on a CPU": (
+        {"machine": Machine("cpu", 8, precision="16-mixed")},
+        "'16-mixed' does not exist on a CPU: set bf16-mixed or 32-true",
+    ),
+    "double precision on a mesh": ({**mesh(), "machine": FAST_FP64}, "'64-true' does not exist under MeshStrategy"),
+    "double precision in ZeRO": ({**zero(), "machine": FAST_FP64}, "'64-true' does not exist under ZeroStrategy"),
+    "clipping by value in ZeRO": ({**zero(), "gradient_clip_algorithm": "value"}, "DeepSpeed clips by norm alone"),
+    "parameters offloaded, not sharded": (
+        zero(config={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
+        "offload_parameters needs ZeRO stage 3, .* the stage is 2",
+    ),
+    "a DeepSpeed file whose saves end later": (
+        zero(config={"checkpoint": {"writer": {"decoupled": True}}, "zero_optimization": {"stage": 2}}),
+        "remove checkpoint.writer.decoupled",
+    ),
+    "a DeepSpeed file with another batch": (
+        zero(config={"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 2}}),
+        "train_micro_batch_size_per_gpu 7, data.micro_batch_size is 1",
+    ),
+    "a DeepSpeed file with another precision": (
+        zero(config={"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}),
+        "fp16.enabled true, .* trainer.precision bf16-mixed",
+    ),
+    "no such disk": (
+        {
+            **zero(stage=3, offload_parameters=True, offload_params_device="nvme", nvme_path="/nowhere"),
+            "machine": Machine("cpu", 8, is_this_one=True),
+        },
+        "nvme_path '/nowhere' is no folder of this machine",
+    ),
+    "Lightning's FSDP": ({"strategy": FSDPStrategy()}, "'FSDPStrategy' is replaced by MeshStrategy: .*fsdp2.yaml"),
+    "Lightning's FSDP by name": ({"strategy": "fsdp_cpu_offload"}, "replaced by MeshStrategy: .*fsdp2_offload.yaml"),
+    "Lightning's FSDP2": ({"strategy": ModelParallelStrategy()}, "replaced by MeshStrategy: .*fsdp2_tp.yaml"),
+    "Lightning's DeepSpeed": ({"strategy": DeepSpeedStrategy()}, "replaced by ZeroStrategy: .*zero3.yaml"),
+    "Lightning's DeepSpeed by name": ({"strategy": "deepspeed_stage_2"}, "replaced by ZeroStrategy: .*zero2.yaml"),
+    "a class as a string": ({"strategy": "MeshStrategy"}, "is a class: .* --trainer.strategy.class_path MeshStrategy"),
+    "processes that are forked": ({"strategy": "ddp_fork"}, "'ddp_fork' would lose .* set ddp"),
+    "accumulation set by hand": ({"accumulate_grad_batches": 4}, "accumulate_grad_batches 4 .*: it is derived"),
+    "a second sampler": ({"use_distributed_sampler": True}, "use_distributed_sampler true"),
+    "a batch that does not divide": (
+        {"data": DataModule(global_batch_size=12, micro_batch_size=1)},
+        "global_batch_size 12 is not a multiple of micro_batch_size 1 x data_parallel 8",
+    ),
+    "a batch that does not divide over copies of shards": (
+        {**mesh(dp_replicate_size=2, tp_size=2), "data": DataModule(global_batch_size=6, micro_batch_size=1)},
+        "global_batch_size 6 is not a multiple of micro_batch_size 1 x data_parallel 4",
+    ),
+    "every 0th block": (
+        {"module": LanguageModule(blocks=BlockConfig(checkpoint_every=0))},
+        "checkpoint_every 0: set 1",
+    ),
+    "a learning rate below zero": (
+        {"module": LanguageModule(optim=OptimConfig(learning_rate=-1.0))},
+        "model.optim: Invalid learning rate: -1.0",
+    ),
+    "warm-up longer than training": (
+        {"module": LanguageModule(optim=OptimConfig(warmup=1000))},
+        "warm-up of 1000 steps is not shorter than training",
+    ),
+    "a cosine without an end": ({"max_steps": -1, "max_epochs": -1}, "'cosine' .* needs to know how long"),
+    "a plateau without validation": (
+        plateau(data=DataModule(global_batch_size=8, micro_batch_size=1, validation_share=0)),
+        "waits for validations, and data.validation_share is 0",
+    ),
+    "a plateau with validation switched off": (plateau(limit_val_batches=0), "trainer.limit_val_batches is 0"),
+    "a plateau that never sees one": (plateau(val_check_interval=2000), "the first is at step 2000, after .* 1000"),
+}
+
+
+def test_a_module_of_ones_own_needs_no_argument_of_ours() -> None:
+    module = LanguageModule()
+    for name in ("optim", "blocks", "loss_kernel"):
+        delattr(module, name)
+    assert told(module=module) == []
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_the_impossible_is_told_in_one_sentence(case: str) -> None:
+    given, fragment = IMPOSSIBLE[case]
+    (sentence,) = told(**given)
+    assert re.search(fragment, sentence), sentence
+    assert "\n" not in sentence and not sentence.endswith(".")
+
+
+def from_file(name: str) -> Any:
+    """The strategy of a file in configs/strategy/."""
+    strategy = yaml.safe_load((CONFIGS / "strategy" / f"{name}.yaml").read_text())["trainer"]["strategy"]
+    if isinstance(strategy, str):
+        return strategy
+    return {"MeshStrategy": MeshStrategy, "ZeroStrategy": ZeroStrategy}[strategy["class_path"]](**strategy["init_args"])
+
+
+SHIPPED = sorted(path.stem for path in (CONFIGS / "strategy").glob("*.yaml"))
+FOUR_KEY_HEADS_AT_MOST = {("tp", 8), ("tp", 64)}  # Llama's tp_size is all processes, and its keys have 4 heads here
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8, 64])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_strategy_fits_every_machine_that_its_sizes_divide(name: str, world_size: int) -> None:
+    machine = Machine("cuda", min(world_size, 8), max(1, world_size // 8), "bf16-mixed")
+    too_small = world_size == 1 and name in ("hsdp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep")
+    dense = "ep" not in name.split("_")
+    deepseek = told(from_file(name), machine, config=DEEPSEEK)
+    llama = told(from_file(name), machine, config=LLAMA)
+    assert bool(deepseek) == too_small, deepseek
+    assert bool(llama) == (too_small or (not dense) or (name, world_size) in FOUR_KEY_HEADS_AT_MOST), llama
+
+
+POSSIBLE: dict[str, Mapping[str, Any]] = {
+    "clipping by value on a mesh": {**mesh(tp_size=2), "gradient_clip_algorithm": "value"},
+    "tensor parallelism across nodes": {**mesh(tp_size="auto", fsdp_size=1), "machine": Machine("cuda", 2, 2)},
+    "copies that are not the nodes": {**mesh(dp_replicate_size=4), "machine": Machine("cuda", 8, 2)},
+    "odd heads where attention stays whole": {
+        **mesh(tp_size=2),
+        "config": AutoConfig.for_model("deepseek_v3", num_attention_heads=3),
+    },
+    "a model without plans, sharded": {**mesh(), "config": DENSE_WITHOUT_PLAN},
+    "an own model, sharded": {**mesh(), "config": None},
+    "an own plan": {**mesh(tp_size=2, tp_plan={"transformer.h.*.mlp": "replicate"}), "config": DENSE_WITHOUT_PLAN},
+    "all experts apart": {**mesh(ep_size="auto"), "config": DEEPSEEK},
+    "half precision under DDP": {"machine": Machine("cuda", 8, precision="16-mixed")},
+    "training by epochs": {"max_steps": -1, "max_epochs": 3},
+    "training by time": {
+        "max_steps": -1,
+        "max_time": "00:01:00:00",
+        "module": LanguageModule(optim=OptimConfig(schedule="constant", warmup=10)),
+    },  # fmt: skip
+    "validation after the end": {"val_check_interval": 2000},
+    "a plateau": plateau(val_check_interval=1000),
+    "another machine's disk": zero(stage=3, offload_optimizer=True, offload_optimizer_device="nvme"),
+}
+
+
+@pytest.mark.parametrize("case", POSSIBLE)
+def test_the_merely_unusual_is_not_refused(case: str) -> None:
+    assert told(**POSSIBLE[case]) == []
+
+
+def test_evaluation_needs_no_batch_that_divides_and_no_schedule() -> None:
+    trainer = {"strategy": "ddp", "max_steps": 1}
+    data, module = DataModule(global_batch_size=12), LanguageModule(optim=OptimConfig(warmup=1000))
+    machine = Machine("cuda", 8)
+    assert len(violations(machine, trainer, module, data, LLAMA)) == 2
+    assert violations(machine, trainer, module, data, LLAMA, trains=False) == []
+
+
+# ---- the same, as a user meets it ----------------------------------------------------------------------------------
+
+MESH = "--trainer.strategy.class_path=MeshStrategy"
+ZERO = "--trainer.strategy.class_path=ZeroStrategy"
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "mesh sizes": ([MESH, "--trainer.strategy.tp_size=3"], "tp_size 3 does not make 2"),
+    "two auto": ([MESH, "--trainer.strategy.tp_size=auto"], "only one of them can be auto"),
+    "expert size": ([MESH, "--trainer.strategy.ep_size=3"], "ep_size 3 must .* divide"),
+    "a dense model's experts": ([MESH, "--trainer.strategy.ep_size=2"], "'llama' has no plan for expert"),
+    "one head of two": (
+        [MESH, "--trainer.strategy.tp_size=2", "--model.architecture.num_key_value_heads=1"],
+        "num_key_value_heads 1 is not a multiple of tp_size 2",
+    ),
+    "16-mixed on a mesh": ([MESH, "--trainer.precision=16-mixed"], "'16-mixed' does not exist"),
+    "clipping by value in ZeRO": ([ZERO, "--trainer.gradient_clip_algorithm=value"], "clips by norm alone"),
+    "no disk": (
+        [ZERO, "--trainer.strategy.stage=3", "--trainer.strategy.offload_parameters=true",
+         "--trainer.strategy.offload_params_device=nvme", "--trainer.strategy.nvme_path=/nowhere"],
+        "nvme_path '/nowhere'",
+    ),
+    "no DeepSpeed file": ([ZERO, "--trainer.strategy.config=nowhere.json"], "cannot read 'nowhere.json'"),
+    "Lightning's string": (["--trainer.strategy=deepspeed_stage_3"], "replaced by ZeroStrategy"),
+    "a class as a string": (["--trainer.strategy=ZeroStrategy"], "'ZeroStrategy' is a class"),
+    "no such strategy": (["--trainer.strategy=ddpp"], "invalid strategy name"),
+    "no such clipping": (["--trainer.gradient_clip_algorithm=median"], "median"),
+    "accumulation by hand": (["--trainer.accumulate_grad_batches=2"], "it is derived"),
+    "no GPU": (["--trainer.accelerator=tpu"], "trainer.accelerator 'tpu'.* cannot be had here"),
+    "the warm-up": (["--model.optim.warmup=20"], "warm-up of 20 steps"),
+    "batches over more ranks": (["--trainer.devices=3", "--trainer.strategy=ddp"], "data_parallel 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_command_line_refuses_before_anything_starts(
+    case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong, fragment = REFUSED[case]
+    assert run("fit", *flags, "--trainer.devices=2", *wrong) == 2
+    error = capfd.readouterr().err
+    (sentence,) = (line for line in error.splitlines() if line.startswith("error: "))
+    assert re.search(fragment, sentence), sentence
+    assert "Traceback" not in error
+    assert not (tmp_path / "runs").exists(), "a refused run leaves no folder"

@@ -1,0 +1,89 @@
+"""No secret is in what a run records, whatever way it was given in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from dist_template.cluster.redaction import (
+    HIDDEN,
+    NAMES,
+    names_a_secret,
+    recorded_variables,
+    redacted,
+    redacted_command,
+)
+from tests.support.runs import only_run, run
+
+RECORDED = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "PYTHONPATH": "x", "MKL_NUM_THREADS": "1"}
+NOT_RECORDED = {
+    "CUDA_VISIBLE_DEVICES": "0",
+    "OMP_NUM_THREADS": "1",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "WANDB_API_KEY": "s3cr3t",
+    "HF_TOKEN": "s3cr3t",
+    "TORCH_REGISTRY": "s3cr3t",
+    "DS_STORAGE_PASSWORD": "s3cr3t",
+    "NCCL_OWN_PLUGIN_LOGIN": "s3cr3t",
+    "PYTHON_KEYRING_BACKEND": "s3cr3t",
+}
+
+
+def test_variables_are_those_of_an_allow_list() -> None:
+    assert recorded_variables(RECORDED | NOT_RECORDED) == RECORDED
+    assert not [name for name in NAMES if any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASS", "PW"))]
+    assert recorded_variables({"PYTHONPATH": "http://me:s3cr3t@host/x"}) == {"PYTHONPATH": f"http://{HIDDEN}@host/x"}
+
+
+@pytest.mark.parametrize("key", ["api_key", "--a.init_args.api_key", "WANDB_API_KEY", "hf_token", "dbPassword", "pw"])
+def test_a_key_of_a_secret(key: str) -> None:
+    assert names_a_secret(key)
+
+
+@pytest.mark.parametrize(
+    "key", ["eos_token", "text_key", "num_key_value_heads", "sample_tokens", "tokenizer", "bypass_cache", "", "monkey"]
+)
+def test_a_key_of_none(key: str) -> None:
+    assert not names_a_secret(key)
+
+
+def test_a_configuration_keeps_all_but_the_text_of_secrets() -> None:
+    given: dict[str, Any] = {"a": {"api_key": "k", "token": None, "key": 3, "eos_token": "</s>"}, "b": ["://u:p@h", 1]}
+    kept = {"a": {"api_key": HIDDEN, "token": None, "key": 3, "eos_token": "</s>"}, "b": [f"://{HIDDEN}@h", 1]}
+    assert redacted(given) == kept
+    assert redacted({"credentials": {"user": "u", "a": ["x"]}}) == {"credentials": {"user": HIDDEN, "a": [HIDDEN]}}
+
+
+def test_a_command_line_keeps_all_but_secrets() -> None:
+    given = ["python", "-m", "trainer", "fit", "--a.api_key=s", "--b.token", "s", "--c", "d", "--x={password: s, y: 1}"]
+    kept = ["python", "-m", "trainer", "fit", f"--a.api_key={HIDDEN}", "--b.token", HIDDEN, "--c", "d"]
+    assert redacted_command(given) == [*kept, f'--x={{"password": "{HIDDEN}", "y": 1}}']
+    plain = ["fit", "--config", "a.yaml", "--model.architecture={model_type: llama, eos_token: x}", "--y=1:2"]
+    assert redacted_command(plain) == plain
+
+
+class Uploader(Callback):
+    """Somebody's own."""
+
+    def __init__(self, api_key: str) -> None:
+        assert api_key == "s3cr3t"
+
+
+def test_a_run_writes_down_no_secret(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in NOT_RECORDED.items():
+        monkeypatch.setenv(name, value)
+    secret = [f"--trainer.callbacks+={__name__}.Uploader", "--trainer.callbacks.api_key=s3cr3t"]
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "trainer", "fit", *secret])
+    flags = [flag for flag in flags if flag != "--run.report=false"]
+    assert run("fit", *flags, *secret, "--trainer.max_steps=1") == 0
+    written = [path for path in only_run(tmp_path).rglob("*") if path.is_file()]
+    assert {"config.yaml", "environment.json", "report.html", "report.md"} <= {path.name for path in written}
+    assert any("tfevents" in path.name for path in written)
+    assert [path for path in written if b"s3cr3t" in path.read_bytes()] == []
+    shown = capfd.readouterr()
+    assert "s3cr3t" not in shown.out + shown.err

@@ -1,0 +1,216 @@
+"""Input that is wrong in a way that only a library would notice: one sentence, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import CONFIGS, SMALL_LLAMA, command, disk, newest, only_run, run
+
+LLAMA = json.dumps({"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300})  # fmt: skip
+MIXTRAL = "mixtral, num_local_experts: 2, num_experts_per_tok: 4"
+LINES = b'{"text": "abc"}\n' * 10
+
+
+def refused(verb: str, flags: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """The one sentence of a command that must end with exit code 2."""
+    capfd.readouterr()
+    os.environ.pop("DIST_RUN_ID", None)  # of the run before
+    try:
+        code: Any = command([verb, *flags])
+    except SystemExit as stopped:
+        code = stopped.code
+    told = capfd.readouterr().err
+    assert code == 2, told
+    assert "Traceback" not in told and len(told.strip().splitlines()) == 1, told
+    return told
+
+
+@pytest.fixture(autouse=True)
+def without_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRACEBACK", raising=False)
+
+
+# ---- flags -----------------------------------------------------------------------------------------------------------
+
+FLAGS = {
+    "a root that is a file": (["--run.root={here}/file"], r"run\.root .*file' cannot be written: .*Not a directory"),
+    "a root below a file": (["--run.root={here}/file/x"], r"run\.root .* cannot be written: .*Not a directory"),
+    "a root that takes nothing": (["--run.root=/proc/x"], r"run\.root '/proc/x' cannot be written: /"),
+    "a name outside of the root": (["--run.name=../../x"], r"run\.name '\.\./\.\./x' is not a folder below run\.root"),
+    "a name from the top": (["--run.name=/x"], r"run\.name '/x' is not a folder below run\.root"),
+    "no name": (["--run.name="], r"run\.name '' is not a folder below run\.root"),
+    "a name of 300 letters": (["--run.name=" + "x" * 300], r"run\.name 'x{59}…' .* may have 255 bytes"),
+    "a name with NUL": (["--run.name=a\0b"], r"run\.name 'a\\x00b' .*no NUL"),
+    "a negative limit": (["--watchdog.timeout_s=-5"], r"watchdog\.timeout_s is -5\.0; give 0 or more"),
+    "a limit that is no number": (["--watchdog.start_timeout_s=.nan"], r"watchdog\.start_timeout_s is nan; give 0"),
+    "a precision without its package": (
+        ["--trainer.precision=transformer-engine"], r"trainer\.precision 'transformer-engine' needs the package"
+    ),
+    "a misspelt metric": (["--best_checkpoint.monitor=eval/los"], r"best_checkpoint\.monitor .*mean eval/loss\?"),
+    "a misspelt metric of a callback": (
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=eval/perplexety"],
+        r"EarlyStopping\.monitor, .*did you mean eval/perplexity\?",
+    ),
+    "checkpoints where nothing can be written": (
+        ["--last_checkpoint.dirpath={here}/file/x"], r"last_checkpoint\.dirpath .* cannot be written: .*Not a directory"
+    ),
+    "a validation every 0 steps": (["--trainer.val_check_interval=0"], r"trainer\.val_check_interval is 0: give 1"),
+    "a log line every 0 steps": (["--trainer.log_every_n_steps=0"], r"trainer\.log_every_n_steps is 0: give 1 or more"),
+    "a negative norm": (["--trainer.gradient_clip_val=-1"], r"trainer\.gradient_clip_val is -1"),
+    "fewer than no workers": (["--data.num_workers=-1"], r"data\.num_workers is -1: it must be 0 or more"),
+    "no layers": (
+        ["--model.architecture=" + SMALL_LLAMA.replace("layers: 2", "layers: 0")], r"num_hidden_layers is 0: give 1"
+    ),
+    "keys that do not divide": (
+        ["--model.architecture=" + SMALL_LLAMA.replace("key_value_heads: 2", "key_value_heads: 3")],
+        r"num_attention_heads 2 is not a multiple of num_key_value_heads 3",
+    ),
+    "more experts than there are": (
+        ["--model.architecture=" + SMALL_LLAMA.replace("llama", MIXTRAL)],
+        r"num_experts_per_tok 4 is more than its 2 experts",
+    ),
+    "heads that do not divide": (
+        ["--model.architecture=" + SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 65")],
+        r"model\.architecture .*hidden size \(65\) is not a multiple of the number of attention heads \(2\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_of_a_flag(case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wrong, told = FLAGS[case]
+    (tmp_path / "file").write_text("x")
+    if "--model.architecture=" in wrong[0]:
+        assert run("prepare", *flags) == 0
+    before = sorted(tmp_path.parent.rglob("*"))
+    assert re.search(told, refused("fit", [*flags, *(flag.replace("{here}", str(tmp_path)) for flag in wrong)], capfd))
+    assert sorted(tmp_path.parent.rglob("*")) == before, "a refused run leaves nothing"
+
+
+def test_a_metric_that_nobody_measures_is_refused_before_the_first_step(
+    flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fit", *flags, "--best_checkpoint.monitor=eval/of_my_own") == 2
+    shown = capfd.readouterr()
+    assert "best_checkpoint.monitor is 'eval/of_my_own', and what is measured is eval/bits_per_byte" in shown.err
+    assert "step 1/" not in shown.out + shown.err
+
+
+def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with disk(tmp_path / "full", "4k") as folder:
+        (folder / "all").write_bytes(bytes(4096))
+        assert "full: No space left on device" in refused("fit", [*flags, f"--run.root={folder}"], capfd)
+    with disk(tmp_path / "small", "16k") as folder:
+        assert command(["fit", *flags, f"--run.root={folder}"]) == 1
+        told = capfd.readouterr().err
+        assert "Traceback" not in told and len(re.findall("^error: a disk is full .*resumes", told, re.MULTILINE)) == 1
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+JSONL: dict[str, tuple[bytes, str, str]] = {
+    "empty": (b"", "x.jsonl", "x.jsonl of data.source is empty"),
+    "empty, compressed": (gzip.compress(b""), "x.jsonl.gz", "x.jsonl.gz of data.source is empty"),
+    "no UTF-8": (LINES + b'{"text": "\xff"}\n' + LINES, "x.jsonl", "x.jsonl of data.source, line 11, is not UTF-8"),
+    "no UTF-8, compressed": (gzip.compress(LINES + b'{"text": "\xff"}\n'), "x.jsonl.gz", "line 11, is not UTF-8"),
+    "no JSON": (LINES + b'{"text": "x"\n' + LINES, "x.jsonl", "x.jsonl of data.source, line 11, is not JSON"),
+    "half a gzip file": (gzip.compress(LINES)[:25], "x.jsonl.gz", "x.jsonl.gz of data.source cannot be read: "),
+}
+
+
+@pytest.mark.parametrize("case", JSONL)
+def test_of_a_jsonl_file(case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    content, name, told = JSONL[case]
+    (tmp_path / name).write_bytes(content)
+    given = [*flags, "--data.source=Jsonl", f"--data.source.paths=[{tmp_path / name}]"]
+    assert told in refused("prepare", given, capfd)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def no_file(folder: Path) -> None:
+    pass
+
+
+def half_a_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
+
+
+def an_empty_file(folder: Path) -> None:
+    (folder / "model.safetensors").touch()
+
+
+def one_of_two(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00002.safetensors"}}))
+
+
+PRETRAINED: dict[Callable[[Path], None], str] = {
+    no_file: "has no model.safetensors",
+    half_a_file: "is damaged (Error while deserializing header",
+    an_empty_file: "is damaged (Error while deserializing header",
+    one_of_two: "has no model-00002.safetensors",
+}
+
+
+@pytest.mark.parametrize("made", PRETRAINED)
+def test_of_published_weights(
+    made: Callable[[Path], None], flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "published"
+    folder.mkdir()
+    (folder / "config.json").write_text(LLAMA)
+    made(folder)
+    assert run("prepare", *flags) == 0
+    told = refused("fit", [*flags, f"--model.pretrained={folder}"], capfd)
+    assert f"model.pretrained '{folder}' {PRETRAINED[made]}" in told
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+class AsksToRun:
+    def __reduce__(self) -> Any:
+        return print, ("it ran",)
+
+
+@pytest.mark.parametrize("strategy", ["one process", "fsdp2"])
+def test_of_a_checkpoint(strategy: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Several in one test: each needs the same trained checkpoint."""
+    if strategy == "fsdp2":
+        flags = [*flags, f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=1", "--trainer.accelerator=cpu"]
+    assert run("fit", *flags, "--trainer.max_steps=1") == 0
+    path = newest(only_run(tmp_path))
+    larger = SMALL_LLAMA.replace("hidden_size: 32", "hidden_size: 64")
+    told = refused("fit", [*flags, f"--ckpt_path={path}", f"--model.architecture={larger}"], capfd)
+    assert "is another model's: its model.model.embed_tokens.weight is (257, 32), here it is (257, 64)" in told
+
+    renamed = shutil.copytree(path, tmp_path / "step00000009.ckpt")
+    told = refused("fit", [*flags, f"--ckpt_path={renamed}"], capfd)
+    assert "was written as step 1, and is named otherwise" in told
+
+    for content, expected in (
+        ({"state_dict": {}, "x": AsksToRun()}, "cannot be read: it asks for print, and a checkpoint may hold tensors"),
+        ([1], "has no `state_dict`"),
+    ):
+        torch.save(content, tmp_path / "made.ckpt")
+        told = refused("fit", [*flags, f"--ckpt_path={tmp_path}/made.ckpt"], capfd)
+        assert expected in told and "weights_only" not in told and "it ran" not in told
+    if strategy == "fsdp2":
+        for damaged, expected in ((".metadata", "its .metadata is damaged"), ("__0_0.distcp", "cannot be read")):
+            foreign = shutil.copytree(path, tmp_path / damaged)
+            (foreign / "manifest.json").unlink()  # which would notice, by its CRC-32
+            content = (foreign / damaged).read_bytes()
+            (foreign / damaged).write_bytes(content[:100] + b"\xff\x00zz")
+            assert expected in refused("fit", [*flags, f"--ckpt_path={foreign}"], capfd)

@@ -1,0 +1,155 @@
+"""What a command imports before it answers: nothing heavy for help and for mistakes, nothing unused for training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_template.cli import mistakes
+from dist_template.cli.fit import CLI
+from dist_template.errors import InputError
+from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
+
+HEAVY = ["torch", "lightning", "transformers", "jsonargparse", "numpy"]
+MISTAKES = {
+    "a misspelt flag": (["--trainer.max_stepz=3"], "--trainer.max_stepz .* mean trainer.max_steps?"),
+    "a misspelt group": (["--wachdog.enabled", "true"], "wachdog .* mean watchdog?"),
+    "a misspelt argument of a callback": (["--last_checkpoint.every_n_step=3"], "mean last_checkpoint.every_n_steps?"),
+    "a misspelt field of the optimizer": (["--model.optim.learning_rates=3"], "mean model.optim.learning_rate?"),
+    "a word for a number": (["--data.seq_len", "long"], "--data.seq_len is 'long'"),
+    "a number that cannot be": (["--data.seq_len=0"], "data.seq_len is 0"),
+    "sizes that do not divide": (["--data.global_batch_size=9", "--data.micro_batch_size=2"], "9 is not a multiple"),
+    "data that are not there": (["--data.source=TextFiles", "--data.source.paths=[nowhere/*.txt]"], "nowhere/"),
+    "a file that is not there": (["-c", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+    "a misspelt key in a file": (["--config=wrong.yaml"], "wrong.yaml: data.seqlen .* mean data.seq_len?"),
+    "a file that is not YAML": (["--config=broken.yaml"], "broken.yaml is not YAML"),
+}
+
+
+def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_mistakes_in_files_and_flags_are_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "wrong.yaml").write_text("data:\n  seqlen: 3\n")
+    (tmp_path / "broken.yaml").write_text("data: [1\n")
+    code = (
+        "import json, sys\n"
+        f"from tests.support.line import main\n"
+        "codes = [main(['fit', *flags]) for flags in json.loads(sys.argv[1])]\n"
+        f"print(json.dumps(codes), [name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = python(code, tmp_path, json.dumps([flags for flags, _ in MISTAKES.values()]))
+    assert done.stdout == f"{[2] * len(MISTAKES)} []\n", done.stderr
+    sentences = done.stderr.splitlines()
+    for (_, told), sentence in zip(MISTAKES.values(), sentences, strict=True):
+        assert all(part in sentence for part in ("error: ", *told.split(" .* "))), sentence
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch asks for huge pages on Linux alone")
+def test_large_tensors_in_host_memory_begin_at_a_page(tmp_path: Path) -> None:
+    allocate = "import torch; print(torch.empty(2**20).data_ptr() % 4096)"  # 4 MiB; 64 where no page is asked for
+    done = python(f"import dist_template.cli.main; {allocate}", tmp_path)
+    assert done.stdout == "0\n", done.stderr
+
+
+def test_a_file_of_the_users_that_is_not_python_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cli.py", "defaults.py", "data.py", "module.py"):
+        (tmp_path / name).write_text("x = 1\nclass LanguageModule(:\n" if name == "module.py" else "")
+    (tmp_path / "cli.py").write_text("from .module import LanguageModule\n")
+    monkeypatch.setattr(mistakes, "HERE", tmp_path)
+    with pytest.raises(InputError, match=r"module.py:2: .*: class LanguageModule\(:"):
+        mistakes.refuse(["fit"], OURS)
+
+
+@pytest.mark.parametrize("verb", ["fit", "predict"])
+def test_no_key_that_the_parser_has_is_refused(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are given as null."""
+
+    def keys(self: CLI, parser: Any, args: Any) -> None:
+        raise Found([action.dest for action in self._subcommand_parsers[verb]._actions])
+
+    monkeypatch.setattr(CLI, "parse_arguments", keys)
+    with pytest.raises(Found) as found:
+        CLI(OURS, [verb], run=True)
+    known = [key for key in found.value.args[0] if not key.endswith("help") and key not in ("print_config", "config")]
+    assert {"data.seq_len", "model.optim.learning_rate", "trainer.max_steps", "watchdog.start_timeout_s"} <= {*known}
+    mistakes.refuse([verb, *(f"--{key}=null" for key in known)], OURS)
+
+
+def test_no_shipped_file_is_refused() -> None:
+    mistakes.refuse(
+        ["fit", *(f"--config={path}" for path in CONFIGS.rglob("*.yaml")), "--data.check_source=false"], OURS
+    )
+
+
+class Found(Exception):
+    """With the parser's keys."""
+
+
+@pytest.mark.slow
+def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_path: Path) -> None:
+    """Beside what torch, lightning and the model's class bring; which of those they bring depends on the machine."""
+    code = (
+        "import sys, torch, lightning\n"
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
+        "before = set(sys.modules)\n"
+        "from tests.support.line import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "print('imported', sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    unused = {"deepspeed", "wandb", "datasets", "tensorboard", "plotly", "pandas", "pyarrow", "scipy", "sklearn"}
+    unused |= {"torchvision", "torchaudio", "matplotlib", "peft", "accelerate", "tensorflow", "triton", "IPython"}
+    done = python(code, tmp_path, "fit", *flags, "--trainer.max_steps=2", "--trainer.logger=false")
+    imported = done.stdout.rpartition("imported ")[2]
+    assert PACKAGE in imported, done.stderr
+    assert not unused & set(json.loads(imported.replace("'", '"')))
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{below}'] * 9)}]\n" for below, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+FILES = {
+    "a number in place of keys": ("trainer: 5", "x.yaml: trainer is 5: it takes keys"),
+    "a list": ("- trainer\n- model", "x.yaml is a list: give keys"),
+    "a word": ("trainer", "x.yaml is a str: give keys"),
+    "nested aliases": (BOMB, "over 100,000 values"),
+    "an alias of itself": ("data: &a [*a]", "over 100,000 values"),
+    "merged aliases": (BOMB.replace("[", "{<<: [").replace("]", "]}").replace("[x,", "[{x: 1},"), "aliases|not YAML"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_file_that_is_no_configuration_is_refused_before_the_imports(case: str, tmp_path: Path) -> None:
+    text, sentence = FILES[case]
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(InputError, match=sentence):
+        mistakes.refuse(["fit", "--config", f"{tmp_path}/x.yaml"], OURS)
+
+
+@pytest.mark.parametrize("key", ["model", "data"])
+def test_naming_a_class_for_a_section_is_refused_with_where_it_is(key: str) -> None:
+    with pytest.raises(InputError, match=f"--{key} is 'some.Class': it takes keys, .* class is .* of .*.py: edit it"):
+        mistakes.refuse(["fit", f"--{key}", "some.Class"], OURS)
+
+
+@pytest.mark.parametrize(
+    ("variable", "flag"),
+    [("PL_FIT__TRAINER__MAX_STEPS", "--trainer.max_steps"), ("PL_TRAINER_MAX_STEPS", "--trainer.max_steps")],
+)
+def test_a_key_in_the_environment_is_refused(variable: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    mistakes.refuse(["fit"], OURS)
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(InputError, match=f"{variable} is set, .* unset it, and give {flag}"):
+        mistakes.refuse(["fit"], OURS)

@@ -1,0 +1,221 @@
+"""The launcher's exit code says what to do next: its workers here are one line of shell each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from dist_template.cluster import torchrun
+from dist_template.errors import Exit
+from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, run
+
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0, 0], Exit.DONE),
+        ([75, 75], Exit.REQUEUE),
+        ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had left
+        ([1, 65], Exit.NON_FINITE),
+        ([75, 2], Exit.BAD_INPUT),
+        ([1, 69, -6], Exit.OUT_OF_MEMORY),  # the peers' errors are about the one that had no memory left
+        ([-9, 1], Exit.REQUEUE),  # the peer's error is about the killed one
+        ([1, 71], Exit.REQUEUE),
+        ([1, -6], Exit.FAILED),
+        ([-15], Exit.REQUEUE),
+        ([3], Exit.FAILED),
+    ],
+)
+def test_one_code_stands_for_all_processes(codes: list[int], code: Exit) -> None:
+    assert Exit.of_all(codes) == code
+
+
+class Launched:
+    """torchrun in this process, with shell commands for workers that count their starts in `folder`."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture) -> None:
+        self.folder, self.capfd = folder, capfd
+
+    def run(self, *by_rank: str, restarts: int = 2, shutdown_timeout_s: int = 5) -> int:
+        cases = "".join(f"{rank}) {command};; " for rank, command in enumerate(by_rank))
+        script = f"echo >> {self.folder}/starts.$RANK; case $RANK in {cases}esac"
+        flags = [f"--nproc-per-node={len(by_rank)}", f"--max-restarts={restarts}", "--rdzv-backend=c10d"]
+        flags += ["--rdzv-endpoint=localhost:0", "--monitor-interval=0.05", "--signals-to-handle=SIGTERM,SIGUSR1"]
+        flags += [f"--shutdown-timeout={shutdown_timeout_s}", "--no-python", "sh", "-c", script]
+        return torchrun.main(flags)
+
+    def when(self, files: list[str], number: int) -> None:
+        """Signal this process once workers have written these files, and torchrun's agent knows the workers."""
+
+        def ready() -> bool:
+            knows = torchrun.Agent.latest is not None and torchrun.Agent.latest._workers()
+            return bool(knows) and all((self.folder / file).exists() for file in files)
+
+        def signal_when_written() -> None:
+            deadline = time.monotonic() + 60
+            while not ready():
+                if time.monotonic() > deadline:
+                    return  # the test fails by what its workers did not do
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+            (self.folder / f"after_{files[0]}").touch()
+
+        threading.Thread(target=signal_when_written, daemon=True).start()
+
+    @property
+    def starts(self) -> int:
+        return len((self.folder / "starts.0").read_text().splitlines())
+
+    @property
+    def said(self) -> str:
+        return self.capfd.readouterr().err
+
+
+@pytest.fixture
+def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setattr(torchrun, "PEERS_S", 0.5)
+    monkeypatch.setattr(torchrun.Agent, "latest", None)
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield Launched(tmp_path, capfd)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.MISMATCH])
+def test_who_decided_to_end_is_not_started_again(launched: Launched, code: Exit) -> None:
+    assert launched.run(f"exit {code:d}", f"exit {code:d}") == code
+    assert launched.starts == 1 and launched.said == "", "rank 0 has said why"
+
+
+@pytest.mark.slow
+def test_torchruns_own_agent_would_start_them_again(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun.Agent, "_monitor_workers", torchrun.LocalElasticAgent._monitor_workers)
+    launched.run("exit 2")
+    assert launched.starts == 3
+
+
+def test_killed_workers_are_started_again_and_then_relaunched(launched: Launched) -> None:
+    assert launched.run("kill -9 $$$$", "exec sleep 60", restarts=1) == Exit.REQUEUE
+    assert launched.starts == 2
+    told = launched.said
+    assert "rank 0 was killed by SIGKILL; restarting, 0 more left" in told and "no restart is left" in told
+    assert "Traceback" not in told and "=====" not in told
+
+
+def test_a_failure_is_started_again_and_then_final(launched: Launched) -> None:
+    assert launched.run("exit 1", "exit 1", restarts=1) == Exit.FAILED
+    assert launched.starts == 2
+
+
+@pytest.mark.slow
+def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> None:
+    begun = time.monotonic()
+    assert launched.run("exec sleep 60", "exit 2", shutdown_timeout_s=1) == Exit.BAD_INPUT
+    assert launched.starts == 1 and "rank 1 ended with code 2" in launched.said
+    assert time.monotonic() - begun < 25, "rank 0 would sleep for 60 s, and torchrun wait for 30"
+
+
+def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launched: Launched) -> None:
+    """The workers save until the second signal has come: they end with 75 only if it did not end them."""
+    here = launched.folder
+    saves = f"touch {here}/saves.$RANK; while [ ! -e {here}/after_saves.0 ]; do sleep 0.05; done; exit 75"
+    saves = f"trap '{saves}' TERM USR1; touch {here}/trains.$RANK; while [ -d {here} ]; do sleep 0.05; done"
+    launched.when(["trains.0", "trains.1"], signal.SIGUSR1)
+    launched.when(["saves.0", "saves.1"], signal.SIGUSR1)
+    assert launched.run(saves, saves, shutdown_timeout_s=60) == Exit.REQUEUE
+    assert launched.starts == 1 and torchrun._codes() == [75, 75], "they have saved"
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_save_in_time_are_killed_and_relaunched(launched: Launched) -> None:
+    launched.when(["trains.0"], signal.SIGTERM)
+    deaf = f"trap '' TERM; touch {launched.folder}/trains.$RANK; while [ -d {launched.folder} ]; do sleep 0.05; done"
+    assert launched.run(deaf, shutdown_timeout_s=1) == Exit.REQUEUE
+    assert torchrun._codes() == [-signal.SIGKILL]
+
+
+def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Any) -> int:
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lost)
+    assert launched.run("exec sleep 60") == Exit.REQUEUE
+    told = launched.said
+    assert "the rendezvous is gone" in told and "relaunch" in told and "Traceback" not in told
+
+
+NEVER_ANSWERS = """
+import sys, time
+from dist_template.cluster import torchrun
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+torchrun.LOST_S = 1
+DynamicRendezvousHandler.num_nodes_waiting = lambda self: time.sleep(1000)
+sys.exit(torchrun.main(["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python", "sleep", "100"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_rendezvous_that_never_answers_is_given_up() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_ANSWERS], cwd=PROJECT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == Exit.REQUEUE and "the rendezvous does not answer" in ended.stderr
+
+
+NEVER_COMES_BACK = """
+import sys, time
+from dist_template.cluster import torchrun
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+torchrun.REJOIN_S = 1
+join, joined = DynamicRendezvousHandler.next_rendezvous, []
+DynamicRendezvousHandler.next_rendezvous = lambda self: time.sleep(1000) if joined else joined.append(1) or join(self)
+flags = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=1", "--no-python"]
+sys.exit(torchrun.main([*flags, "sh", "-c", "exit 1"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_come_back_is_not_waited_for_without_end() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_COMES_BACK], cwd=PROJECT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == Exit.REQUEUE and "not all nodes came back within 1 s" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, {Exit.REQUEUE}), (signal.SIGKILL, {1, Exit.REQUEUE})])
+def test_lightnings_own_launcher_ends_with_a_code(
+    flags: list[str], tmp_path: Path, number: int, codes: set[int]
+) -> None:
+    """The first process is the launcher, and would be killed by Lightning."""
+    run("prepare", *flags)
+    more = ["--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=100000"]
+    environment = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN}
+    command = [sys.executable, "-m", PACKAGE, "fit", *flags, *more, "--last_checkpoint.every_n_steps=5"]
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, env=environment, cwd=PROJECT, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*/*/checkpoints/step*")):
+            assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        (child,) = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        os.kill(int(child), number)
+        assert first.wait(60) in codes, (tmp_path / "log").read_text()
+    finally:
+        first.kill()
+        first.wait()

@@ -1,0 +1,248 @@
+"""A rank that stands still is noticed, named and ended with the others, wherever it stands."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from dist_template.callbacks.watchdog import Watchdog
+from dist_template.errors import Exit
+from dist_template.rehearsal.record import RunRecord
+from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, run
+
+LIMIT_S = 3.0
+BUSY_S = 20.0  # for a machine on which everything is slow; a collective's own limit would be 60 s more than LIMIT_S
+
+
+class HangAt(Callback):
+    """Stand still in a hook, from its `call`-th call on this rank on.
+
+    Args:
+        rank: Which does; the others go on until they need it.
+        hook: A callback's or the module's, by name.
+        folder: Where the time is written down.
+        stops: By SIGSTOP, as a debugger or an overfull machine would, and not by sleeping.
+    """
+
+    def __init__(self, rank: int, hook: str, folder: Path, call: int = 1, stops: bool = False) -> None:
+        self.rank, self.hook, self.folder, self.call, self.stops = rank, hook, folder, call, stops
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if trainer.global_rank != self.rank:
+            return
+        if self.hook == "setup":
+            self._hang()
+        owner: Any = pl_module if hasattr(type(pl_module), self.hook) and "step" in self.hook else self
+        before, count = getattr(owner, self.hook), iter(range(1, 10**9))
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == self.call:
+                self._hang()
+            return before(*args, **kwargs)
+
+        setattr(owner, self.hook, hook)
+
+    def _hang(self) -> None:
+        hang(self.folder, self.stops)
+
+
+def hang(folder: Path, stops: bool = False) -> None:
+    (folder / "hangs_since").write_text(str(time.time()))
+    if stops:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
+def hang_in_data(rank: int, call: int, folder: Path) -> None:
+    """A prelude: the rank's data set never answers the `call`-th request."""
+    from trainer_dev.data import PackedRows
+
+    read, count = PackedRows.__getitems__, iter(range(1, 10**9))
+
+    def stuck(self: PackedRows, rows: list[int]) -> Any:
+        if os.environ["RANK"] == str(rank) and next(count) == call:
+            hang(folder)
+        return read(self, rows)
+
+    PackedRows.__getitems__ = stuck
+
+
+def train(
+    flags: list[str],
+    folder: Path,
+    *extra: str,
+    strategy: str = "ddp",
+    num: int = 2,
+    timeout_s: float = 60.0,
+    **options: Any,
+) -> RunRecord:
+    flags = [*flags, f"--trainer.devices={num}"] + [f"--config={CONFIGS}/strategy/{strategy}.yaml"] * (num > 1)
+    flags += [f"--model.architecture={SMALL_LLAMA}", "--data.global_batch_size=8", "--data.micro_batch_size=1"]
+    flags += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
+    limits = [f"--watchdog.timeout_s={LIMIT_S}", f"--watchdog.start_timeout_s={10 * LIMIT_S}"]
+    folder.mkdir(parents=True, exist_ok=True)
+    with Workers(num) as workers:
+        return workers.run(["fit", *flags, *limits, *extra], folder / "record", timeout_s=timeout_s, **options)
+
+
+def check_all_ended(record: RunRecord, folder: Path, limit_s: float = LIMIT_S, stopped: int | None = None) -> str:
+    """The sentence that the log ends with, when every rank ended with Exit.HUNG in time and wrote its stacks."""
+    took_s = time.time() - float((folder / "hangs_since").read_text())
+    for rank, answer in record.answers.items():
+        expected = -signal.SIGKILL if rank == stopped else Exit.HUNG
+        assert answer == f"killed: exit code {int(expected)}", (record.answers, record.log(rank)[-3000:])
+    stacks = record.run / "stacks"
+    for rank in record.answers.keys() - {stopped}:
+        assert "most recent call first" in record.log(rank), "in the log"
+        assert "most recent call first" in (stacks / f"rank{rank}.txt").read_text(), "in the run's folder"
+    told = "".join(record.log(rank) for rank in record.answers)
+    print(f"noticed and ended after {took_s:.2f} s")
+    assert limit_s <= took_s + 0.5 and took_s <= limit_s + BUSY_S
+    (sentence,) = set(re.findall(r"^no progress for [\d.]+ s: .*", told, re.MULTILINE))
+    assert sentence in (stacks / "summary.txt").read_text()
+    return sentence
+
+
+@pytest.fixture
+def prepared(flags: list[str]) -> list[str]:
+    assert run("prepare", *flags) == 0
+    return flags
+
+
+STEP, LOADER, START, STOP = "training_step", "loader", "setup", "stop"
+CASES = [
+    ("ddp", 2, 1, LOADER),
+    ("ddp", 2, 0, STEP),
+    ("fsdp2", 2, 1, STEP),
+    ("fsdp2", 2, 0, LOADER),
+    ("fsdp2_tp", 4, 2, STEP),
+    ("zero2", 2, 1, STEP),
+    ("zero2", 2, 0, START),
+    ("zero2", 2, 0, STOP),  # rank 0's process holds the store that the ranks talk through
+    ("zero3", 2, 0, STEP),
+    ("zero3", 2, 1, STOP),
+]
+QUICK = [("fsdp2", 2, 1, STEP)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num", "rank", "where"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_rank_that_hangs_is_named_and_all_end(
+    strategy: str, num: int, rank: int, where: str, prepared: list[str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "callbacks": [HangAt(rank, STEP if where == STOP else where, tmp_path, 6, where == STOP)]
+    }
+    limits = []
+    if where == LOADER:
+        options = {"prelude": functools.partial(hang_in_data, rank, 10, tmp_path)}
+    if where == START:
+        limits = [f"--watchdog.start_timeout_s={LIMIT_S}"]
+    record = train(prepared, tmp_path, *limits, strategy=strategy, num=num, **options)
+    sentence = check_all_ended(record, tmp_path, stopped=rank if where == STOP else None)
+    print(sentence)
+    named, waiting = re.split("; ", sentence, maxsplit=1)
+    place = {
+        STEP: "step 2, micro-batch 2, forward, .*test_cluster_hangs.py:",
+        LOADER: "step 2, micro-batch 1, in its data loader, .*test_cluster_hangs.py:",
+        START: "start-up, in a callback, .*test_cluster_hangs.py:",
+        STOP: "did not arrive and says nothing: its process is stopped or its node is gone",
+    }
+    assert re.search(f": rank {rank} .*{place[where]}", named)
+    others = ", ".join(str(other) for other in range(num) if other != rank)
+    assert all(other in waiting for other in others) and "wait" in waiting
+
+
+@pytest.mark.slow
+def test_without_the_watchdog_a_hang_stays(prepared: list[str], tmp_path: Path) -> None:
+    off = ["--watchdog.timeout_s=0", "--watchdog.start_timeout_s=0"]
+    record = train(prepared, tmp_path, *off, callbacks=[HangAt(1, STEP, tmp_path, 6)], timeout_s=LIMIT_S + 3)
+    assert (tmp_path / "hangs_since").exists()
+    assert all(answer.startswith("hung:") for answer in record.answers.values()), record.answers
+
+
+class SlowValidation(Callback):
+    """Each batch takes a while, all of them more than the limit."""
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+
+
+def validation_is_no_progress() -> None:
+    for hook in ("on_validation_batch_start", "on_validation_batch_end"):
+        setattr(Watchdog, hook, getattr(Callback, hook))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_long_validation_that_lives_is_let_live(counts: bool, prepared: list[str], tmp_path: Path) -> None:
+    limits = ["--watchdog.timeout_s=1.5", "--watchdog.start_timeout_s=1.5", "--trainer.limit_val_batches=8"]
+    options: dict[str, Any] = {} if counts else {"prelude": validation_is_no_progress}
+    flags = [*limits, "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    record = train(prepared, tmp_path, *flags, num=1, callbacks=[SlowValidation()], **options)
+    if counts:
+        record.check()
+    else:
+        assert record.answers == {0: "killed: exit code 71"}
+        assert "validation at step" in record.log()
+
+
+class GroupTimeouts(Callback):
+    """Writes down, after the last step, how long each process group lets a collective wait, in seconds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        groups = dist.distributed_c10d._world.pg_map
+        found = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(found))
+
+
+def no_limits_for_groups() -> None:
+    Watchdog._limit_groups = lambda *args: None  # ty: ignore[invalid-assignment]
+
+
+OWN_LIMIT = "--trainer.strategy.init_args.timeout=00:03:20"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "extra", "expected"),
+    [
+        pytest.param("fsdp2", [], LIMIT_S + 60, id="a mesh's groups"),
+        pytest.param("zero2", [], LIMIT_S + 60, id="DeepSpeed's groups", marks=pytest.mark.slow),
+        pytest.param("fsdp2", [OWN_LIMIT], 200.0, id="the strategy's own key rules", marks=pytest.mark.slow),
+    ],
+)
+def test_every_process_group_carries_the_limit(
+    strategy: str, extra: list[str], expected: float, prepared: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "timeouts.json"
+    flags = [*extra, "--trainer.max_steps=1"]
+    train(prepared, tmp_path, *flags, strategy=strategy, callbacks=[GroupTimeouts(path)]).check()
+    found = json.loads(path.read_text())
+    assert len(found) > 1 and set(found) == {expected}
+
+
+@pytest.mark.slow
+def test_without_the_watchdogs_limits_later_groups_wait_for_half_an_hour(prepared: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "timeouts.json"
+    flags = ["--trainer.max_steps=1", OWN_LIMIT]
+    callbacks = [GroupTimeouts(path)]
+    train(prepared, tmp_path, *flags, strategy="fsdp2", callbacks=callbacks, prelude=no_limits_for_groups).check()
+    assert set(json.loads(path.read_text())) == {200.0, 1800.0}

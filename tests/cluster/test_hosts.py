@@ -1,0 +1,91 @@
+"""Two nodes, each a network namespace: a worker, the link, a node and the rendezvous's host are lost, one by one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dist_template.errors import Exit
+from tests.support.injury import Training, TwoHosts, kill
+from tests.support.runs import run
+
+
+def no_namespaces() -> str:
+    """Why there can be none here; "" where they can."""
+    if not shutil.which("ip"):
+        return "needs `ip` (iproute2)"
+    made = subprocess.run(["ip", "netns", "add", "injury-try"], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "delete", "injury-try"], capture_output=True, check=False)
+    return f"`ip netns add` is not allowed: {made.stderr.strip()}" if made.returncode else ""
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    if why := no_namespaces():
+        pytest.skip(why)
+    with TwoHosts() as two:
+        yield two
+
+
+def seconds(what: str, until: Callable[[], bool], limit_s: float) -> None:
+    """Wait, and print how long it took (`pytest -s`)."""
+    begun = time.monotonic()
+    while not until():
+        assert time.monotonic() - begun < limit_s, what
+        time.sleep(0.02)
+    print(f"{what}: {time.monotonic() - begun:.1f} s")
+
+
+def begun_anew(training: Training) -> Callable[[], bool]:
+    """Whether rank 0 has had a first batch since now."""
+    lives = len({step.life for step in training.steps()})
+    return lambda: len({step.life for step in training.steps()}) > lives
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path) -> None:
+    run("prepare", *flags)
+    argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=100000", "--trainer.val_check_interval=5000"]
+    argv += ["--last_checkpoint.every_n_steps=20", "--watchdog.timeout_s=10", "--trainer.log_every_n_steps=50"]
+    options = {"NNODES": "1:2", "MAX_RESTARTS": "10", "DIST_RUN_ID": "hosts", "SHUTDOWN_TIMEOUT": "10"}
+    a, b = (hosts.training(host, tmp_path / "steps", argv, **options) for host in (0, 1))
+    with a, b:
+        a.reach(10)
+
+        anew = begun_anew(a)
+        kill(next(iter(b.ranks().values())))
+        seconds("a worker killed, to the first batch on both", anew, 30)
+        assert len(a.ranks()) == len(b.ranks()) == 1
+        a.reach(a.steps()[-1].step + 25)
+
+        anew = begun_anew(a)
+        hosts.cut()
+        seconds("the link cut (watchdog 10 s), to the first batch on one node", anew, 60)
+        seconds("  and to the other's exit", lambda: b.launcher.poll() is not None, 60)
+        assert b.launcher.returncode == Exit.REQUEUE
+
+        hosts.cut(whole=True)
+        anew = begun_anew(a)
+        b.start()
+        seconds("the link mended and the node relaunched, to the first batch on both", anew, 40)
+        a.reach(a.steps()[-1].step + 25)
+
+        anew = begun_anew(a)
+        hosts.kill(1)
+        seconds("a node killed, to the first batch on the other", anew, 40)
+
+        anew = begun_anew(a)
+        b.start()
+        seconds("the node relaunched, to the first batch on both", anew, 40)
+        a.reach(a.steps()[-1].step + 25)
+
+        hosts.kill(0)
+        seconds("the rendezvous's host killed, to the other's exit", lambda: b.launcher.poll() is not None, 30)
+        assert b.launcher.returncode == Exit.REQUEUE
+        assert "the rendezvous is gone" in b.log.read_text()

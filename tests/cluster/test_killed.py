@@ -1,0 +1,96 @@
+"""Killed ranks under the real launcher: the run goes on by itself, to the weights that it would have had."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_template.checkpoint import commit
+from dist_template.checkpoint.formats import read_full
+from dist_template.errors import Exit
+from tests.support.injury import Step, Training, kill
+from tests.support.runs import run
+
+KILLS = int(os.environ.get("KILLS", "20"))
+EVERY = 10  # steps between two checkpoints
+
+
+def lives(training: Training) -> list[list[Step]]:
+    """Rank 0's steps, by process."""
+    steps = training.steps()
+    return [[step for step in steps if step.life == life] for life in dict.fromkeys(step.life for step in steps)]
+
+
+def newest(root: Path, run_id: str) -> Path:
+    path = commit.newest(root / "runs" / "default" / run_id / "checkpoints")
+    assert path is not None
+    return path
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same weights, bit by bit."""
+    a, b = read_full(one)["state_dict"], read_full(other)["state_dict"]
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(flags: list[str], tmp_path: Path) -> None:
+    """`KILLS=50 pytest …` for more; the times are printed (`-s`)."""
+    run("prepare", *flags)
+    steps = 30 * KILLS
+    argv = ["fit", *flags, "--trainer.strategy=ddp", f"--trainer.max_steps={steps}", "--trainer.val_check_interval=500"]
+    argv += [f"--last_checkpoint.every_n_steps={EVERY}", "--trainer.log_every_n_steps=50"]
+    with Training(tmp_path / "whole", argv, NPROC="2") as whole:
+        assert whole.end() == Exit.DONE, whole.log.read_text()[-3000:]
+    chance = random.Random(KILLS)
+    waits, lost = [], []
+    with Training(tmp_path / "hurt", argv, NPROC="2", MAX_RESTARTS=str(KILLS)) as hurt:
+        for trial in range(KILLS):
+            hurt.wait(lambda trial=trial: len(lives(hurt)) > trial)
+            begun = lives(hurt)[-1][0].step
+            hurt.reach(begun + chance.randint(EVERY + 1, 2 * EVERY))
+            at = time.time()
+            kill(hurt.ranks()[chance.randrange(2)])
+            hurt.wait(lambda trial=trial: len(lives(hurt)) > trial + 1)
+            waits.append(lives(hurt)[-1][0].at - at)
+            lost.append(lives(hurt)[-2][-1].step - lives(hurt)[-1][0].step)
+        assert hurt.end(300) == Exit.DONE, hurt.log.read_text()[-3000:]
+    print(f"\n{KILLS} kills: first batch after {min(waits):.1f} to {max(waits):.1f} s, {max(lost)} steps lost at most")
+    assert max(lost) <= EVERY
+    assert same(newest(tmp_path, "hurt"), newest(tmp_path, "whole"))
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_or_its_death_saves_and_a_relaunch_goes_on(flags: list[str], tmp_path: Path) -> None:
+    run("prepare", *flags)
+    argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=200", "--last_checkpoint.every_n_steps=100"]
+    with Training(tmp_path / "run", argv, NPROC="2") as training:
+        for number, code in ((signal.SIGTERM, Exit.REQUEUE), (signal.SIGKILL, -signal.SIGKILL)):
+            begun = training.steps()[-1].step if training.steps() else 0
+            training.reach(begun + 20)
+            ranks = training.ranks()
+            kill(training.launcher.pid, number)
+            assert training.end(10) == code
+            for pid in ranks.values():  # whose launcher was killed: they are not its children any more
+                _wait_for_death(pid)
+            last = training.steps()[-1].step
+            assert newest(tmp_path, "run").name == f"step{last:08}.ckpt", "no step is lost"
+            training.start()
+            training.wait(lambda last=last: training.steps()[-1].step > last)
+            assert lives(training)[-1][0].step == last
+        assert training.end() == Exit.DONE
+
+
+def _wait_for_death(pid: int, timeout_s: float = 10.0) -> None:
+    import time
+
+    deadline = time.monotonic() + timeout_s
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

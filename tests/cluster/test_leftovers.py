@@ -1,0 +1,117 @@
+"""What a rank that ends leaves behind, and what ranks do without one that never started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dist_template.cli import main as entry
+from dist_template.errors import Ended, Exit
+from tests.support.injury import children
+from tests.support.runs import OF_ANOTHER_RUN, PROJECT, main, run
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the end of a parent")
+
+WORKER_THAT_LOOPS = """
+import os, sys, time
+from torch.utils.data import DataLoader, Dataset
+from dist_template.cluster import signals
+
+class Looping(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os.write(1, f"{os.getpid()}\\n".encode())
+        while True:
+            pass
+
+batches = iter(DataLoader(Looping(), num_workers=1, worker_init_fn=signals.spare))
+time.sleep(float(sys.argv[1]))
+os._exit(71)  # as the watchdog does
+"""
+
+RANK_THAT_IS_STUCK = """
+import os, sys
+from dist_template.cluster import children
+
+rank = children.trainers_launcher.subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.write(1, f"{rank.pid}\\n".encode())
+os._exit(71)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@LINUX
+@pytest.mark.parametrize("code", [WORKER_THAT_LOOPS, RANK_THAT_IS_STUCK], ids=["a worker", "a rank before its imports"])
+def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
+    env = os.environ
+    process = subprocess.Popen([sys.executable, "-c", code, "3"], env=env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())  # no more: what was started may hold the pipe open
+    try:
+        assert process.wait(60) == Exit.HUNG
+        deadline = time.monotonic() + 20
+        while lives(pid):
+            assert time.monotonic() < deadline, "it runs on"
+            time.sleep(0.05)
+    finally:
+        if lives(pid):
+            os.kill(pid, 9)
+
+
+@pytest.mark.parametrize(("missing_first", "speaker"), [(False, "0"), (True, "1")])
+def test_where_rank_zero_is_missing_its_neighbour_says_so(
+    missing_first: bool, speaker: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def end(argv: list[str], project: Any) -> None:
+        raise Ended(Exit.HUNG, "rank 0 of 2 did not come", local_rank=int(missing_first))
+
+    monkeypatch.setattr(entry.importlib, "import_module", lambda *_: SimpleNamespace(main=end))
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["diagnose"]) == Exit.HUNG
+        assert ("did not come" in capfd.readouterr().err) == (rank == speaker)
+
+
+STUCK = """
+import os, time
+if os.environ.get("RANK") == "0":
+    time.sleep(600)
+"""
+
+
+@LINUX
+@pytest.mark.slow
+def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(flags: list[str], tmp_path: Path) -> None:
+    assert run("prepare", *flags) == 0
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
+    env |= {"PYTHON": sys.executable, "PYTHONPATH": f"{tmp_path}:{PROJECT}", "NPROC": "2", "MAX_RESTARTS": "0"}
+    argv = ["fit", *flags, "--trainer.strategy=ddp", "--watchdog.start_timeout_s=4"]
+    command = ["bash", str(PROJECT / "launch" / "torchrun.sh"), *argv]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=env, cwd=PROJECT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    try:
+        told = process.communicate(timeout=100)[0]
+    finally:
+        for pid in children(process.pid).values():
+            os.kill(pid, 9)
+        process.kill()
+    assert process.returncode == Exit.REQUEUE, told
+    lines = [line for line in told.splitlines() if line.strip()]
+    assert [line for line in lines if "rank 0 of 2 did not come within 4 s" in line], told
+    assert len(lines) <= 4 and "frame #" not in told, told

@@ -1,0 +1,174 @@
+"""One launch at a time writes into a run's folder; a holder that is dead is taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from dist_template.cluster import run_lock
+from dist_template.cluster.fingerprint import SameEnvironment
+from dist_template.cluster.launch import LAUNCH, RUN_ID
+from dist_template.cluster.meeting import Meeting
+from dist_template.cluster.run_lock import FILE, RunLock
+from dist_template.errors import InputError
+from tests.support.runs import main
+
+ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since": 1.0, "launch": ""}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"BEAT_S": 0.05, "LEASE_S": 0.6, "SETTLE_S": 0.05}.items():
+        monkeypatch.setattr(run_lock, name, value)
+    for name in (LAUNCH, "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def lock() -> Iterator[RunLock]:
+    lock = RunLock()
+    yield lock
+    lock.release()
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen]:
+    """Another process of this machine."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        yield other
+
+
+def held_by(folder: Path, **holder: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / FILE).write_text(json.dumps(holder), encoding="utf-8")
+    return folder / FILE
+
+
+def neighbour(process: subprocess.Popen) -> dict[str, Any]:
+    since = psutil.Process(process.pid).create_time()
+    return run_lock._own() | {"pid": process.pid, "since": since, "parent": os.getpid()}
+
+
+def test_a_second_process_is_refused_while_the_first_lives(
+    lock: RunLock, process: subprocess.Popen, tmp_path: Path
+) -> None:
+    path = held_by(tmp_path, **neighbour(process))
+    before = path.read_bytes()
+    why = lock.take(tmp_path)
+    assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ") and RUN_ID in why
+    assert path.read_bytes() == before
+    process.kill()
+    time.sleep(0.1)  # nobody has waited for it: a zombie
+    assert lock.take(tmp_path) is None
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_process_whose_launcher_is_gone_is_waited_for(
+    lock: RunLock, process: subprocess.Popen, tmp_path: Path
+) -> None:
+    path = held_by(tmp_path, **neighbour(process) | {"parent": 4_000_000})
+    killer = threading.Timer(0.2, process.kill)
+    killer.start()
+    assert lock.take(tmp_path) is None
+    assert json.loads(path.read_text())["pid"] == os.getpid() and process.poll() is not None
+
+
+def test_a_process_number_that_means_another_process_by_now_holds_nothing(lock: RunLock, tmp_path: Path) -> None:
+    held_by(tmp_path, **run_lock._own() | {"pid": os.getppid(), "since": 1.0})
+    assert lock.take(tmp_path) is None
+
+
+def test_another_machines_holder_is_refused_if_it_renews_and_taken_over_after_the_lease(
+    lock: RunLock, tmp_path: Path
+) -> None:
+    path = held_by(tmp_path, **ELSEWHERE)
+    own, ended = dict(ELSEWHERE), threading.Event()
+    renewing = threading.Thread(target=run_lock._renew, args=(path, own, ended))
+    renewing.start()
+    why = lock.take(tmp_path)
+    ended.set()
+    renewing.join()
+    assert why and "process 4 on node7" in why
+    started = time.monotonic()
+    assert lock.take(tmp_path) is None
+    assert time.monotonic() - started >= run_lock.LEASE_S
+
+
+def test_a_restart_of_the_same_launch_does_not_wait(
+    lock: RunLock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "LEASE_S", 600.0)
+    monkeypatch.setenv(LAUNCH, "node0:29400 run")
+    held_by(tmp_path, **ELSEWHERE | {"launch": "node0:29400 run"})
+    assert lock.take(tmp_path) is None
+    monkeypatch.delenv(LAUNCH)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    held_by(tmp_path, **ELSEWHERE | {"launch": "slurm 17.0"})
+    assert lock.take(tmp_path) is None
+
+
+def test_a_file_that_was_not_written_to_its_end_is_taken_over(lock: RunLock, tmp_path: Path) -> None:
+    (tmp_path / FILE).touch()
+    assert lock.take(tmp_path) is None
+    lock.release()
+    assert not tmp_path.exists(), "an empty folder is left"
+
+
+def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
+    held_by(tmp_path, **run_lock._own() | {"pid": os.getppid(), "since": 1.0})
+    code = "import sys, pathlib; from {0}.cluster.run_lock import RUN_LOCK; print(RUN_LOCK.take(pathlib.Path({1!r})));"
+    code = code.format("dist_template", str(tmp_path)) + "sys.stdout.flush(); input()"
+    command = [sys.executable, "-c", code]
+    starts = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    answers = [start.stdout.readline().strip() for start in starts if start.stdout]
+    for start in starts:
+        start.communicate("\n")
+    assert answers.count("None") == 1, answers
+
+
+def test_all_ranks_of_a_refused_launch_say_so() -> None:
+    store, answers = dist.HashStore(), {}
+
+    def start(rank: int) -> None:
+        same = SameEnvironment()
+        same.refusal = None if rank else "runs/a/1 is in use"
+        try:
+            same.compare(Meeting(store, rank, 3, 10.0), {"python": "3.11.7"})
+        except InputError as error:
+            answers[rank] = str(error)
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert answers == dict.fromkeys(range(3), "runs/a/1 is in use")
+
+
+def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
+    flags: list[str], process: subprocess.Popen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv(RUN_ID, "one")
+    folder = tmp_path / "runs" / "default" / "one"
+    folder.mkdir(parents=True)
+    held_by(folder, **neighbour(process))
+    assert main(["fit", *flags]) == 2
+    (sentence,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "is in use by process" in sentence
+    assert [path.name for path in folder.iterdir()] == [FILE]
+    monkeypatch.setenv(RUN_ID, "one")
+    process.kill()
+    assert main(["fit", *flags, "--trainer.max_steps=1", "--trainer.limit_val_batches=0"]) == 0
+    assert (folder / "metrics.jsonl").exists() and not (folder / FILE).exists()

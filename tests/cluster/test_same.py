@@ -1,0 +1,235 @@
+"""Ranks that do not run the same end before their first collective, with one table that says what differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
+from lightning.pytorch import Callback
+
+from dist_template.cluster import meeting
+from dist_template.cluster.environment import comparable, environment, packages
+from dist_template.cluster.fingerprint import SameEnvironment
+from dist_template.cluster.meeting import Meeting
+from dist_template.cluster.verdict import spans
+from dist_template.errors import Ended, Exit
+from dist_template.rehearsal.workers import _free_port
+from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
+
+OWN: dict[str, Any] = {
+    "python": "3.11.7",
+    "git_diff": None,
+    "packages": {"numpy": "2.0", "torch": "2.13.0"},
+    "variables": {"NCCL_DEBUG": "INFO"},
+    "config": {"data.seq_len": "32"},
+}
+
+
+def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[Ended | None]:
+    """How each rank's comparison ends; each rank has OWN, with the changes given for it."""
+    ends: list[Ended | None] = [None] * len(of_ranks)
+
+    store = dist.HashStore()
+
+    def one(rank: int) -> None:
+        try:
+            together = Meeting(store, rank, len(of_ranks), 10.0)
+            SameEnvironment(ignore or []).compare(together, OWN | of_ranks[rank])
+        except Ended as end:
+            ends[rank] = end
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(of_ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return ends
+
+
+DIFFERENCES = {
+    "python": ({"python": "3.12.1"}, "python", "python", "3.12.1"),
+    "a package's version": ({"packages": {"numpy": "1.26", "torch": "2.13.0"}}, "packages.numpy", "packages", "1.26"),
+    "a package that is not there": ({"packages": {"torch": "2.13.0"}}, "packages.numpy", "packages", "-"),
+    "a variable": ({"variables": {"NCCL_DEBUG": "WARN"}}, "variables.NCCL_DEBUG", "variables", "WARN"),
+    "a changed file": ({"git_diff": "0a1b"}, "git_diff", "git_diff", "0a1b"),
+    "a key": ({"config": {"data.seq_len": "64"}}, "config.data.seq_len", "config", "64"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_one_table_says_which_ranks_have_what(case: str) -> None:
+    change, key, group, has = DIFFERENCES[case]
+    ends = compare({}, {}, change, {})
+    assert [end.code for end in ends if end] == [Exit.MISMATCH] * 4
+    head, columns, *rows = str(ends[0]).splitlines()
+    assert columns.split() == ["key", "ranks", "have"] and len(rows) == 2
+    assert rows[0].split()[:3] == [key, "0-1,", "3"] and rows[1].split() == [key, "2", has]
+    assert "\n" not in str(ends[1]) and "rank 0 tells what" in str(ends[1])
+    for waived in (key, group):
+        assert compare({}, {}, change, {}, ignore=[waived]) == [None] * 4
+    assert compare({}, {}, change, {}, ignore=["packages.scipy"])[0] is not None
+
+
+def test_ranks_that_are_the_same_go_on() -> None:
+    assert compare({}, {}) == [None, None]
+
+
+def test_spans_of_ranks_are_short() -> None:
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def strategy(rank: int, port: int) -> Any:
+    address = SimpleNamespace(main_address="127.0.0.1", main_port=port)
+    return SimpleNamespace(
+        global_rank=rank, local_rank=rank, world_size=2, num_processes=2, cluster_environment=address
+    )
+
+
+@pytest.mark.parametrize(("here", "missing"), [(0, 1), (1, 0)])
+def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    started = time.monotonic()
+    with pytest.raises(Ended, match=rf"rank {missing} of 2 did not come within 0.5 s") as ended:
+        meeting._meet(strategy(here, _free_port()), 0.5, lambda all_of_us: SameEnvironment().compare(all_of_us, OWN))
+    assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
+
+
+def test_packages_are_those_that_python_finds() -> None:
+    import importlib.metadata
+
+    found = packages()
+    assert found["torch"] == importlib.metadata.version("torch")
+    assert len(found) >= len({d.name for d in importlib.metadata.distributions() if d.name}) - 1
+
+
+def test_a_changed_file_of_git_changes_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert comparable()["git_commit"] is None
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e"]
+    (tmp_path / "a.py").write_text("1")
+    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    (tmp_path / "log.txt").write_text("untracked, and written by one rank alone")
+    clean = comparable()
+    assert len(clean["git_commit"]) == 40 and clean["git_diff"] is None
+    (tmp_path / "a.py").write_text("2")
+    once = comparable()["git_diff"]
+    (tmp_path / "a.py").write_text("3")
+    assert once and comparable()["git_diff"] not in (None, once)
+    assert "a.py" in environment()["git_changes"]
+
+
+def other_on_rank_1(folder: Path) -> None:
+    """A prelude: another version of a package, another variable."""
+    if os.environ["RANK"] == "1":
+        os.environ["NCCL_ALGO"] = "Ring"
+        (folder / "numpy-0.0.1.dist-info").mkdir(parents=True, exist_ok=True)
+        sys.path.insert(0, str(folder))
+
+
+def time_it(folder: Path) -> None:
+    """A prelude: writes down how long meeting and comparing took."""
+    meet = meeting._meet
+
+    def timed(*args: Any) -> None:
+        started = time.perf_counter()
+        meet(*args)
+        (folder / f"took{os.environ['RANK']}").write_text(str(time.perf_counter() - started))
+
+    meeting._meet = timed  # ty: ignore[invalid-assignment]
+
+
+@pytest.fixture
+def two(flags: list[str]) -> list[str]:
+    assert run("prepare", *flags) == 0
+    two = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.devices=2", "--trainer.max_steps=1"]
+    return [*two, "--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
+
+
+@pytest.mark.slow
+def test_the_difference_is_allowed_where_its_key_is_ignored(two: list[str], tmp_path: Path) -> None:
+    ignore = "--same_environment.ignore=[packages.numpy, variables]"
+    with Workers(2) as workers:
+        workers.run([*two, ignore], tmp_path / "ignored", prelude=partial(other_on_rank_1, tmp_path)).check()
+
+
+@pytest.mark.slow
+def test_the_comparison_takes_less_than_50_ms(two: list[str], tmp_path: Path) -> None:
+    """Of the rank that comes last: the other waits for it."""
+    took = []
+    for attempt in range(3):
+        with Workers(2) as workers:
+            workers.run(two, tmp_path / str(attempt), prelude=partial(time_it, tmp_path)).check()
+        took.append(min(float((tmp_path / f"took{rank}").read_text()) for rank in range(2)))
+    print(f"met and compared in {[round(1000 * one, 1) for one in took]} ms")
+    assert min(took) < 0.05
+
+
+@pytest.mark.slow
+def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: Path) -> None:
+    """Started as a user may start them by hand, each with its own line."""
+    port = _free_port()
+    env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
+    env |= {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "by-hand", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
+    processes = []
+    for rank in range(2):
+        of_rank = env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        of_rank |= {"NCCL_ALGO": "Ring"} if rank else {}
+        command = [sys.executable, "-m", PACKAGE, *two, f"--data.seed={rank}"]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=of_rank, cwd=PROJECT, stdout=pipe, stderr=pipe, text=True))
+    told = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [Exit.MISMATCH] * 2, told
+    rows = [line.split() for line in "".join(told).splitlines() if line.startswith("  ")]
+    assert ["config.data.seed", "0", "0"] in rows and ["config.data.seed", "1", "1"] in rows
+    assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
+    assert "".join(told).count("these ranks do not run the same") == 1
+
+
+@pytest.mark.slow
+def test_where_nobody_has_set_the_threads_each_process_has_its_share(two: list[str], tmp_path: Path) -> None:
+    """Lightning would do so in the first alone, when it has started the others, and they would have all cores each."""
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", PACKAGE, *two, f"--config={CONFIGS}/strategy/fsdp2.yaml"]
+    command += [f"--trainer.callbacks+={__name__}.Threads"]
+    env |= {"THREADS_INTO": str(tmp_path)}
+    result = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    share = _suggested_max_num_threads(2)
+    for rank in range(2):
+        assert json.loads((tmp_path / f"rank{rank}").read_text()) == [share, str(share)]
+
+
+class Threads(Callback):
+    """Write down how many threads torch has, and what processes that this one starts are told."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"
+        path.write_text(json.dumps([torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]), encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_without_the_comparison_they_train_on_unlike(two: list[str], tmp_path: Path) -> None:
+    with Workers(2) as workers:
+        ended = workers.run(two, tmp_path / "on", prelude=partial(other_on_rank_1, tmp_path))
+        assert all(answer.startswith("Ended:") for answer in ended.answers.values()), ended.answers
+        workers.run(two, tmp_path / "off", prelude=partial(unlike_and_not_compared, tmp_path)).check()
+
+
+def unlike_and_not_compared(folder: Path) -> None:
+    other_on_rank_1(folder)
+    SameEnvironment.compare = lambda *args: None  # ty: ignore[invalid-assignment]

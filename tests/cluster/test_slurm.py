@@ -1,0 +1,63 @@
+"""launch/slurm.sh puts a job back into the queue when that helps; srun and scontrol are played by two scripts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import PACKAGE, PROJECT
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("code", "earlier", "requeued"),
+    [
+        (0, 0, False),
+        (75, 0, True),  # preempted, or out of time
+        (75, 99, True),  # as often as the cluster likes
+        (71, 0, True),  # a rank hung
+        (137, 0, True),  # killed
+        (137, 10, False),  # again and again: a person should look
+        (139, 0, True),
+        (1, 0, False),
+        (2, 0, False),
+        (65, 0, False),
+        (78, 0, False),
+        (130, 0, False),
+    ],
+)
+def test_a_job_is_requeued_where_that_helps(tmp_path: Path, code: int, earlier: int, requeued: bool) -> None:
+    script(tmp_path / "srun", f'echo "$DIST_RUN_ID $@" > {tmp_path}/srun.called; exit {code}')
+    script(tmp_path / "scontrol", f'echo "$@" > {tmp_path}/scontrol.called')
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_RESTART_COUNT": str(earlier)}
+    slurm |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "3"}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "DIST_", "MAX_"))}
+    environment = kept | slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "python"}
+    command = ["bash", str(PROJECT / "launch" / "slurm.sh"), "fit", "--config", "x.yaml"]
+    assert subprocess.run(command, env=environment, capture_output=True, check=False, timeout=20).returncode == code
+    called = (tmp_path / "srun.called").read_text().split()
+    assert called[0] == "slurm-7", "a requeued job goes on in its folder"
+    assert called[-6:] == [PACKAGE, "fit", "--config", "x.yaml", "--trainer.devices=2", "--trainer.num_nodes=3"]
+    asked = tmp_path / "scontrol.called"
+    assert (asked.read_text().split() == ["requeue", "7"]) if requeued else not asked.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [None, "7"])
+def test_lightnings_hint_to_use_srun_is_given_inside_a_job_alone(tmp_path: Path, job: str | None) -> None:
+    script(tmp_path / "srun", "")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    environment = kept | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {"SLURM_JOB_ID": job} if job else {}
+    code = "from lightning.pytorch.plugins.environments import SLURMEnvironment"
+    command = [sys.executable, "-c", f"import dist_template.cli.defaults; {code}; SLURMEnvironment.detect()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    assert ("srun" in done.stderr) == bool(job), done.stderr

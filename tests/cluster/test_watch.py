@@ -1,0 +1,68 @@
+"""The watch over one process, and what it makes of the ranks' places."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dist_template.cluster.verdict import verdict_of
+from dist_template.errors import Exit
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_process_that_never_gives_back_pythons_lock_is_ended_too() -> None:
+    started = time.monotonic()
+    ended = python(
+        "import ctypes; from dist_template.cluster.watch import WATCH; WATCH.arm(1); ctypes.PyDLL(None).sleep(60)"
+    )
+    assert ended.returncode == 1 and "most recent call first" in ended.stderr
+    assert time.monotonic() - started < 30, "it would sleep for 60 s"
+
+
+def test_a_start_that_hangs_in_an_import_is_ended() -> None:
+    hangs = """
+import sys, time
+import dist_template.cli.main as command
+from tests.support.line import OURS
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "dist_template.cli.fit":
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+command.START_TIMEOUT_S = 1.0
+command.run(["fit"], OURS)
+"""
+    ended = python(hangs)
+    assert ended.returncode == Exit.HUNG, ended.stderr
+    assert "most recent call first" in ended.stderr
+    assert re.search(r"^no progress for 1 s: start-up, importing, .*:8$", ended.stderr, re.MULTILINE), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            {0: (7, "a", False), 1: (5, "b", True), 2: (7, "a", True)},
+            "rank 1 did not arrive: b, f:1; ranks 0, 2 wait for it in a",
+        ),
+        ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 did not arrive: a, f:1; rank 1 waits for it in a"),
+        ({0: (7, "a", True), 1: (7, "b", True)}, "no rank is behind the others; rank 0: a, f:1; rank 1: b, f:1"),
+    ],
+)
+def test_who_is_behind(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
+    told = {r: {"beats": b, "place": place, "waits": waits, "line": "f:1"} for r, (b, place, waits) in words.items()}
+    assert verdict_of(told, [])["sentence"] == sentence

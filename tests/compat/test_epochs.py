@@ -1,0 +1,251 @@
+"""Interrupted anywhere in an epoch, once or twice, in every way: the samples, validations and epochs are the same.
+
+All combinations, in this process, with a model of one weight: 3 epochs of 3 optimizer steps, 2 micro-batches a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from torch.utils.data import DataLoader
+from trainer_dev.data import DataModule
+
+from dist_template.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from dist_template.callbacks.preemption import TIME_IS_UP, Preemption
+from dist_template.checkpoint import commit
+from dist_template.checkpoint.resume import EveryFormat
+from dist_template.compat.loop import lighten
+from dist_template.errors import Ended
+from dist_template.rehearsal.acts import KillAt
+from dist_template.text.sources import TextFiles
+from dist_template.text.tokenizers import Bytes
+from tests.support import saves
+from tests.support.runs import newest
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
+]
+
+EPOCH, EPOCHS = 3, 3  # optimizer steps of an epoch; epochs
+STEPS = EPOCH * EPOCHS
+GLOBAL, MICRO, SEQ_LEN = 4, 2, 16
+KINDS = ("kill", "sigterm", "max_time", "max_steps", "early_stop", "sigterm_in_validation")
+TWICE = ("kill", "sigterm", "max_steps", "sigterm_in_validation")
+
+Stop = tuple[str, int]  # how, after which optimizer step
+Chain = tuple[Stop, ...]
+
+
+class Recorder(L.LightningModule):
+    """One weight; records what it trains on and which hooks are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.window: list[int] = []
+        self.events: list[tuple[Any, ...]] = []
+        self.ended_epochs: list[int] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.window += batch["input_ids"][:, 0].tolist()  # a row's first byte is its name
+        return self.weight * batch["input_ids"].float().mean()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.events.append(("step", self.trainer.current_epoch, tuple(self.window)))
+        self.window = []
+
+    def on_train_epoch_start(self) -> None:
+        self.events.append(("epoch", self.trainer.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.ended_epochs.append(self.trainer.current_epoch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("eval/loss", self.weight)
+
+    def on_validation_epoch_end(self) -> None:
+        self.events.append(("validation", self.trainer.global_step, round(self.weight.item(), 4)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class StopAt(Checkpoint):
+    """Interrupts training after an optimizer step, as `kind` does; Lightning calls it last, as it does checkpoints."""
+
+    def __init__(self, kind: str, step: int) -> None:
+        self.kind, self.step = kind, step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step != self.step or trainer.fit_loop._should_accumulate():
+            return
+        if self.kind == "kill":
+            raise KeyError("killed")
+        if self.kind in ("sigterm", "max_time"):
+            self._preempt(trainer)
+        trainer.should_stop = self.kind == "early_stop"
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        if self.kind == "sigterm_in_validation" and trainer.global_step == self.step:
+            self._preempt(trainer)
+
+    def _preempt(self, trainer: Any) -> None:
+        preemption = next(each for each in trainer.callbacks if isinstance(each, Preemption))
+        preemption._end(trainer, TIME_IS_UP if self.kind == "max_time" else signal.SIGTERM)
+
+
+class Trainings:
+    """Trainings and their interruptions, each done once.
+
+    Args:
+        folder: For checkpoints and the token cache.
+        options: Of the trainer: its limits and when it validates.
+    """
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.options = options
+        path = folder / "rows.txt"  # 14 rows, each with its own first byte: two stay for the next epoch
+        path.write_text("".join(chr(32 + row) + "." * (SEQ_LEN - 1) for row in range(14)) + "!", encoding="utf-8")
+        self.data = lambda: DataModule(
+            TextFiles([str(path)]), Bytes(), SEQ_LEN, GLOBAL, MICRO, 0.0, 0.0, cache_dir=str(folder / "cache")
+        )
+        self.data().prepare(report=lambda _: None)
+        self.interrupted = cache(self._interrupted)
+
+    def _interrupted(self, *stops: Stop) -> tuple[Recorder, Path]:
+        """What was done up to the last of `stops`, and the folder with its checkpoint."""
+        folder = self.folder / "-".join(f"{kind}{step}" for kind, step in stops)
+        before = self.interrupted(*stops[:-1]) if len(stops) > 1 else None
+        module = Recorder()
+        if before:
+            shutil.copytree(before[1], folder)
+        (kind, step) = stops[-1]
+        trainer = self.fit(module, folder, StopAt(kind, step), max_steps=step if kind == "max_steps" else None)
+        assert trainer.global_step == step
+        if before:
+            module.events = before[0].events + module.events
+            module.ended_epochs = before[0].ended_epochs + module.ended_epochs
+        return module, folder
+
+    def resumed(self, *stops: Stop) -> tuple[Recorder, dict[str, Any]]:
+        """What was done in all, and the loops' counters at the end."""
+        before, folder = self.interrupted(*stops)
+        module, copy = Recorder(), self.folder / "resumed"
+        shutil.copytree(folder, copy)
+        trainer = self.fit(module, copy)
+        shutil.rmtree(copy)
+        module.events = before.events + module.events
+        module.ended_epochs = before.ended_epochs + module.ended_epochs
+        return module, trainer.fit_loop.state_dict()
+
+    def fit(self, module: Recorder, folder: Path, *stop: StopAt, max_steps: int | None = None) -> L.Trainer:
+        every = 1 if stop and stop[0].kind == "kill" else 2 * STEPS
+        best = BestCheckpoint(mode="max", keep=0 if stop else 1, dirpath=str(folder))
+        last = LastCheckpoint(every, dirpath=str(folder))
+        options: Any = {"max_epochs": EPOCHS} | self.options | ({"max_steps": max_steps} if max_steps else {})
+        trainer = L.Trainer(
+            accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[last, best, Preemption(), *stop],
+            **options,
+        )  # fmt: skip
+        trainer.strategy.checkpoint_io = EveryFormat(module)
+        lighten(trainer)
+        data = self.data()
+        batches: Any = [{"labels": 0}, {"labels": 1}]
+        data.val_dataloader = lambda: DataLoader(batches)
+        try:
+            trainer.fit(module, data, ckpt_path=commit.newest(folder), weights_only=True)
+        except (KeyError, Ended):
+            assert stop, "nothing should have ended this"
+        return trainer
+
+
+def difference(
+    found: tuple[Recorder, dict[str, Any]], whole: tuple[Recorder, dict[str, Any]], stops_early: bool
+) -> str:
+    """What an interrupted training did that the uninterrupted one did not, or the reverse; "" for nothing."""
+    events = found[0].events
+    if stops_early:  # Lightning validates then, due or not
+        events = [event for event in events if event[0] != "validation" or event in whole[0].events]
+    if events != whole[0].events:
+        first = next(i for i, pair in enumerate(itertools.zip_longest(events, whole[0].events)) if pair[0] != pair[1])
+        return f"event {first}: {events[first:][:1]} and not {whole[0].events[first:][:1]}"
+    if set(found[0].ended_epochs) != set(whole[0].ended_epochs):
+        return f"ended epochs {found[0].ended_epochs} and not {whole[0].ended_epochs}"
+    keys = [key for key in whole[1] if key != "epoch_loop.val_loop.batch_progress" and found[1][key] != whole[1][key]]
+    return "".join(f"{key} is {found[1][key]} and not {whole[1][key]}" for key in keys)
+
+
+BY_STEPS = {"max_epochs": EPOCHS, "val_check_interval": 2, "check_val_every_n_epoch": None}
+BY_EPOCHS = {"max_epochs": EPOCHS, "val_check_interval": 1.0, "check_val_every_n_epoch": 2}
+IN_STEPS = {"max_epochs": -1, "max_steps": STEPS, "val_check_interval": 1, "check_val_every_n_epoch": None}
+
+
+def differences(folder: Path, limits: dict[str, Any], wanted: Callable[[list[Stop]], Iterable[Chain]]) -> Any:
+    """A chain of interruptions -> what they changed, of those that `wanted` chooses from all single ones."""
+    trainings, module = Trainings(folder, **limits), Recorder()
+    whole = module, trainings.fit(module, folder / "whole").fit_loop.state_dict()
+    trained = [epoch for kind, epoch, *_ in module.events if kind == "step"]
+    assert trained == [step // EPOCH for step in range(STEPS)]
+    validated = {event[1] for event in module.events if event[0] == "validation"}
+    once = itertools.product(KINDS, range(1, STEPS))
+    chains = wanted([(kind, step) for kind, step in once if kind != "sigterm_in_validation" or step in validated])
+    found = {chain: difference(trainings.resumed(*chain), whole, chain[0][0] == "early_stop") for chain in chains}
+    return {chain: what for chain, what in found.items() if what}
+
+
+def test_the_rest_of_an_epoch_is_trained_and_no_epoch_twice(tmp_path: Path) -> None:
+    """By `max_steps` inside an epoch; at an epoch's end and again inside the next one; inside a validation."""
+    chains: list[Chain] = [(("max_steps", EPOCH - 1),), (("max_steps", EPOCH), ("max_steps", EPOCH + 1))]
+    chains += [(("kill", EPOCH), ("kill", EPOCH + 1)), (("sigterm", EPOCH), ("sigterm_in_validation", 2 * EPOCH))]
+    assert not differences(tmp_path, BY_STEPS, lambda _: chains)
+
+
+def around_the_first_boundary(once: list[Stop]) -> list[Stop]:
+    return [stop for stop in once if stop[0] in TWICE and abs(stop[1] - EPOCH) <= 1]
+
+
+@pytest.mark.slow
+def test_no_single_interruption_changes_anything(tmp_path: Path) -> None:
+    assert not differences(tmp_path, BY_STEPS, lambda once: [(stop,) for stop in once])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limits", [BY_STEPS, BY_EPOCHS, IN_STEPS], ids=["by_steps", "by_epochs", "in_steps"])
+def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: Path) -> None:
+    def wanted(once: list[Stop]) -> Iterable[Chain]:
+        few = around_the_first_boundary(once)
+        return [(stop,) for stop in few] + [(one, two) for one in few for two in few if one[1] < two[1]]
+
+    assert not differences(tmp_path, limits, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_real_training_too(strategy: str, corpus: Path, cache: Path, tmp_path: Path) -> None:
+    """Two epochs of 4 steps, killed at the end of the first, stopped by `max_steps` inside the second."""
+    train = saves.Trainings(tmp_path, corpus, cache)
+    flags = ["--trainer.max_epochs=2", "--trainer.limit_train_batches=4", "--model.optim.schedule=constant"]
+    flags += ["--trainer.log_every_n_steps=1"]
+    unlimited = [*flags, "--trainer.max_steps=-1"]
+    whole = train.run(strategy, "whole", *unlimited).check()
+    assert train.run(strategy, "stopped", *unlimited, callbacks=[KillAt(4)]).was_killed
+    train.run(strategy, "stopped", *flags, "--trainer.max_steps=6", "--last_checkpoint.every_n_steps=9").check()
+    last = train.run(strategy, "stopped", *unlimited).check()
+    assert sorted(last.loss) == [7, 8]
+    saves.assert_same(newest(whole.run), newest(last.run))

@@ -1,0 +1,95 @@
+"""Operations and parameters, counted by hand from the published architectures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dist_template.model.flops import PEAKS, Size, peak
+
+T = 4096
+
+
+def build(**architecture: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+
+
+def test_deepseek_v3_is_counted_as_published() -> None:
+    d, vocabulary, layers, dense, heads, expert = 7168, 129280, 61, 3, 128, 3 * 7168 * 2048
+    attention = d * 1536 + 1536 + 1536 * heads * (128 + 64)  # queries through their latent, with its norm
+    attention += d * (512 + 64) + 512 + 512 * heads * (128 + 128) + heads * 128 * d  # keys and values; the output
+    every = layers * (attention + 2 * d) + dense * 3 * d * 18432 + d + 2 * vocabulary * d
+    sparse = (layers - dense) * 256 * d  # routers
+    size = Size.of(build(model_type="deepseek_v3"))
+    assert size.total == every + sparse + (layers - dense) * (256 + 1) * expert
+    assert size.active == every + sparse + (layers - dense) * (8 + 1) * expert
+    assert size.total == pytest.approx(671e9, rel=1e-3) and size.active == pytest.approx(37e9, rel=0.02)
+    assert size.embedding == vocabulary * d
+    multiplied = size.active - vocabulary * d  # looked up, and another matrix is the output
+    assert size.flops_per_token(T) == pytest.approx(6 * multiplied + 12 * layers * d * T, rel=1e-9)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_is_counted_by_hand(tied: bool) -> None:
+    d, inner, layers, vocabulary = 4096, 11008, 32, 32000
+    size = Size.of(build(model_type="llama", tie_word_embeddings=tied))
+    matrices = layers * (4 * d * d + 3 * d * inner + 2 * d) + d + vocabulary * d
+    assert size.total == size.active == size.trainable == matrices + (0 if tied else vocabulary * d)
+    assert size.flops_per_token(T) == 6 * matrices + 12 * layers * d * T
+
+
+@pytest.mark.parametrize(("model_type", "total", "active"), [("mixtral", 46.7e9, 12.9e9), ("gpt_oss", 116.8e9, 5.71e9)])
+def test_other_mixtures_of_experts_are_counted_as_published(model_type: str, total: float, active: float) -> None:
+    size = Size.of(build(model_type=model_type))  # OpenAI's 5.13 B leave the embeddings, 0.58 B, out
+    assert (size.total, size.active) == (pytest.approx(total, rel=1e-3), pytest.approx(active, rel=2e-3))
+
+
+def test_a_frozen_parameter_has_no_gradient_to_compute() -> None:
+    model = build(model_type="llama", num_hidden_layers=1)
+    free = Size.of(model).flops_per_token(T)
+    model.model.layers.requires_grad_(False)
+    frozen = sum(p.numel() for p in model.model.layers.parameters())
+    assert Size.of(model).flops_per_token(T) == free - 2 * frozen
+
+
+def test_of_an_own_model_only_what_can_be_known_is_told() -> None:
+    own: Any = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
+    size = Size.of(own)
+    assert (size.total, size.active, size.embedding) == (80, 80, 40)
+    assert size.flops_per_token(T) is None and size.layers is None
+    own.config = SimpleNamespace(num_experts=4, num_hidden_layers=2, hidden_size=4)
+    assert Size.of(own).active is None and Size.of(own).flops_per_token(T) is None, "its experts are not to be seen"
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "expected"),
+    [
+        ("NVIDIA H200", "bf16-mixed", 989.4),
+        ("NVIDIA H100 80GB HBM3", "bf16-true", 989.4),
+        ("NVIDIA H100 PCIe", "bf16-mixed", 756),
+        ("NVIDIA H100 NVL", "bf16-mixed", 835.5),
+        ("NVIDIA A100-SXM4-80GB", "16-mixed", 312),
+        ("NVIDIA A100 80GB PCIe", "bf16-mixed", 312),
+        ("Tesla V100-SXM2-16GB", "16-mixed", 125),
+        ("Tesla V100-SXM2-16GB", "bf16-mixed", None),  # it has no tensor cores for bf16
+        ("NVIDIA H200", "32-true", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16-mixed", None),  # an eighth of one
+        ("NVIDIA H100", "bf16-mixed", None),  # which?
+        ("NVIDIA A100-SXM-64GB", "bf16-mixed", None),  # one computing centre's own
+        ("cpu", "bf16-mixed", None),
+    ],
+)
+def test_a_peak_is_told_only_of_a_device_that_is_known(device: str, precision: str, expected: float | None) -> None:
+    found = peak(device, precision)
+    assert (found and found[0]) == expected
+
+
+def test_every_peak_has_a_source_and_no_name_two_peaks() -> None:
+    assert all(row.source.startswith("https://") and (row.bf16 or row.fp16) for row in PEAKS)
+    assert len({row.devices for row in PEAKS}) == len(PEAKS)

@@ -1,0 +1,77 @@
+"""Liger's kernel in the place of the chunks, with its numbers; by Triton's interpreter, which needs no GPU.
+
+That must be asked for before anything imports Triton:
+
+    pip install --no-deps liger-kernel triton
+    TRITON_INTERPRET=1 pytest <package>/tests/test_speed_liger.py
+
+Without, only what the user is told then is tested.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from trainer_dev.module import LanguageModule
+
+from dist_template.errors import InputError
+from dist_template.model import head
+from tests.model.test_speed import Head
+from tests.parallel.test_parity import SHORT, Trainings, assert_close, train  # noqa: F401  (train: a fixture)
+
+LIGER = "--model.loss_kernel=liger"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def liger() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("set TRITON_INTERPRET=1")
+    pytest.importorskip("liger_kernel")
+
+
+@pytest.mark.parametrize(("bias", "vocabulary"), [(False, 50), (True, 300)])
+def test_liger_has_the_sums_and_gradients_of_torch(liger: None, bias: bool, vocabulary: int) -> None:
+    tokens = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(0))
+    labels = tokens.masked_fill(tokens % 7 == 0, -100)
+    found = []
+    for kernel in ("torch", "liger"):
+        torch.manual_seed(0)
+        model = Head(vocabulary, 8)
+        if bias:
+            model.output.bias = torch.nn.Parameter(torch.randn(vocabulary))
+        arguments = model, labels, LanguageModule().sums, None, kernel
+        loss, hits = head.sums_over_tokens(partial(model, tokens), *arguments).values()
+        (loss / 17).backward()
+        with torch.no_grad():
+            again, _ = head.sums_over_tokens(partial(model, tokens), *arguments).values()
+        assert torch.allclose(loss, again)
+        found.append((loss, hits, *(p.grad for p in model.parameters())))
+    for of_torch, of_liger in zip(*found, strict=True):
+        assert torch.allclose(of_torch.float(), of_liger.float(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["one", "fsdp2", "zero3"])
+def test_a_training_by_liger_changes_no_number(liger: None, train: Trainings, strategy: str) -> None:  # noqa: F811
+    plain, fused = train("llama", "one", SHORT), train("llama", strategy, LIGER, SHORT)
+    assert fused.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert fused.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+    assert_close(fused.end, plain.end, 1e-5)
+
+
+def test_what_liger_lacks_is_told_before_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    head.check_kernel("torch", CPU)
+    monkeypatch.setattr(head, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install -e '.\[liger\]', or set torch"):
+        head.check_kernel("liger", CPU)
+    monkeypatch.setattr(head, "find_spec", lambda name: name)
+    with pytest.raises(InputError, match="loss_kernel liger needs a GPU: set torch"):
+        head.check_kernel("liger", CPU)
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match="needs an output layer, Linear has none: set torch"):
+        head.sums_over_tokens(lambda: torch.zeros(1), module, torch.zeros(1, 1), LanguageModule().sums, None, "liger")

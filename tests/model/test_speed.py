@@ -1,0 +1,228 @@
+"""What a model's step holds, reads, multiplies and compiles, by counts alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_dev.module import LanguageModule
+from transformers import AttentionInterface
+
+from dist_template.errors import InputError
+from dist_template.model.head import sums_over_tokens
+from dist_template.model.kernels import cast_experts, known_documents
+from dist_template.model.optim import OptimConfig, build_optimizer
+from dist_template.text.rows import PackedRows
+from tests.model.test_module import ARCHITECTURES, Reads, build
+from tests.parallel.test_parity import MODELS
+from tests.support.runs import run
+
+
+def batch_of(document: int = 5) -> dict[str, Any]:
+    """4 rows of 16 tokens in documents of that many."""
+    tokens = torch.randint(1, 50, (65,), generator=torch.Generator().manual_seed(0))
+    tokens[document - 1 :: document] = 0
+    return PackedRows(tokens.numpy(), 16, eos_token_id=0).__getitems__([0, 1, 2, 3])
+
+
+# ---- the loss in chunks --------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """An embedding and an output layer with the same weight; `cap` bounds the logits as Gemma does."""
+
+    def __init__(self, vocabulary: int, width: int, cap: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.output.weight = self.embedding.weight
+        self.cap = cap
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.output(torch.tanh(self.embedding(tokens)))
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+
+def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
+    """As `LanguageModule.training_step`."""
+    sums = sums_over_tokens(lambda: model(tokens), model, tokens, LanguageModule().sums, chunk)
+    if sums["loss"].requires_grad:
+        (sums["loss"] / tokens.numel()).backward()
+    return tuple(sums.values())
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """The most that torch's tensors held at once, kernels' own included, beyond what there was."""
+    work()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events, most = list(profiler.profiler.kineto_results.experimental_event_tree()), 0
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag.name == "Allocation":
+            most = max(most, event.extra_fields.total_allocated)
+    return most
+
+
+def test_a_step_in_chunks_holds_less_than_0_7_of_its_memory() -> None:
+    model, tokens = Head(8192, 32), torch.randint(0, 8192, (2, 256))
+
+    def work(chunk: int | None) -> None:
+        model.zero_grad()
+        step(model, tokens, chunk)
+
+    whole, chunked = peak_bytes(lambda: work(None)), peak_bytes(lambda: work(64))
+    assert whole >= 12 * 512 * 8192, "three tensors of (B, T, V) in float32"
+    assert chunked <= 0.7 * whole  # an eighth of the logits, and the weight's gradient: 0.2
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_chunks_have_the_sums_and_gradients_of_the_whole(frozen: bool) -> None:
+    tokens = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(0))
+    results = []
+    for chunk in (None, 16):
+        torch.manual_seed(0)
+        model = Head(50, 8)
+        if frozen:
+            model.output.weight = nn.Parameter(model.output.weight.detach().clone(), requires_grad=False)
+        sums = step(model, tokens, chunk)
+        with torch.inference_mode():
+            assert torch.allclose(step(model, tokens, chunk)[0], sums[0])
+        gradient: Any = model.embedding.weight.grad
+        results.append((*sums, gradient))
+    (loss, hits, gradient), (loss_too, hits_too, gradient_too) = results
+    assert torch.allclose(loss, loss_too, rtol=1e-6) and hits == hits_too
+    assert torch.allclose(gradient, gradient_too, rtol=1e-5, atol=1e-8)
+
+
+def test_a_model_that_changes_its_logits_is_refused_chunks() -> None:
+    with pytest.raises(InputError, match=r"Head changes its logits .* set model.loss_chunk null"):
+        step(Head(50, 8, cap=30.0), torch.zeros(2, 30, dtype=torch.long), 16)
+
+
+# ---- attention and experts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_forward_reads_nothing_from_the_device(name: str) -> None:
+    module = build(architecture=ARCHITECTURES[name])
+    for batch in (batch_of(), batch_of(document=1000)):
+        with Reads() as reads:
+            module(batch)
+        assert reads.seen == []
+
+
+def test_one_document_a_row_is_causal_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so does torch take its flash kernels."""
+    given: list[tuple[bool, bool]] = []
+    attend = F.scaled_dot_product_attention
+
+    def note(*args: Any, **kwargs: Any) -> Tensor:
+        given.append((kwargs["attn_mask"] is None, kwargs["is_causal"]))
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    module = build(architecture=ARCHITECTURES["llama"])
+    module(batch_of(document=1000))
+    module(batch_of())
+    assert set(given[:4]) == {(True, True)} and set(given[4:]) == {(False, False)}
+
+
+def test_a_varlen_kernel_gets_the_bounds_that_the_mask_shows() -> None:
+    """In place of FlashAttention, which needs a GPU: one call of torch's attention for each document."""
+
+    def varlen(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        assert mask is None and options["max_length_q"] == query.shape[2]
+        groups = query.shape[1] // key.shape[1]
+        one_row = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]  # (B*T, heads, width)
+        lengths = options["cu_seq_lens_q"].diff().tolist()
+        outputs = [
+            F.scaled_dot_product_attention(
+                *(t.transpose(0, 1)[None] for t in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))),
+                is_causal=True,
+                scale=options["scaling"],
+            )[0].transpose(0, 1)
+            for q, k, v in zip(*(t.split(lengths) for t in one_row), strict=True)
+        ]
+        return torch.cat(outputs).view(query.shape[0], query.shape[2], *query.shape[1::2]), None
+
+    AttentionInterface.register("flash_stand_in", varlen)
+    module = build(architecture=ARCHITECTURES["llama"])
+    network: Any = module.model
+    with torch.no_grad():
+        masked = module(batch_of())
+        network.config._attn_implementation = "flash_stand_in"
+        assert torch.allclose(module(batch_of()), masked, atol=1e-5)
+        with pytest.raises(InputError, match="cu_seq_lens"), known_documents(network, {"input_ids": torch.ones(2, 3)}):
+            pass
+
+
+class Calls(TorchDispatchMode):
+    """The operations of a name, with the types of their first tensors."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.types: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == f"aten::{self.name}":
+            self.types.append([value.dtype for value in args[:2] if isinstance(value, Tensor)])
+        return func(*args, **(kwargs or {}))
+
+
+def test_experts_are_two_grouped_products_a_layer_in_the_type_of_autocast() -> None:
+    cast_experts()
+    module = build(architecture=ARCHITECTURES["deepseek_v3"])  # three of its four layers have experts
+    for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), Calls("_grouped_mm") as calls:
+            module(batch_of())
+        assert calls.types == [[dtype, dtype]] * 6
+
+
+def test_adamw_is_one_fused_kernel_a_group_of_parameters() -> None:
+    module = build(architecture=ARCHITECTURES["deepseek_v3"])
+    optimizer = build_optimizer(module, OptimConfig())
+    module(batch_of()).sum().backward()
+    with Calls("_fused_adamw_") as fused, Calls("mul_") as by_hand:
+        optimizer.step()
+    assert len(fused.types) == len(optimizer.param_groups) == 2 and not by_hand.types
+
+
+# ---- compilation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_compiled_blocks_have_no_graph_break_and_none_is_compiled_after_the_second_step(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """The loss in chunks too. The first batch is one of rows of one document each, by the seed; others are not."""
+    graphs: list[int] = []
+    training_step = LanguageModule.training_step
+
+    def noted(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        graphs.append(counters["stats"]["unique_graphs"])
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModule, "training_step", noted)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    options = ["--model.blocks.compile=true", "--model.loss_chunk=64", "--data.micro_batch_size=8"]
+    options += ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3", "--trainer.limit_val_batches=0"]
+    assert run("fit", *flags, *options, f"--model.architecture={MODELS[model]}") == 0
+    assert not counters["graph_break"]
+    assert graphs[0] == 0 < graphs[1] and set(graphs[2:]) == {graphs[2]}

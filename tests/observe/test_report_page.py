@@ -1,0 +1,279 @@
+"""The report of one run: readable offline, escaped, no empty plots, for three steps as for a hundred thousand."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dist_template.observe.history.metrics import Series
+from dist_template.observe.history.run import read_run
+from dist_template.observe.report import curves, files
+from dist_template.observe.report.commands import resume
+from dist_template.observe.report.differences import from_defaults
+from dist_template.observe.report.page import Html, _document, tag
+from dist_template.observe.report.plotly_js import PlotlyJs
+from tests.support.runs import PROJECT, only_run, run
+from tests.support.written import HOSTILE, falling, write_run
+
+
+class Elements(HTMLParser):
+    """What a browser would make of a page: elements with their attributes, and the texts of scripts and others."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._open = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._open = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._open == "script":
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+
+def report(folder: Path, plotly: PlotlyJs = "shared") -> Elements:
+    files.write([folder], folder, plotly)
+    return Elements((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def figures(page: Elements) -> list[dict[str, Any]]:
+    """As the page holds them: strict JSON, which has no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(page.scripts[0], parse_constant=refuse)["figures"]
+
+
+def policy_of(page: Elements) -> str:
+    (policy,) = [a["content"] or "" for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    return policy
+
+
+def test_all_runs_share_one_plotly_and_a_page_may_load_nothing_else(tmp_path: Path) -> None:
+    for place, root in (("runs/a/1", "runs"), ("runs/b/c/2", "runs"), ("copied/3", "runs")):
+        name = place.removeprefix("runs/").rpartition("/")[0]
+        folder = write_run(tmp_path / place, falling(5), {"run": {"name": name, "root": root}})
+        page = report(folder)
+        (library,) = [a for tag, a in page.elements if tag == "script" and a.get("src")]
+        assert (folder / str(library["src"])).read_text("utf-8").startswith("/**\n* plotly.js v")
+        policy, nonce = policy_of(page), library["nonce"]
+        own = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
+        assert policy.startswith("default-src 'none';")
+        assert policy.endswith(f"script-src 'sha256-{own}' 'nonce-{nonce}'"), "no other file, no other script"
+        assert (folder / "report.html").stat().st_size < 100_000
+    found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
+    assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing beside itself"
+    (tmp_path / "runs/a/1/config.yaml").write_text("run: {name: a, root: runs, plotly: cdn}", "utf-8")
+    files.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
+    page = Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8"))
+    (library,) = [a for tag, a in page.elements if tag == "script" and a.get("src")]
+    assert str(library["src"]).startswith("https://cdn.plot.ly/plotly-") and library["integrity"], "as the run has it"
+
+
+def test_an_inline_page_needs_no_other_file_and_its_policy_lets_none_be_fetched(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a" / "1", falling(5))
+    assert run("report", str(folder), "--plotly=inline") == 0
+    page = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    policy = policy_of(page)
+    assert not list(tmp_path.rglob("*.js"))
+    assert policy.startswith("default-src 'none';")
+    assert not [a for _, a in page.elements if {"src", "href", "srcset", "data"} & set(a)]
+    assert not [tag for tag, _ in page.elements if tag in ("link", "iframe", "object", "base", "form")]
+    _, *code = page.scripts
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in code]
+    assert re.findall(r"'sha256-(.+?)'", policy) == hashes, "exactly these two scripts may run"
+
+
+def test_the_load_of_experts_is_drawn_layer_by_layer_and_its_ceiling_named(tmp_path: Path) -> None:
+    loads = {f"moe/layer_{n:02d}/load_max_over_mean": [4.0 - n / 10, 1.1, 1.1] for n in range(9)}
+    folder = write_run(tmp_path / "a" / "1", falling(3) | loads)
+    (folder / "facts.json").write_text(json.dumps({"model": {"experts": 8, "experts_per_token": 2}}), "utf-8")
+    shown, more = curves.figures([read_run(folder)], ["a/1"])
+    (drawn,) = (figure for figure in shown if figure.panel.title == "Expert load by layer")
+    assert drawn.panel.unit == "busiest over mean, at most 4"
+    assert [name for name, _, _ in drawn.lines] == [f"layer {n:02d}" for n in range(9)]
+    assert len({(colour, dash) for _, colour, dash in drawn.lines}) == 9 and max(c for _, c, _ in drawn.lines) < 7
+    assert not [figure for figure in more if "layer" in figure.panel.title], "not once more, one by one"
+
+
+def test_whatever_comes_from_a_run_is_text(tmp_path: Path) -> None:
+    config = {"run": {"name": "a"}, "data": {"prompts": [HOSTILE]}, "model": {HOSTILE: HOSTILE}}
+    metrics = falling(5) | {f"train/{HOSTILE}": [1.0, 2.0]}
+    folder = write_run(
+        tmp_path / "a" / "<b>1", metrics, config, {"data": {}}, host=HOSTILE, packages={HOSTILE: HOSTILE}
+    )
+    (folder / "samples.txt").write_text(f"--- step 5\n{HOSTILE}\n```\n", encoding="utf-8")
+    (folder / "incidents.jsonl").write_text(json.dumps({"step": 3, "kind": HOSTILE}) + "\n", encoding="utf-8")
+    (folder / "crash").mkdir()
+    crash = {"time": 1.0, "step": 5, "rank": 0, "host": HOSTILE, "error": HOSTILE, "message": HOSTILE}
+    (folder / "crash" / "rank0.json").write_text(json.dumps(crash), encoding="utf-8")
+    page = report(folder)
+    assert len(page.scripts) == 3 and "img" not in [tag for tag, _ in page.elements]
+    assert not [a for _, a in page.elements if any(name.startswith("on") for name in a)]
+    assert page.text.count(HOSTILE) >= 8, "and all of it can be read"
+    plotted = [trace["name"] for plot in figures(page) for trace in plot["data"]]
+    assert not [name for name in plotted if "<" in name], "plotly takes names for HTML"
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    assert f"````text\n{HOSTILE}\n```\n````" in markdown, "a fence in a sample does not end its block"
+    assert "<b>" not in markdown and "<script>" not in re.sub("(`{3,})text\n.*?\n\\1", "", markdown, flags=re.DOTALL)
+
+
+def test_neither_an_attribute_nor_data_can_end_what_they_stand_in() -> None:
+    assert tag("p", "<i>", title='"><b>') == '<p title="&quot;&gt;&lt;b&gt;">&lt;i&gt;</p>'
+    page = Elements(_document("<i>", Html("<p>"), json.dumps("</script><b>")))
+    assert json.loads(page.scripts[0]) == "</script><b>" and "b" not in [name for name, _ in page.elements]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(tmp_path: Path, steps: int) -> None:
+    metrics = falling(steps) | {"perf/mfu": [math.nan] * steps}
+    shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", metrics))], ["a/1"])
+    titles = [figure.panel.title for figure in (*shown, *more)]
+    assert titles == ["Loss", "Learning rate", "Gradient norm", "Throughput"]
+    assert all("markers" in trace["mode"] for figure in shown for trace in figure.plot["data"])
+
+
+def test_what_is_not_finite_is_a_gap_and_is_told(tmp_path: Path) -> None:
+    metrics = falling(30)
+    metrics["train/loss"][9], metrics["train/loss"][20] = math.nan, math.inf
+    folder = write_run(tmp_path / "a" / "1", metrics)
+    page = report(folder)
+    (loss,) = figures(page)[0]["data"]
+    assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20]
+    told = "train/loss: 2 of 30 values are not finite, the first at step 10."
+    assert told in page.text and told in (folder / "report.md").read_text(encoding="utf-8")
+
+
+def test_thinning_keeps_every_spike_and_every_gap() -> None:
+    """Against the definition, bucket by bucket."""
+    values = np.random.default_rng(0).normal(size=10_007)
+    values[5_000], values[7_000], values[2_000:2_100] = 99.0, -99.0, math.nan
+    steps = np.arange(len(values))
+    thinned = curves.thin(Series(steps, values, steps.astype(float)), 400)
+    assert thinned
+    means, low, high = thinned
+    assert len(means) == len(low) == len(high) == 400 and (np.diff(means.steps) > 0).all()
+    parts = [
+        part[np.isfinite(part)]
+        for part in np.split(values, np.linspace(0, 10_007, 400, endpoint=False).astype(int)[1:])
+    ]
+    assert np.nanmax(high) == 99.0 and np.nanmin(low) == -99.0
+    assert np.isnan(means.values).tolist() == [len(part) == 0 for part in parts] and np.isnan(means.values).any()
+    np.testing.assert_allclose(means.values, [part.mean() if len(part) else math.nan for part in parts])
+    assert curves.thin(Series(steps[:800], values[:800], values[:800]), 400) is None
+
+
+def test_a_hundred_thousand_steps_stay_a_small_file(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "a" / "1", falling(100_000)))
+    assert (tmp_path / "a/1/report.html").stat().st_size < 1e6
+    assert max(len(trace["x"]) for plot in figures(page) for trace in plot["data"]) <= curves.BUCKETS
+
+
+def test_the_configuration_is_told_by_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "1"
+    defaults = {
+        "run": {"name": "a", "root": str(tmp_path)},
+        "samples": {"folder": "{run}"},
+        "trainer": {"strategy": "auto", "max_steps": -1, "precision": None},
+        "data": {"source": {"class_path": "pkg.TextFiles", "init_args": {"paths": []}}, "seed": 0},
+    }
+    config = json.loads(json.dumps(defaults))
+    config["samples"]["folder"] = str(folder)  # as it is written, with the folder filled in
+    config["trainer"] |= {"max_steps": 7, "precision": "bf16"}
+    config["trainer"]["strategy"] = {"class_path": "pkg.parallel.ZeroStrategy", "init_args": {"stage": 2}}
+    assert from_defaults(read_run(write_run(folder, falling(3), config, defaults))) == [
+        ("trainer.max_steps", 7, -1),
+        ("trainer.precision", "bf16", None),
+        ("trainer.strategy", "ZeroStrategy", "auto"),
+        ("trainer.strategy.stage", 2, "–"),
+    ]
+
+
+def test_the_command_goes_on_in_the_runs_own_folder(tmp_path: Path) -> None:
+    config = {"run": {"name": "a"}, "trainer": {"max_steps": 10}}
+    history = read_run(write_run(tmp_path / "a" / "id 1", falling(10), config))
+    assert resume(history)[1] == "python -m trainer fit --trainer.max_steps=10", "nothing to go on from"
+    checkpoint = history.folder / "checkpoints" / "step00000010.ckpt"
+    checkpoint.mkdir(parents=True)
+    from dist_template.checkpoint import manifest
+
+    whole = {"format": manifest.FORMAT, "step": 10, "world_size": 1, "strategy": "ddp", "time": 1.0, "files": {}}
+    (checkpoint / "manifest.json").write_text(manifest.rendered(whole), encoding="utf-8")
+    assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit --trainer.max_steps 20"
+    history.config["trainer"]["max_steps"] = 11
+    assert resume(history)[1] == "DIST_RUN_ID='id 1' python -m trainer fit --trainer.max_steps=10"
+
+
+def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
+    assert "Go on" not in page.text and "No metric has been written down." in page.text and figures(page) == []
+
+
+def test_the_tools_start_without_torch(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / "a" / name, falling(3))) for name in "12"]
+    code = (
+        "import sys; from tests.support.line import main; assert main(['compare', *sys.argv[1:]]) == 0;"
+        "sys.exit(', '.join({'torch', 'lightning', 'transformers'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *runs], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert run("report", str(tmp_path)) == 2
+    assert "is not the folder of a run" in capfd.readouterr().err
+
+
+def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert run("fit", *flags, "--run.report=true", "--trainer.max_steps=3") == 0
+    folder = only_run(tmp_path)
+    page = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    assert "finished all 3 steps" in page.text and "Step 3" in page.text, "with its sample"
+    assert [len(trace["x"]) for trace in figures(page)[0]["data"]] == [3, 2]
+    assert figures(page)[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    assert "| data.seq_len | 32 | 256 |" in markdown, "what differs from the defaults"
+    assert "samples.folder" not in markdown
+    assert f"report            {folder}/report.html" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    if broken:
+        monkeypatch.setattr(files, "page", lambda *_: 1 / 0)
+    stop = "tests.support.runs.StopAfter"
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        run("fit", *flags, "--run.report=true", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=4")
+    folder, shown = only_run(tmp_path), capfd.readouterr().out
+    assert (folder / "report.html").exists() != broken
+    assert ("there is no report: ZeroDivisionError" in shown) == broken
+    if not broken:
+        page = Elements((folder / "report.html").read_text(encoding="utf-8"))
+        assert "It crashed at step 4 of 20: RuntimeError on rank 0." in page.text
+        assert figures(page)[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"

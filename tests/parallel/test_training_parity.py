@@ -1,0 +1,80 @@
+"""The same numbers however the work is dealt out or interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.runs import logged, newest, only_run, run, run_in_subprocess
+
+DEEPSEEK = (
+    "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
+    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16,"
+    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
+    " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}"
+)
+
+
+@pytest.mark.slow
+def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(flags: list[str], tmp_path: Path) -> None:
+    flags = [
+        *flags, f"--model.architecture={DEEPSEEK}", "--model.optim.learning_rate=0.01", "--model.optim.warmup=5",
+        "--trainer.gradient_clip_val=0.5",
+    ]  # fmt: skip
+    # 8 sequences a step: 1 process x 2 x 4 accumulated, 2 processes x 2 x 2 accumulated
+    assert run("fit", *flags, "--run.name=one") == 0
+    result = run_in_subprocess("fit", *flags, "--run.name=two", "--trainer.devices=2", "--trainer.strategy=ddp")
+    assert result.returncode == 0, result.stderr
+
+    one, two = only_run(tmp_path, "one"), only_run(tmp_path, "two")
+    loss = logged(one, "train/loss")
+    assert list(loss) == list(range(1, 21))
+    assert logged(two, "train/loss") == pytest.approx(loss, rel=1e-5)
+    norms = logged(one, "train/grad_norm")
+    assert logged(two, "train/grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert sum(norm > 0.5 for norm in norms.values()) >= 10, "clipping must have been at work"
+    assert len(set(logged(one, "train/learning_rate").values())) > 10, "the schedule must have been at work"
+    assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
+
+
+def test_micro_batch_size_does_not_change_the_loss(flags: list[str], tmp_path: Path) -> None:
+    for micro in (1, 8):
+        assert run("fit", *flags, f"--run.name=m{micro}", f"--data.micro_batch_size={micro}") == 0
+    losses = [logged(only_run(tmp_path, name), "train/loss") for name in ("m1", "m8")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("stop_after", [7, *(pytest.param(step, marks=pytest.mark.slow) for step in (10, 13))])
+def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(
+    flags: list[str], tmp_path: Path, stop_after: int
+) -> None:
+    flags = [*flags, "--last_checkpoint.every_n_steps=3"]
+    assert run("fit", *flags, "--run.name=whole") == 0
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        stop = "tests.support.runs.StopAfter"
+        run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", f"--trainer.callbacks.step={stop_after}")
+    assert max(logged(only_run(tmp_path, "cut"), "train/loss"), default=0) < 20
+    assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
+
+    whole, cut = only_run(tmp_path, "whole"), only_run(tmp_path, "cut")
+    expected, got = logged(whole, "train/loss"), logged(cut, "train/loss")
+    assert got[20] == expected[20]
+    assert {step: expected[step] for step in got} == got
+    states = [torch.load(newest(r) / "checkpoint.pt", weights_only=True)["state_dict"] for r in (whole, cut)]
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def test_training_beyond_an_epoch_resumes_in_the_later_epoch(flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--last_checkpoint.every_n_steps=5", "--data.seq_len=128"]  # about 11 steps an epoch
+    assert run("fit", *flags, "--run.name=whole") == 0
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        stop = "tests.support.runs.StopAfter"
+        run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=17")
+    assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
+    expected = logged(only_run(tmp_path, "whole"), "train/loss")
+    got = logged(only_run(tmp_path, "cut"), "train/loss")
+    assert got[20] == expected[20]
+    assert {step: expected[step] for step in got} == got

@@ -1,0 +1,269 @@
+"""DeepSpeed: its configuration agrees with the rest, nothing is compiled, and the numbers are those without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import file_baton
+from trainer_dev.module import LanguageModule
+
+from dist_template.errors import InputError
+from dist_template.model.optim import OptimConfig
+from dist_template.parallel.build_locks import clear_stale_build_locks
+from dist_template.parallel.deepspeed_config import KNOWN_KEYS, Settings, read, resolve
+from dist_template.parallel.zero import ZeroStrategy, _materialize
+from dist_template.tools import deepspeed_config as tool
+from tests.support.runs import CONFIGS, OURS, logged, only_run, run
+
+ZERO = "--trainer.strategy=dist_template.parallel.zero.ZeroStrategy"
+EVERY_AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {name: "auto" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "offload_optimizer": {"device": "cpu", "pin_memory": "auto"},
+    },
+}
+
+
+def settings(**others: Any) -> Settings:
+    """16 processes with 4 sequences each, accumulated 4 times."""
+    values: dict[str, Any] = {
+        "accelerator": "cuda",
+        "precision": "bf16-mixed",
+        "micro_batch_size": 4,
+        "global_batch_size": 256,
+        "accumulation": 4,
+        "gradient_clip_val": 1.0,
+        "num_steps": 1000,
+        "optim": OptimConfig(learning_rate=3e-4, warmup=0.05),
+        "hidden_size": lambda: 100,
+    }
+    return Settings(**values | others)
+
+
+def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
+    filled = resolve(read(EVERY_AUTO), settings())
+    assert "auto" not in json.dumps(filled)
+    assert {key: filled[key] for key in EVERY_AUTO if key.startswith(("train", "gradient"))} == {
+        "train_batch_size": 256,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+    }
+    assert filled["bf16"]["enabled"] is True and filled["fp16"] == {"enabled": False, "loss_scale": 0}
+    assert not {"optimizer", "scheduler"} & set(filled), "module.py builds them"
+    zero = filled["zero_optimization"]
+    # width 100: its square, nine tenths of that, ten times it
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    assert [zero[name] for name in sizes] == [10_000, 9_000, 1_000]
+    assert zero["offload_optimizer"]["pin_memory"] is True
+    on_cpu = resolve(read(EVERY_AUTO), settings(accelerator="cpu", precision="32-true"))
+    assert on_cpu["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
+    assert on_cpu["bf16"]["enabled"] is False
+
+
+CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
+    "micro-batch": ({"train_micro_batch_size_per_gpu": 8}, "_per_gpu 8, data.micro_batch_size is 4"),
+    "global batch": ({"train_batch_size": 64}, "train_batch_size 64, data.global_batch_size is 256"),
+    "accumulation": ({"gradient_accumulation_steps": 1}, "_steps 1, data.global_batch_size / .* is 4"),
+    "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping 0.5, trainer.gradient_clip_val is 1.0"),
+    "no half precision": ({"bf16": {"enabled": False}}, "bf16.enabled false, .* trainer.precision bf16-mixed is true"),
+    "the other half": ({"fp16": {"enabled": True}}, "fp16.enabled true, .* trainer.precision bf16-mixed is false"),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16.* bf16-mixed is .bfloat16"),
+    "optimizer": ({"optimizer": {"type": "Lion"}}, "optimizer.type .Lion., .* is .AdamW"),
+    "learning rate": ({"optimizer": {"params": {"lr": 1e-3}}}, "lr 0.001, model.optim.learning_rate is 0.0003"),
+    "optimizer's own": ({"optimizer": {"params": {"momentum": 0.9}}}, "momentum has no counterpart.*model.optim"),
+    "schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR.*model.optim.schedule cosine"),
+    "warm-up": ({"scheduler": {"params": {"warmup_num_steps": 10}}}, "warmup_num_steps 10, model.optim.warmup.* is 50"),
+    "auto without meaning": ({"steps_per_print": "auto"}, "steps_per_print is auto"),
+    "unknown in ZeRO": ({"zero_optimization": {"stage": 2, "stages": 3}}, "zero_optimization.stages: Extra inputs"),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_a_conflict_names_both_places(case: str) -> None:
+    change, told = CONFLICTS[case]
+    with pytest.raises(InputError, match=told):
+        resolve(read({"zero_optimization": {"stage": 2}} | change), settings())
+
+
+def test_every_conflict_is_listed_and_a_schedule_without_counterpart_is_called_so() -> None:
+    sections = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR"}, "steps_per_print": "auto"}
+    zero = {"zero_optimization": {"stage": 2, "stages": 3, "overlap_com": True}}
+    wsd = OptimConfig(learning_rate=3e-4, warmup=0.05, schedule="warmup_stable_decay")
+    with pytest.raises(InputError) as caught:
+        resolve(read(sections | zero | {"train_batch_size": 64, "gradient_clipping": 0.5}), settings(optim=wsd))
+    head, *conflicts = str(caught.value).splitlines()
+    assert head == "trainer.strategy.init_args.config has 7 conflicts:"
+    starts = ["the DeepSpeed file says train_batch_size 64", "the DeepSpeed file says gradient_clipping 0.5"]
+    starts += ["the DeepSpeed file says bf16.enabled false", "DeepSpeed has no scheduler for model.optim.schedule warm"]
+    starts += ["steps_per_print is auto", "zero_optimization.stages: Extra", "zero_optimization.overlap_com: Extra"]
+    assert [line.strip()[: len(start)] for line, start in zip(conflicts, starts, strict=True)] == starts
+    with pytest.raises(InputError, match="2 conflicts:\n.*no key 'zero_optim'.*\n.*no key 'bf'"):
+        read({"zero_optim": {}, "bf": {}})
+
+
+def test_a_file_that_cannot_be_one_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{'stage': 2}")
+    (tmp_path / "list.json").write_text("[]")
+    for wrong, told in (
+        (str(tmp_path / "nowhere.json"), "nowhere.json.*No such file"),
+        (str(tmp_path / "broken.json"), "broken.json' is not JSON"),
+        (str(tmp_path / "list.json"), "wants an object"),
+        ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'; near it are zero_optimization"),
+        ({"zero_optimization": {}}, "no zero_optimization.stage"),
+    ):
+        with pytest.raises(InputError, match=told):
+            ZeroStrategy(config=wrong)
+
+
+def test_an_argument_and_the_file_must_agree() -> None:
+    with pytest.raises(InputError, match="init_args.stage is 3, and config .* says 2"):
+        ZeroStrategy(stage=3, config={"zero_optimization": {"stage": 2}})
+    with pytest.raises(InputError, match="init_args.offload_optimizer is True, .* says False"):
+        ZeroStrategy(offload_optimizer=True, config={"zero_optimization": {"stage": 2}})
+    assert ZeroStrategy(config={"zero_optimization": {"stage": 3}}).stage == 3
+
+
+def test_deepspeed_reads_the_keys_that_are_known_here_and_no_other() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    class Recorder(dict):
+        """Notes what is asked for."""
+
+        asked: set[str] = set()
+
+        def __contains__(self, key: object) -> bool:
+            self.asked.add(str(key))
+            return super().__contains__(key)
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            self.asked.add(key)
+            return super().get(key, default)
+
+        def keys(self) -> Any:
+            return self  # DeepSpeed asks `in config.keys()`
+
+    DeepSpeedConfig(Recorder(train_micro_batch_size_per_gpu=1))
+    assert Recorder.asked == KNOWN_KEYS
+
+
+def test_the_json_is_printed_alone_and_is_accepted_as_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [f"--config={CONFIGS}/pretrain.yaml", ZERO, "--nodes=2", "--devices=8", "--trainer.precision=bf16-mixed"]
+    own = ["stage=3", "offload_optimizer=true", "offload_parameters=true"]
+    tool.main(["deepspeed-config", *flags, *(f"--trainer.strategy.{flag}" for flag in own)], OURS)
+    printed = capfd.readouterr().out
+    config = json.loads(printed)
+    assert config["train_batch_size"] == 256 == 4 * config["gradient_accumulation_steps"] * 2 * 8
+    assert config["bf16"] == {"enabled": True}
+    zero = config["zero_optimization"]
+    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert zero["overlap_comm"] and zero["contiguous_gradients"] and zero["stage3_gather_16bit_weights_on_model_save"]
+    (tmp_path / "ds.json").write_text(printed)
+    tool.main(["deepspeed-config", *flags, f"--trainer.strategy.config={tmp_path}/ds.json"], OURS)
+    assert capfd.readouterr().out == printed
+    with pytest.raises(InputError, match="does not use DeepSpeed"):
+        tool.main(["deepspeed-config", f"--config={CONFIGS}/pretrain.yaml", "--trainer.strategy=ddp"], OURS)
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_lock_whose_owner_is_gone_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    baton = file_baton.__file__  # run as a file: importing torch would take seconds
+    take = f"import runpy; assert runpy.run_path({baton!r})['FileBaton']({str(lock)!r}).try_acquire(); input()"
+    owner = subprocess.Popen([sys.executable, "-c", take], stdin=subprocess.PIPE)
+    while not lock.exists():
+        assert owner.poll() is None
+        time.sleep(0.05)
+    clear_stale_build_locks(quiet_s=0)
+    assert lock.exists(), "its owner is at work"
+    owner.kill()
+    owner.wait()
+    started = time.monotonic()
+    with pytest.warns(UserWarning, match="removed .*deepspeed_shm_comm/lock"):
+        clear_stale_build_locks(quiet_s=3 + time.time() - lock.stat().st_mtime)
+    assert not lock.exists()
+    assert time.monotonic() - started > 2, "another machine may be at work in this folder"
+
+
+@pytest.mark.slow
+def test_one_process_trains_as_without_deepspeed_compiles_nothing_and_leaves_no_patch(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"  # as a start that was killed in a build leaves it
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    for path in (lock, lock.parent):
+        os.utime(path, (0, 0))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    linear = torch.nn.functional.linear
+    # 8 sequences a step: 4 micro-batches of 2
+    flags = [*flags, "--trainer.max_steps=6", "--trainer.gradient_clip_val=0.5", "--model.optim.learning_rate=0.01"]
+    assert run("fit", *flags, "--run.name=plain") == 0
+
+    def clips(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("DeepSpeed clips, and the module does not")
+
+    steps: list[int] = []
+    monkeypatch.setattr(LanguageModule, "configure_gradient_clipping", clips)
+    monkeypatch.setattr(LanguageModule, "on_before_optimizer_step", lambda module, _: steps.append(module.global_step))
+    for stage in (3, 2, 1):
+        assert run("fit", *flags, f"--run.name=zero{stage}", ZERO, f"--trainer.strategy.stage={stage}") == 0
+        assert steps == [0, 1, 2, 3, 4, 5], "once per optimizer step, not per micro-batch"
+        steps.clear()
+        assert torch.nn.functional.linear is linear, "ZeRO-3 puts another function in its place"
+    assert list(lock.parent.iterdir()) == [] and list(lock.parent.parent.iterdir()) == [lock.parent]
+
+    plain = only_run(tmp_path, "plain")
+    assert len(norms := logged(plain, "train/grad_norm")) == 6 and min(norms.values()) > 0.5, "clipping is at work"
+    for stage in (1, 2, 3):
+        zero = only_run(tmp_path, f"zero{stage}")
+        assert logged(zero, "train/grad_norm") == pytest.approx(norms, rel=1e-4), stage
+        for metric in ("train/loss", "eval/loss", "train/learning_rate"):
+            assert logged(zero, metric) == pytest.approx(logged(plain, metric), rel=1e-5), (stage, metric)
+
+
+def test_a_skeleton_gets_memory_and_keeps_its_ties() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    shared: Any = model["embedding"].weight
+    model["head"].weight = shared
+    vars(shared)["of_note"] = "kept"
+    for parameter in model.parameters():
+        _materialize(parameter, torch.device("cpu"))
+    assert model["head"].weight is model["embedding"].weight is shared
+    assert shared.device.type == "cpu" and shared.shape == (5, 3) and vars(shared)["of_note"] == "kept"
+
+
+def test_nvme_refuses_checkpoints_beside_training_before_anything_starts(
+    flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    strategy = [f"--config={CONFIGS}/strategy/zero3_nvme.yaml", f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
+    assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
+    assert "last_checkpoint.asynchronous true cannot be had with state on NVMe" in capfd.readouterr().err

@@ -1,0 +1,215 @@
+"""`rehearse` fails on what it is there to find and names what is planted, and passes on edits that are right.
+
+All checks that a plant's trainings allow run in their order, and the first that fails must name the plant: that is what
+a user reads first. Trainings that a fault does not touch are the sound project's, each run once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from dist_template.rehearsal import source_order
+from dist_template.rehearsal.checks import CHECKS
+from dist_template.rehearsal.report import Result
+from dist_template.rehearsal.runs import Runs
+from dist_template.rehearsal.trace import trace
+from dist_template.tools.rehearse import main, make_small, own_flags
+from tests.support import edits, faults, faults_of_ranks, faults_of_runs
+from tests.support.runs import CONFIGS, OURS
+
+LLAMA = (
+    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
+    " num_key_value_heads: 4}"
+)
+MOE = "{model_type: deepseek_v3, num_hidden_layers: 2, first_k_dense_replace: 1, n_group: 1, topk_group: 1}"
+MORE = {  # checks that need trainings of their own
+    "accumulation = one big batch": "big",
+    "kill and resume = never stopping": "resumed",
+    "resume on fewer processes": "fewer",
+    "checkpoint -> exported model": "exported",
+}
+IDLE_S = 10.0  # enough for the slowest step of a busy machine
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A fault, and what the first failing check must say.
+
+    Args:
+        fault: Breaks the package in each worker.
+        names: Parts of the sentence: the module, buffer, parameter, file:line or key that is planted.
+        strategy: A file in configs/strategy.
+        model: Of `model.architecture`.
+        processes: None: what the strategy needs.
+        more: One of `MORE`'s values: also run that check. For resumed, run no other.
+        touched: Trainings among one, ddp and strategy that the fault changes.
+    """
+
+    fault: FunctionType
+    names: tuple[str, ...]
+    strategy: str = "ddp"
+    model: str = LLAMA
+    processes: int | None = None
+    more: str = ""
+    touched: tuple[str, ...] = field(default=("strategy",))
+
+    @property
+    def checks(self) -> list[str]:
+        always = [check.name for check in CHECKS if check.name not in MORE]
+        more = [name for name, run in MORE.items() if run == self.more]
+        return more if self.more in ("resumed", "fewer", "exported") else always + more
+
+
+IN_ONE = ("one", "strategy")
+RESUMED: dict[str, Any] = {"processes": 1, "more": "resumed"}
+FAULTS, RUNS = "faults.py:", "faults_of_runs.py:"
+PLANTS = [
+    Plant(faults.loss_per_rank, ("training_step", FAULTS), more="big", touched=IN_ONE),
+    Plant(faults.loss_divided_by_ranks, ("0.5 times as large", "training_step", FAULTS)),
+    Plant(faults.repeating_sampler, ("step 1 of rank 1 repeats a sample of step 1 of rank 0", "GlobalOrder")),
+    Plant(faults.documents_leak, ("layers.0.self_attn", "forward", FAULTS), touched=IN_ONE),
+    Plant(faults.future_leaks, ("the input of model", "LanguageModule", FAULTS), touched=IN_ONE),
+    Plant(faults.logits_scaled, ("forward", FAULTS), more="exported"),
+    Plant(faults.mlp_of_rank, ("rank 1", "model.model.layers.1.mlp.act_fn", "Scaled", FAULTS)),
+    Plant(faults.router_of_rank, ("rank 1", "layers.1.mlp.gate"), model=MOE),
+    Plant(faults.layer_detached, ("layers.0.mlp.gate_proj.weight gets no gradient",), touched=IN_ONE),
+    Plant(faults.layer_outside_of_fsdp, ("layers.1.mlp", "gradient"), strategy="fsdp2"),
+    Plant(faults.layer_outside_of_the_tensor_parallel_plan, ("model.model.layers.0.mlp.down_proj",), strategy="tp"),
+    Plant(faults.gradients_reduced_twice, ("1 of 21", "layers.1.input_layernorm.weight"), strategy="tp"),
+    Plant(faults.expert_gradients_doubled, ("layers.1.mlp.experts.gate_up_proj",), strategy="fsdp2_ep", model=MOE),
+    Plant(faults.gradients_divided_before_the_step, ("on_before_optimizer_step", FAULTS, "0.5")),
+    Plant(faults.callback_divides_gradients, ("HalveGradients.on_after_backward", FAULTS)),
+    Plant(faults.clipping_by_rank, ("configure_gradient_clipping", FAULTS), strategy="fsdp2", touched=IN_ONE),
+    Plant(faults_of_ranks.unseeded_parameter, ("model.model.norm.weight",)),
+    Plant(faults_of_ranks.buffer_by_rank, ("buffer temperature", "before the first step"), strategy="fsdp2"),
+    Plant(
+        faults_of_ranks.running_mean_by_rank,
+        ("buffer model.model.layers.0.input_layernorm.running_mean", "all-reduce"),
+        touched=IN_ONE,
+    ),
+    Plant(
+        faults_of_ranks.buffer_summed_over_ranks, ("buffer model.model.layers.0.input_layernorm.gain",), touched=IN_ONE
+    ),
+    Plant(faults_of_ranks.noise_on_a_weight, ("layers.1.mlp.up_proj.weight", "something other than the optimizer")),
+    Plant(faults_of_runs.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
+    Plant(faults_of_runs.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
+    Plant(faults_of_runs.error_on_one_rank, ("rank 1: ValueError: no such shard", RUNS)),
+    Plant(faults_of_runs.hang, ("rank 1 did not arrive: step 2, micro-batch 1", RUNS, "rank 0 waits for it")),
+    Plant(faults_of_runs.collective_on_one_rank, (RUNS,)),
+    Plant(faults_of_runs.random_state_not_saved, ("another random state", "layers.0.self_attn"), **RESUMED),
+    Plant(faults_of_runs.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
+    Plant(faults_of_runs.optimizer_forgets, ("ForgetfulAdamW", RUNS, "exp_avg"), **RESUMED),
+    Plant(faults_of_runs.schedule_starts_anew, ("the learning rate of step", "schedule"), **RESUMED),
+    Plant(faults_of_runs.data_start_anew, ("step 3 lacks", "GlobalOrder"), **RESUMED),
+    Plant(faults_of_runs.average_in_a_buffer, ("buffer average", "persistent"), **RESUMED),
+    Plant(faults_of_runs.average_in_a_callback, ("no checkpoint holds Average.shadow",), **RESUMED),
+    Plant(faults_of_runs.data_start_anew, ("step 3 lacks", "GlobalOrder"), more="fewer", touched=()),
+]
+QUICK = {"gradients_divided_before_the_step", "counter_in_python"}
+
+
+class Rehearsals:
+    """Small configurations by what was asked of them, and the sound project's trainings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sound: dict[Any, Runs] = {}
+        self._count = 0
+
+    def sound(self, strategy: str, model: str, processes: int | None) -> Runs:
+        key = (strategy, model, processes)
+        if key not in self._sound:
+            flags = [f"--config={CONFIGS}/quickstart.yaml", f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+            flags += [f"--model.architecture={model}", "--data.prompts=[]", "--steps=6", f"--timeout={IDLE_S}"]
+            flags += [f"--processes={processes}"] if processes else []
+            own, rest = own_flags().parse_known_args(flags)
+            _, _, runs = make_small(own, rest, self.folder / f"sound{len(self._sound)}", OURS)
+            runs.prepare()
+            self._sound[key] = runs
+        return self._sound[key]
+
+    def first_failure(self, plant: Plant) -> Result:
+        """Of the checks in their order."""
+        sound = self.sound(plant.strategy, plant.model, plant.processes)
+        self._count += 1
+        small = copy.deepcopy(sound.small)
+        folder = self.folder / f"{plant.fault.__name__}{self._count}"
+        small.config["run"]["root"] = str(folder / "runs")
+        untouched = [name for name in ("one", "ddp", "strategy") if name not in plant.touched]
+        if plant.more == "resumed" or (sound.small.strategy == "ddp" and plant.processes is None):
+            untouched = [name for name in untouched if name == "one"]
+        if plant.more == "fewer":
+            small, folder = sound.small, sound.folder
+        known = {name: getattr(sound, name) for name in untouched}
+        runs = Runs(small, sound.strategy_object, folder, OURS, plant.fault, IDLE_S, known=known)
+        for check in CHECKS:
+            if check.name in plant.checks:
+                result = check.run(runs)
+                if result.verdict == "FAIL":
+                    return result
+        raise AssertionError(f"{plant.fault.__name__} passes {', '.join(plant.checks)}")
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> Rehearsals:
+    return Rehearsals(tmp_path_factory.mktemp("rehearsals"))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(
+            each, id=each.fault.__name__ + f"-{each.more}" * bool(each.more),
+            marks=() if each.fault.__name__ in QUICK else pytest.mark.slow,
+        )
+        for each in PLANTS
+    ],
+)  # fmt: skip
+def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
+    result = rehearsals.first_failure(plant)
+    missing = [name for name in plant.names if name not in result.sentence]
+    assert not missing, f"{result.check}: {result.got}: {result.sentence}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "model"), [("zero3", LLAMA), ("fsdp2_tp_ep", MOE)])
+def test_no_module_or_gradient_of_a_sound_training_is_accused(
+    strategy: str, model: str, rehearsals: Rehearsals
+) -> None:
+    sound = rehearsals.sound(strategy, model, None)
+    assert "outputs, gradients and learning rate of the first step agree" in trace(sound.one, sound.strategy)
+
+
+@pytest.mark.slow
+def test_a_source_whose_order_is_that_of_hashes_is_named() -> None:
+    _, sentence = source_order.difference(faults.HashedSource())
+    assert "HashedSource.documents" in sentence and FAULTS in sentence, sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("edit", "strategy", "model"),
+    [
+        (edits.edits_of_the_module, "ddp_find_unused_parameters_true", LLAMA[:-1] + ", tie_word_embeddings: true}"),
+        (edits.plain_module, f"--config={CONFIGS}/strategy/fsdp2.yaml", LLAMA),
+    ],
+)
+def test_edits_that_are_right_raise_no_alarm(
+    edit: Callable[[], None], strategy: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = [f"--config={CONFIGS}/quickstart.yaml"]
+    flags += [strategy if strategy.startswith("--") else f"--trainer.strategy={strategy}"]
+    flags += [f"--model.architecture={model}", "--data.prompts=[]", "--steps=6", f"--output={tmp_path / 'out'}"]
+    try:
+        main(["rehearse", *flags], OURS, prelude=edit)
+    except SystemExit as stopped:
+        assert not stopped.code, capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "all checks hold" in printed, printed

@@ -1,0 +1,270 @@
+"""`rehearse`: what it makes of a configuration, that it passes on a sound project, and how it tells."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from transformers import AutoConfig
+
+from dist_template.errors import InputError
+from dist_template.parallel.mesh import MeshStrategy
+from dist_template.rehearsal.architecture import dropouts, shrink_architecture
+from dist_template.rehearsal.checks import Check
+from dist_template.rehearsal.compare import gradients, relative_difference
+from dist_template.rehearsal.record import RunRecord
+from dist_template.rehearsal.report import Report, Result
+from dist_template.rehearsal.runs import RunFailed, Runs
+from dist_template.rehearsal.shrink import fewer, fold_strategy, shrink
+from dist_template.tools.rehearse import main
+from tests.support.runs import CONFIGS, OURS, Workers
+
+
+def rehearse(*flags: str) -> int:
+    try:
+        main(["rehearse", *flags], OURS)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/ddp.yaml"]
+    code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "all checks hold" in printed
+    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    assert found["ok"]
+    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 14
+    assert found["checks"][0]["got"] == "64 ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2_tp_ep", "hsdp", "zero2_offload", "zero3"])  # what the others are made of
+def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+    code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "resume = never stopping" in printed
+
+
+@pytest.mark.slow
+def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
+    """Qwen3's query and key norms, which transformers 5.23 sums anew in each micro-batch (parallel/replicated.py)."""
+    files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/qwen3", "strategy/tp")]
+    assert rehearse(*files, "--devices=2", "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
+
+
+def test_sizes_that_do_not_fit_are_told_without_running(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/tp.yaml"]
+    heads = "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
+    flags = [
+        f"--model.architecture={heads}",
+        "--trainer.strategy.tp_size=8",
+        "--nodes=1",
+        "--devices=8",
+        "--only=sizes",
+        f"--output={tmp_path / 'out'}",
+    ]
+    assert rehearse(*files, *flags) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL" in printed
+    assert "12" in printed and "tp_size" in printed
+    assert not list((tmp_path / "out").glob("*/rank0.log"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps=3"], "--steps 3 is below 6"),
+        (["--only=nothing"], "--only 'nothing' is in the name of no check"),
+        (["--processes=3", "--trainer.strategy=MeshStrategy", "--trainer.strategy.fsdp_size=4"], "does not make 3"),
+    ],
+)
+def test_bad_input_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        main(["rehearse", f"--config={CONFIGS}/quickstart.yaml", *flags, f"--output={tmp_path / 'out'}"], OURS)
+
+
+# ---- what is made of a configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kept"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 2, "num_hidden_layers": 2}),
+        ("mixtral", {"num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
+        ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 2, "tie_word_embeddings": True}),
+    ],
+)
+def test_a_small_architecture_has_the_structure_of_the_large(model_type: str, kept: dict[str, Any]) -> None:
+    small = shrink_architecture(AutoConfig.for_model(model_type), seq_len=32)
+    assert {name: small[name] for name in kept} == kept
+    rebuilt = AutoConfig.for_model(**small)
+    assert shrink_architecture(rebuilt, seq_len=32) == small  # it is as small as it gets
+    assert dropouts(rebuilt)
+
+
+def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
+    config = AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=1)
+    assert shrink_architecture(config, 32)["num_key_value_heads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "folded", "processes"),
+    [
+        ({"fsdp_size": "auto", "tp_size": 8, "ep_size": 8}, ("auto", 1, 2, 2), 4),
+        ({"fsdp_size": 64, "ep_size": 16}, (4, 1, 1, 2), 4),  # experts' own FSDP has 2 ranks
+        ({"fsdp_size": "auto", "ep_size": 2}, ("auto", 1, 1, 2), 4),
+        ({"fsdp_size": 8, "ep_size": 8}, (2, 1, 1, 2), 2),
+        ({"fsdp_size": 8, "dp_replicate_size": 2, "ep_size": 2}, (4, 1, 1, 2), 4),
+        ({"fsdp_size": 8, "dp_replicate_size": "auto"}, (2, "auto", 1, 1), 4),
+        ({"fsdp_size": 8, "dp_replicate_size": 4, "tp_size": 2}, (2, 1, 2, 1), 4),
+    ],
+)
+def test_a_mesh_is_folded_to_two_by_two(sizes: dict[str, Any], folded: tuple, processes: int) -> None:
+    strategy = MeshStrategy(**sizes)
+    names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
+    spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
+    small, num = fold_strategy(spec, strategy, None, [])
+    assert tuple(small["init_args"][name] for name in names) == folded
+    assert num == processes
+    assert strategy.tp_size == sizes.get("tp_size", 1), "the real strategy is not touched"
+
+
+def test_a_deepspeed_file_is_folded_too() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100_000, "offload_param": {"device": "nvme"}}
+    config = {"train_batch_size": 256, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
+    spec = {"class_path": "ZeroStrategy", "init_args": {"config": config}}
+    folded, num = fold_strategy(spec, object(), None, [])
+    assert num == 2
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "offload_param": {"device": "cpu"}}
+    assert folded["init_args"]["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
+    assert spec["init_args"]["config"]["train_batch_size"] == 256, "what was given is not touched"
+
+
+def test_half_of_the_processes_have_less_data_parallelism_and_the_same_tensor_parallelism(tmp_path: Path) -> None:
+    names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
+    strategy = MeshStrategy(fsdp_size=8, tp_size=8, ep_size=8)
+    spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
+    data = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4, "source": None, "tokenizer": None}
+    given = {"run": {}, "trainer": {"strategy": spec}, "data": data, "model": {}}
+    small = shrink(given, None, strategy, tmp_path)
+    assert (small.processes, small.data_parallel) == (4, 2)
+    assert small.config["data"]["global_batch_size"] == 8  # 2 sequences x 2 ranks x 2 accumulated
+    half, num = fewer(small, strategy)
+    assert num == 2
+    assert half["init_args"] == {"fsdp_size": 1, "dp_replicate_size": 1, "tp_size": 2, "ep_size": 2}
+    assert given["data"]["seq_len"] == 2048, "what was given is not touched"
+
+
+# ---- workers -------------------------------------------------------------------------------------------------------
+
+
+class FailOnRankOne(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 1:
+            raise ValueError("rank 1 has no data")
+
+
+class HangOnRankOne(Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(600)
+
+
+@pytest.fixture
+def two(flags: list[str], tmp_path: Path) -> list[str]:
+    """`fit` on two processes, of which each test breaks one."""
+    with Workers(1) as workers:
+        workers.run(["prepare", *flags], tmp_path / "prepare").check()
+    return ["fit", *flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2"]
+
+
+def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(two: list[str], tmp_path: Path) -> None:
+    with Workers(2) as workers:
+        record = workers.run(two, tmp_path / "failed", callbacks=[FailOnRankOne()])
+    assert re.fullmatch(r"rank 1: ValueError: rank 1 has no data \(.*test_rehearsal.py:\d+\)", record.error)
+    with pytest.raises(RuntimeError, match="rank1.log(.|\n)*rank 1 has no data"):
+        record.check()
+
+
+@pytest.mark.slow
+def test_a_hang_ends_with_the_stacks_in_the_logs(two: list[str], tmp_path: Path) -> None:
+    with Workers(2) as workers:
+        record = workers.run(two, tmp_path / "hung", callbacks=[HangOnRankOne()], timeout_s=20)
+    assert record.hung and record.error == "no end after 20 s"
+    assert "in on_train_start" in record.log(1)
+
+
+# ---- telling -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_a_table_json_and_junit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    report = Report("rehearsal of nothing", {"processes": 2})
+    report.begin()
+    report.add(Result("loss curve", "within 1e-05", "1.0e-07", "pass", time_s=1.5))
+    report.add(Result("gradient norm", "within 1e-04", "0.5", "FAIL", "from step 3 on: layer & more", 2.0))
+    report.add(Result("resume on fewer", "within 1e-05", "not possible", "limit", "the format refuses"))
+    report.end(tmp_path)
+    printed = capsys.readouterr().out
+    assert "-> from step 3 on: layer & more" in printed
+    assert "1 of 3 checks FAILED, 1 not possible here" in printed
+    suite = ElementTree.parse(tmp_path / "rehearsal.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
+    assert suite.findtext("testcase/failure") == "from step 3 on: layer & more"
+    assert json.loads((tmp_path / "rehearsal.json").read_text())["ok"] is False
+
+
+def test_a_cause_that_several_checks_find_is_printed_once(capsys: pytest.CaptureFixture) -> None:
+    report = Report("rehearsal of nothing")
+    report.add(Result("loss curve", "1e-5", "0.5", "FAIL", "from step 3 on", cause="the output of model.gate"))
+    report.add(Result("gradient norm", "1e-4", "0.7", "FAIL", "from step 1 on", cause="the output of model.gate"))
+    printed = capsys.readouterr().out
+    assert printed.count("model.gate") == 1
+    assert "from step 1 on: the cause given for 'loss curve'" in printed
+
+
+def test_a_check_whose_training_has_failed_or_hung_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "rank1.log").write_text("reading shard 7\n", encoding="utf-8")
+    record = RunRecord(tmp_path, {0: "RuntimeError: Connection closed by peer", 1: "killed: exit code -9"})
+
+    def compare(runs: Any) -> str:
+        raise RunFailed("strategy", record, is_known=runs.is_known)
+
+    check = Check("loss curve", "1e-5", compare)
+    first, second, third = (
+        check.run(cast(Runs, SimpleNamespace(hung=hung, is_known=is_known)))
+        for hung, is_known in (("", False), ("", True), ("strategy", False))
+    )
+    assert first.verdict == "FAIL"
+    assert "rank 1: killed: exit code -9; the last line of its log: reading shard 7" in first.cause
+    assert (second.verdict, second.cause) == (third.verdict, third.cause) == ("not run", "")
+
+
+def test_a_gradient_that_is_only_noise_is_not_compared_with_itself(tmp_path: Path) -> None:
+    for name, noise, large in (("one", 1e-9, 1.0), ("same", -2e-9, 1.0), ("other", 1e-9, 1.001)):
+        (tmp_path / name).mkdir()
+        tensors = {"noise": torch.full((3,), noise), "large": torch.full((3,), large)}
+        torch.save(tensors, tmp_path / name / "gradients.pt")
+    one, same, other = (RunRecord(tmp_path / name, {0: "done"}) for name in ("one", "same", "other"))
+    assert gradients(one, same) == {}
+    assert gradients(one, other) == {"large": "max |difference| 1.0e-03"}
+
+
+def test_a_missing_step_and_nan_count_as_different() -> None:
+    assert relative_difference({1: 2.0, 2: 2.0}, {1: 2.0, 2: 2.0})[0] == 0
+    assert relative_difference({1: 2.0}, {1: 2.0, 2: 2.0})[0] == float("inf")
+    assert relative_difference({1: 2.0}, {1: float("nan")})[0] == float("inf")
+    assert relative_difference({1: 2.0}, {})[0] == float("inf")

@@ -1,0 +1,19 @@
+"""The linked project's command line; imports nothing that takes time."""
+
+from __future__ import annotations
+
+from dist_template.cli import main as command_line
+from dist_template.project import Project
+
+PACKAGE = "trainer_dev"
+OURS = Project(PACKAGE)
+
+
+def main(argv: list[str]) -> int:
+    """A verb in this process; the exit code."""
+    return command_line.run(argv, OURS)
+
+
+def command(argv: list[str]) -> int:
+    """The same, with a diagnosis in place of a traceback, as in a process of its own."""
+    return command_line.command(argv, OURS)

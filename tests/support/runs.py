@@ -1,0 +1,103 @@
+"""Trainings for tests: the command line as a user has it, in this process, in another, or on several ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch import Callback
+
+from dist_template.checkpoint import commit
+from dist_template.observe.history.metrics import read_metrics
+from dist_template.rehearsal import workers
+from tests import PROJECT
+from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
+
+CONFIGS = PROJECT / "configs"
+
+SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
+SMALL_LLAMA = (
+    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2,"
+    " num_key_value_heads: 2}"
+)
+
+
+# What a training in this process leaves behind, and a new one would take for its launcher's.
+OF_ANOTHER_RUN = {"DIST_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
+
+
+class StopAfter(Callback):
+    """Ends training the hard way once `step` optimizer steps are done, as a crash would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_step >= self.step:
+            raise RuntimeError("stopped by the test")
+
+
+def run(verb: str, *flags: str) -> int:
+    """The command line in this process; for one training process, and quicker than a new Python."""
+    os.environ.pop("DIST_RUN_ID", None)
+    return main([verb, *flags])
+
+
+class Workers(workers.Workers):
+    """`num` CPU processes that run the linked project's commands."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(num, OURS)
+
+
+def run_in_subprocess(verb: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m <package> VERB …` as a user types it; needed where Lightning starts further processes."""
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | environment
+    env |= {"OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", PACKAGE, verb, *flags]
+    return subprocess.run(argv, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def only_run(root: Path, name: str = "default") -> Path:
+    """The folder of the one run under `root`."""
+    (found,) = (root / "runs" / name).iterdir()
+    return found
+
+
+def newest(run_folder: Path) -> Path:
+    """A run's newest checkpoint."""
+    found = commit.newest(run_folder / "checkpoints")
+    assert found, f"no checkpoint in {run_folder}"
+    return found
+
+
+def logged(run_folder: Path, metric: str) -> dict[int, float]:
+    """Step -> value of `metric`, of a run and its resumptions."""
+    series = read_metrics(run_folder)[metric]
+    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+
+
+@contextmanager
+def disk(folder: Path, size: str) -> Generator[Path]:
+    """A file system of its own of that size, where this machine lets us mount one; the test is skipped elsewhere."""
+    folder.mkdir()
+    mount = shutil.which("mount")
+    argv = [str(mount), "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if not mount or subprocess.run(argv, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def quiet(_: str) -> None:
+    pass

@@ -1,0 +1,141 @@
+"""Every combination of answers gives a project whose files are valid and whose Python is clean."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .conftest import PACKAGE, ROOT, SOURCE, Bake, BakedProject, bake_into
+
+LICENSES = {
+    "MIT": "Permission is hereby granted, free of charge",
+    "Apache-2.0": "Version 2.0, January 2004",
+    "BSD-3-Clause": "Redistribution and use in source and binary forms",
+    "None": None,
+}
+CI = {"GitHub": ".github/workflows/ci.yml", "GitLab": ".gitlab-ci.yml", "None": None}
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def assert_valid(project: BakedProject) -> None:
+    """Files parse, nothing of the template is left in them, Python compiles, shell scripts too."""
+    for name, path in project.files.items():
+        text = path.read_text(encoding="utf-8")
+        assert "cookiecutter." not in name + text, f"{name} holds an answer that was not filled in"
+        if name.endswith((".yaml", ".yml")):
+            yaml.safe_load(text)
+        if name.endswith(".toml"):
+            tomllib.loads(text)
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+        if name.endswith(".sh"):
+            assert path.stat().st_mode & 0o100, f"{name} is not executable"
+            assert run("bash", "-n", name, cwd=project.path).returncode == 0
+
+
+def test_default_project_is_valid_lints_and_type_checks_clean(default: BakedProject) -> None:
+    assert_valid(default)
+    assert default.path.name == "my-trainer" and default.package == "my_trainer"
+    for tool in (["ruff", "check", "--no-cache"], ["ty", "check", "--python", sys.prefix]):
+        done = run(sys.executable, "-m", *tool, default.package, cwd=default.path)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("license", "ci"), list(itertools.product(LICENSES, CI)))
+def test_licence_and_ci_are_what_was_asked_for_and_nothing_else(
+    bake: Bake, default: BakedProject, license: str, ci: str
+) -> None:
+    project = bake(license=license, ci=ci, author="Ada Lovelace")
+    assert_valid(project)
+    python = {name: digest for name, digest in default.digests.items() if name.endswith(".py")}
+    assert python.items() <= project.digests.items(), "what was linted and type-checked once"
+    assert [name for name in project.files if "LICENSE" in name] == (["LICENSE"] if LICENSES[license] else [])
+    if words := LICENSES[license]:
+        assert words in project.read("LICENSE") and "Copyright" in project.read("LICENSE")
+        assert "Ada Lovelace" in project.read("LICENSE")
+    declared = tomllib.loads(project.read("pyproject.toml"))["project"]["license"]
+    assert declared == ("LicenseRef-Proprietary" if license == "None" else license)
+    assert [path for path in CI.values() if path and path in project.files] == [CI[ci]] * (ci != "None")
+    assert (project.path / ".github").exists() == (ci == "GitHub")
+
+
+def test_same_answers_give_the_same_bytes(default: BakedProject, tmp_path: Path) -> None:
+    assert bake_into(tmp_path).digests == default.digests
+
+
+def test_generating_over_a_project_changes_nothing(default: BakedProject, tmp_path: Path) -> None:
+    first = bake_into(tmp_path)
+    command = ["cookiecutter", str(ROOT), "--no-input", "--default-config", "-f", "-o", str(tmp_path)]
+    done = run(sys.executable, "-m", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert first.digests == default.digests
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_a_git_archive_gives_the_same_project_as_the_checkout(
+    default: BakedProject, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive holds what git would commit now: an index of its own leaves HEAD and the real one alone."""
+    index = {"GIT_INDEX_FILE": str(tmp_path / "index")}
+    if run("git", "rev-parse", "--git-dir", cwd=ROOT).returncode:
+        pytest.skip("this is not a git checkout")
+    assert run("git", "add", "--all", cwd=ROOT, **index).returncode == 0
+    tree = run("git", "write-tree", cwd=ROOT, **index).stdout.strip()
+    archive, folder = tmp_path / f"archive.{kind}", tmp_path / "archive"
+    folder.mkdir()
+    assert run("git", "archive", "--prefix=template/", "-o", str(archive), tree, cwd=ROOT).returncode == 0
+    if kind == "zip":
+        monkeypatch.setenv("TMPDIR", str(tmp_path))  # where cookiecutter unpacks it
+        monkeypatch.setattr(tempfile, "tempdir", None)
+    else:
+        assert run("tar", "-xf", str(archive), cwd=folder).returncode == 0
+    project = bake_into(tmp_path / "bakes", archive if kind == "zip" else folder / "template")
+    assert project.digests == default.digests
+
+
+def test_caches_of_a_used_checkout_are_left_behind(default: BakedProject, tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    shutil.copytree(SOURCE, used / SOURCE.name)
+    shutil.copytree(ROOT / "hooks", used / "hooks")
+    shutil.copy(ROOT / "cookiecutter.json", used)
+    inner = used / SOURCE.name
+    for folder in (inner, inner / PACKAGE.name, inner / PACKAGE.name / "text"):
+        for cache in ("__pycache__", ".ruff_cache", ".pytest_cache"):
+            (folder / cache).mkdir(exist_ok=True)
+            (folder / cache / "binary").write_bytes(b"text first, and then not: \x8f\xff{{ nobody }}")
+    assert bake_into(tmp_path / "bakes", used).digests == default.digests
+
+
+def test_an_unknown_licence_is_refused(bake: Bake) -> None:
+    with pytest.raises(ValueError, match="GPL.*license.*MIT"):
+        bake(license="GPL")
+
+
+def test_every_question_has_words_for_people() -> None:
+    context = json.loads((ROOT / "cookiecutter.json").read_text())
+    asked = {key for key in context if not key.startswith("_")}
+    assert set(context["__prompts__"]) == asked
+    for key in asked:
+        if isinstance(context[key], list):
+            assert set(context["__prompts__"][key]) == {"__prompt__", *context[key]}
+
+
+def test_post_gen_prints_the_next_commands(tmp_path: Path) -> None:
+    command = ["cookiecutter", str(ROOT), "--no-input", "--default-config", "-o", str(tmp_path)]
+    done = run(sys.executable, "-m", *command, cwd=tmp_path)
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    assert lines[-3:] == ["cd my-trainer", "make setup", "make train"]

@@ -1,0 +1,163 @@
+"""The documentation is current, names keys that exist, and builds."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [code for found, code in FENCE.findall(text_of(page)) if found == language]
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that the site gives this page's headings: lower case, hyphens for blanks, no punctuation."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "reference.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def package(reference: ModuleType) -> Any:
+    with reference.package() as cli:
+        yield cli
+
+
+@pytest.fixture(scope="module")
+def parser(reference: ModuleType, package: Any) -> Any:
+    return reference.fit_parser(package)
+
+
+@pytest.fixture(scope="module")
+def keys(reference: ModuleType, parser: Any) -> set[str]:
+    return reference.keys(parser)
+
+
+@pytest.fixture(scope="module")
+def generated(reference: ModuleType, package: Any) -> str:
+    return reference.page(package)
+
+
+def test_the_configuration_reference_is_what_the_code_gives(reference: ModuleType, generated: str) -> None:
+    assert text_of(reference.PAGE) == generated, "run .venv/bin/python docs/reference.py"
+
+
+def test_the_reference_knows_every_slot_and_every_source(keys: set[str], reference: ModuleType, package: Any) -> None:
+    assert {
+        "data.seq_len",
+        "model.optim.warmup",
+        "run.name",
+        "data.source.paths",
+        "trainer.max_steps",
+    } <= keys
+    page = text_of(reference.PAGE)
+    for name in (*package.ALWAYS_ON, "StandardLibrary", "HubDataset", "ByteBPE", "configs/quickstart.yaml"):
+        assert name in page
+
+
+def test_navigation_names_every_page_once() -> None:
+    def pages(entries: list[dict[str, Any]]) -> list[str]:
+        values = [value for entry in entries for value in entry.values()]
+        return [page for value in values for page in (pages(value) if isinstance(value, list) else [value])]
+
+    assert sorted(pages(CONFIG["nav"])) == sorted(map(name_of, PAGES))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_resolves(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(page))):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.is_file(), f"{name_of(page)} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
+    groups = "|".join(sorted({key.split(".")[0] for key in keys if "." in key}))
+    key = rf"(?:{groups})\.(?!(?:py|txt|jsonl|json)\b)[a-z_]+(?:\.[a-z_]+)*"
+    flags = [flag for code in blocks(page, "bash") for flag in re.findall(rf"--({key})", code)]
+    named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", FENCE.sub("", text_of(page)))
+    for found in {*flags, *named}:
+        assert found in keys or found.startswith("model.architecture."), f"{name_of(page)} names {found}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_that_a_page_gives_has_its_files(page: Path, reference: ModuleType) -> None:
+    for code in blocks(page, "bash"):
+        for path in re.findall(r"\b((?:configs|launch)/[\w./-]+)", code):
+            assert (reference.PROJECT / path).is_file(), f"{name_of(page)} names {path}"
+
+
+@pytest.mark.usefixtures("keys", "generated")  # before the tutorial's own class is there
+def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any, package: Any) -> None:
+    data = sys.modules[package.DataModule.__module__]
+    for code in blocks(DOCS / "tutorial.md", "python"):
+        ast.parse(textwrap.dedent(code))
+        if code.startswith("# data.py"):  # what a user would have written there
+            head = "from __future__ import annotations\nfrom pathlib import Path\n"
+            exec(compile(head + code, "tutorial.md", "exec"), vars(data))
+    yamls = blocks(DOCS / "tutorial.md", "yaml")
+    assert yamls
+    for text in yamls:
+        parser.parse_string(text)
+
+
+def test_the_diagnosis_page_names_every_finding_and_every_planted_fault(reference: ModuleType) -> None:
+    """In its tables; of the rules what they yield, of the faults what the project's own test makes."""
+    cells = re.findall(r"^\| `([\w.]+)` \|", text_of(DOCS / "diagnosis.md"), re.MULTILINE)
+    rules = "".join(path.read_text(encoding="utf-8") for path in (reference.PACKAGE / "diagnosis/rules").glob("*.py"))
+    found = re.findall(r'Finding\(\s*"(\w+)"', rules)
+    runs = (reference.PACKAGE / "tests/fault_runs.py").read_text(encoding="utf-8")
+    planted = re.findall(r'Training\("([\w.]+)"', runs.split("\nFAULTS = [")[1])
+    assert len(found) > 30 and len(planted) > 20
+    assert sorted(cells) == sorted([*found, *planted])
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    for name in ("docs", "zensical.toml"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    for page in PAGES:
+        place = page.relative_to(DOCS).with_suffix("")
+        html = tmp_path / "site" / (place.parent if place.name == "index" else place) / "index.html"
+        assert html.is_file(), f"{name_of(page)} is not in the site"

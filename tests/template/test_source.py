@@ -1,0 +1,145 @@
+"""The template's own files: valid before they are rendered, current, and kept to the rules of the house."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .conftest import PACKAGE, ROOT, SOURCE, Bake, BakedProject
+
+SKIPPED = {".git", ".venv", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache"}
+IMAGES = {".png", ".gif", ".svg"}
+
+
+def texts(folder: Path) -> list[Path]:
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in IMAGES)
+    return [path for path in found if not SKIPPED & set(path.relative_to(ROOT).parts)]
+
+
+TEXTS = texts(ROOT)
+PYTHON = [path for path in TEXTS if path.suffix == ".py"]
+COPIED = [*texts(PACKAGE), *texts(SOURCE / "configs"), *texts(SOURCE / "launch")]
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+@pytest.mark.parametrize("path", COPIED, ids=ids(COPIED))
+def test_copied_file_holds_no_jinja(path: Path) -> None:
+    assert "cookiecutter" not in path.read_text(encoding="utf-8")
+
+
+def test_unrendered_yaml_and_toml_parse() -> None:
+    for path in TEXTS:
+        if path.suffix in {".yaml", ".yml"}:
+            yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.suffix == ".toml":
+            tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=ids(PYTHON))
+def test_python_file_is_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 300
+    assert path.stem not in {"utils", "common", "helpers", "misc"} and not path.stem.startswith("base_")
+
+
+def test_package_imports_itself_relatively() -> None:
+    absolute = re.compile(r"^\s*(from|import) (my_trainer|trainer_dev)\b", flags=re.MULTILINE)
+    for path in PACKAGE.rglob("*.py"):
+        assert not absolute.search(path.read_text(encoding="utf-8")), path
+
+
+def test_lightning_excludes_its_malicious_releases_wherever_it_is_required() -> None:
+    found = 0
+    for path in TEXTS:
+        if path.suffix in {".toml", ".txt", ".yml", ".yaml"} or path.name in {"Dockerfile", "Makefile"}:
+            for line in path.read_text(encoding="utf-8").splitlines():
+                if re.search(r"\b(pytorch-)?lightning\s*[=<>~!]=?\s*\d", line):
+                    assert "!=2.6.2" in line and "!=2.6.3" in line, f"{path}: {line}"
+                    found += 1
+    assert found == 3  # lightning and pytorch-lightning in constraints.txt, lightning in pyproject.toml
+
+
+def test_every_requirement_is_pinned_once_and_without_an_address() -> None:
+    lines = (SOURCE / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in pins]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+(,!=[\d.]+)*", line) for line in pins)
+    assert len(set(names)) == len(names)
+    project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
+    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        name = re.match(r"[\w.-]+", requirement)
+        assert name and name.group().lower() in names, f"{requirement} has no pin"
+
+
+def test_no_file_names_a_package_registry() -> None:
+    address = re.compile(r"https?://[^\s)\"']*(pypi|pythonhosted|download\.pytorch|/simple\b)", re.IGNORECASE)
+    for path in TEXTS:
+        assert not address.search(path.read_text(encoding="utf-8")), path
+
+
+def tree_in(readme: str) -> set[str]:
+    """Paths printed in the README's first block marked `text`: two spaces deeper is one folder deeper."""
+    block = re.search(r"```text\n(.*?)```", readme, flags=re.DOTALL)
+    assert block, "the README prints no tree"
+    parents: list[str] = []
+    paths: set[str] = set()
+    for line in block.group(1).splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        for name in re.split(r"\s{2,}", line.strip())[0].split():
+            paths.add("".join(parents[:depth]) + name)
+            parents[depth:] = [name]
+    return paths
+
+
+def assert_tree_is_current(root: Path, paths: set[str], must_list: set[str]) -> None:
+    gone = {path for path in paths if not (root / path).exists()}
+    assert not gone, f"the README's tree lists what is not there: {sorted(gone)}"
+    missing = must_list - {path.rstrip("/") for path in paths}
+    assert not missing, f"the README's tree lacks {sorted(missing)}"
+
+
+def test_tree_in_the_projects_readme_is_current(default: BakedProject) -> None:
+    inner = default.path / default.package
+    package = {path for path in inner.glob("*.py") if path.name != "__init__.py"}
+    package |= {path for path in inner.iterdir() if path.is_dir()}
+    for folder in ("text", "parallel", "checkpoint", "callbacks", "cluster", "history", "report", "tools", "rehearsal"):
+        package |= {path for path in (inner / folder).glob("*.py") if path.name != "__init__.py"}
+    top = {path for path in default.path.iterdir() if not path.name.startswith(".")}
+    top |= {path for path in (default.path / "configs").iterdir()}
+    must_list = {path.relative_to(default.path).as_posix() for path in package | top}
+    assert_tree_is_current(default.path, tree_in(default.read("README.md")), must_list)
+
+
+def test_every_page_that_the_project_names_is_in_it(default: BakedProject) -> None:
+    """What a comment or string calls docs/…, and what a page or the README links to."""
+    named = []
+    for name, path in default.files.items():
+        text = path.read_text(encoding="utf-8")
+        if not name.startswith("docs/"):
+            named += [(name, page) for page in re.findall(r"(?<![\w/])docs/[\w/.-]*\w", text)]
+        if name.endswith(".md"):
+            for target in re.findall(r"\]\((?!https:)([^)#\s]+)", re.sub("```.*?```", "", text, flags=re.DOTALL)):
+                assert (path.parent / target).exists(), f"{name} links to {target}"
+    assert {"README.md", "my_trainer/__main__.py"} <= {name for name, _ in named}
+    assert not [each for each in named if not (default.path / each[1]).exists()]
+
+
+def test_the_pages_have_the_projects_own_names(bake: Bake) -> None:
+    project = bake(project_name="Other Name")
+    text = "".join(project.read(name) for name in project.files if name.startswith("docs/"))
+    assert "python -m other_name" in text and not re.search("my[-_]trainer", text)
+
+
+def test_tree_in_the_templates_readme_is_current() -> None:
+    top = {path.name for path in ROOT.iterdir() if not path.name.startswith(".")} - SKIPPED
+    assert_tree_is_current(ROOT, tree_in((ROOT / "README.md").read_text()), top)
+
+
+def test_demo_of_the_makefile_uses_the_default_slug(default: BakedProject) -> None:
+    assert f"DEMO := $(OUT)/{default.path.name}\n" in (ROOT / "Makefile").read_text()

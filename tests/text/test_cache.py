@@ -1,0 +1,262 @@
+"""The cache: what goes in comes out, and what cannot be used is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer_dev.data import DataModule
+
+from dist_template.errors import InputError
+from dist_template.observe.diagnosis.crash import own_lines
+from dist_template.text import encode
+from dist_template.text.cache import SPLITS
+from dist_template.text.order import NOT_COUNTED
+from dist_template.text.tokenizers import ByteBPE, Bytes
+from tests.support.runs import quiet
+
+
+def documents_of(data: DataModule, split: str) -> list[str]:
+    """The texts of a split, read back from its tokens."""
+    corpus = data.require()
+    ids = corpus.tokens(split).tolist()
+    documents, current = [], []
+    for token in ids:
+        if token == data.eos_token_id:
+            documents.append(corpus.tokenizer.decode(current))
+            current = []
+        else:
+            current.append(token)
+    assert not current, "the last document has its end"
+    return documents
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
+def test_the_cache_holds_every_document_once_in_one_split(
+    data: DataModule, texts: Path, tokenizer: Bytes | ByteBPE
+) -> None:
+    data.tokenizer = tokenizer
+    corpus = data.prepare(report=quiet)
+    held = {split: documents_of(data, split) for split in SPLITS}
+    assert all(held.values())
+    written = [path.read_text(encoding="utf-8") for path in texts.iterdir()]
+    assert Counter(text for documents in held.values() for text in documents) == Counter(written)
+    for split, documents in held.items():
+        assert corpus.num_bytes(split) == sum(len(text.encode()) for text in documents)
+        assert os.path.getsize(corpus.folder / f"{split}.bin") == 2 * corpus.num_tokens(split)
+
+
+def test_splits_keep_duplicates_together_and_ignore_names_and_seed(data: DataModule, texts: Path) -> None:
+    data.prepare(report=quiet)
+    before = {split: Counter(documents_of(data, split)) for split in SPLITS}
+    double = (texts / "00.txt").read_text(encoding="utf-8")
+    assert sorted(counts[double] for counts in before.values()) == [0, 0, 2]
+    for path in list(texts.iterdir()):
+        path.rename(path.with_name(path.name[::-1].replace("txt.", "") + "-renamed.txt"))
+    data.seed = 5
+    data.prepare(report=quiet)
+    assert {split: Counter(documents_of(data, split)) for split in SPLITS} == before
+
+
+def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataModule) -> None:
+    tokens = np.asarray(data.prepare(report=quiet).tokens("train")).astype(np.int64)
+    rows = data._rows("train")
+    assert (len(tokens) - 1) % 32, "the test needs a last row that is not full"
+    batch = rows.__getitems__(list(range(len(rows))))
+    assert batch["labels"][batch["labels"] != NOT_COUNTED].tolist() == tokens[1:].tolist()
+    assert batch["input_ids"][:-1].flatten().tolist() == tokens[: (len(rows) - 1) * 32].tolist()
+    assert batch["input_ids"][-1].tolist() == tokens[-33:-1].tolist()
+    full = (batch["labels"] != NOT_COUNTED).all(dim=1).tolist()
+    assert full == [True] * (len(rows) - 1) + [False]
+
+
+def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> None:
+    data.prepare(report=quiet)
+    batch = next(iter(data.train_dataloader()))
+    restarts = 0
+    for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
+        position = 0
+        for previous, got in zip([None, *ids], positions, strict=False):
+            restarts += previous == data.eos_token_id
+            position = 0 if previous in (None, data.eos_token_id) else position + 1
+            assert got == position
+    assert restarts > 0
+    data.cross_document_attention = True
+    batch = next(iter(data.train_dataloader()))
+    assert batch["position_ids"].tolist() == [list(range(32))] * 8
+
+
+def test_evaluation_covers_the_split_and_padding_has_no_labels(data: DataModule) -> None:
+    data.prepare(report=quiet)
+    rows = data._rows("validation")
+    assert len(rows) % 8, "the test needs a last batch that is not full"
+    batches = list(data.val_dataloader())
+    labels = [row for batch in batches for row in batch["labels"].tolist()]
+    assert labels[: len(rows)] == rows.__getitems__(list(range(len(rows))))["labels"].tolist()
+    assert labels[len(rows) :] == [[-100] * 32] * (-len(rows) % 8)
+
+
+def test_unigram_bits_equal_a_direct_computation(data: DataModule) -> None:
+    data.tokenizer = ByteBPE(vocab_size=280)
+    corpus = data.prepare(report=quiet)
+    train, validation = (corpus.tokens(split).tolist() for split in ("train", "validation"))
+    counts = Counter(train)
+    bits = -sum(log2((counts[token] + 1) / (len(train) + 280)) for token in validation)
+    assert data.vocab_size == 280
+    assert data.unigram_bits_per_byte == pytest.approx(bits / corpus.num_bytes("validation"), rel=1e-12)
+    assert data.bytes_per_token("validation") == corpus.num_bytes("validation") / len(validation)
+
+
+def test_a_second_prepare_does_not_tokenize_again(data: DataModule) -> None:
+    manifest = data.prepare(report=quiet).folder / "manifest.json"
+    before = manifest.stat().st_ino
+    assert any("ready" in line for line in reported(data))
+    assert manifest.stat().st_ino == before
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
+def test_processes_write_what_one_process_writes(
+    data: DataModule, tokenizer: Bytes | ByteBPE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data.tokenizer = tokenizer
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)  # more batches than a pool of 3 takes at once
+    alone = data.prepare(report=quiet)
+    monkeypatch.setattr(encode, "FEW", 2)
+    monkeypatch.setattr(encode, "_cores", lambda: 3)
+    data.cache_dir += "-of-three"
+    divided = data.prepare(report=quiet)
+    assert alone.folder != divided.folder
+    assert alone.manifest == divided.manifest, "the checksums of all tokens are in it"
+
+
+class Failing(Bytes):
+    """Cannot encode one of the texts."""
+
+    def encode(self, tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
+        if any(text.startswith("33") for text in texts):
+            os._exit(9) if self.dies and os.getpid() != self.here else {}["33"]
+        return super().encode(tokenizer, texts)
+
+    def __init__(self, dies: bool) -> None:
+        self.dies, self.here = dies, os.getpid()
+
+
+@pytest.mark.parametrize(("dies", "told"), [(False, KeyError), (True, InputError)])
+def test_a_process_that_fails_or_is_killed_ends_preparing_and_leaves_nothing(
+    data: DataModule, dies: bool, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data.tokenizer = Failing(dies)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(encode, "FEW", 1)
+    monkeypatch.setattr(encode, "_cores", lambda: 2)
+    with pytest.raises(told) as caught:
+        data.prepare(report=quiet)
+    assert dies or own_lines(caught.value)[-1].endswith('{}["33"]'), (
+        "the user's own line, though another process failed"
+    )
+    assert not [path for path in Path(data.cache_dir).iterdir() if path.suffix != ".lock"]
+
+
+def reported(data: DataModule) -> list[str]:
+    lines: list[str] = []
+    data.prepare(report=lines.append)
+    return lines
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+def refused(data: DataModule) -> str:
+    with pytest.raises(InputError) as caught:
+        data.require()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_missing_cache_is_refused(data: DataModule) -> None:
+    assert "run `prepare` first" in refused(data)
+
+
+def test_other_settings_need_another_cache(data: DataModule) -> None:
+    data.prepare(report=quiet)
+    data.validation_share = 0.3
+    assert "run `prepare` first" in refused(data)
+
+
+def test_a_stale_cache_is_refused_until_prepared_again(data: DataModule, texts: Path) -> None:
+    data.prepare(report=quiet)
+    path = texts / "03.txt"
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.upper(), encoding="utf-8")  # of the same size
+    os.utime(path, ns=(1, 1))
+    assert "stale" in refused(data) and "03.txt has changed" in refused(data)
+    (texts / "new.txt").write_text("one more", encoding="utf-8")
+    assert "new.txt came or went" in refused(data)
+    data.check_source = False
+    data.require()
+    data.check_source = True
+    data.prepare(report=quiet)
+    assert text.upper() in [text for split in SPLITS for text in documents_of(data, split)]
+
+
+def test_a_touched_file_with_the_same_content_is_not_stale(data: DataModule, texts: Path) -> None:
+    data.prepare(report=quiet)
+    os.utime(texts / "03.txt", ns=(1, 1))
+    data.require()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "test.bin", "manifest.json", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("harm", [Path.unlink, flip_a_bit, lambda path: os.truncate(path, 10)])
+def test_a_damaged_cache_is_refused_and_prepare_repairs_it(data: DataModule, name: str, harm) -> None:
+    folder = data.prepare(report=quiet).folder
+    if name == "manifest.json" and harm is flip_a_bit:
+        (folder / name).write_text('{"dtype": 3}', encoding="utf-8")  # a bit of an mtime does no harm
+    else:
+        harm(folder / name)
+    assert "damaged" in refused(data)
+    assert "damaged" in reported(data)[0]
+    data.require()
+
+
+def test_a_second_prepare_at_the_same_time_is_refused(data: DataModule) -> None:
+    corpus = data.prepare(report=quiet)
+    lock = str(corpus.folder) + ".lock"
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); input()"
+    command = [sys.executable, "-c", code, lock]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout and other.stdout.readline() == "held\n"
+        data.prepare(report=quiet)  # what is ready can be used all the same
+        shutil.rmtree(corpus.folder)
+        with pytest.raises(InputError, match="another `prepare` is filling"):
+            data.prepare(report=quiet)
+        other.communicate("\n")
+    data.prepare(report=quiet)  # the lock went with its holder
+
+
+def test_the_manifest_says_what_the_cache_was_made_from(data: DataModule, texts: Path) -> None:
+    manifest = json.loads((data.prepare(report=quiet).folder / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["spec"]["source"] == {
+        "class": "TextFiles",
+        "paths": [f"{texts}/*.txt"],
+        "separator": None,
+    }
+    assert [entry["path"] for entry in manifest["files"]] == [str(path) for path in sorted(texts.iterdir())]

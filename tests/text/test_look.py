@@ -1,0 +1,80 @@
+"""What rank 0 finds out about the data before training: masked, copied into validation, without their template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_dev.data import DataModule
+
+from dist_template.text import look as looking
+from dist_template.text.look import duplicate_share, look
+from dist_template.text.rows import PackedRows
+from dist_template.text.sources import TextFiles
+from dist_template.text.tokenizers import Pretrained
+from tests.support.fault_plants import CHAT_TEMPLATE, write_tokenizer
+from tests.support.runs import quiet
+
+
+def some_tokens(num: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 5000, num).astype(np.uint16)
+
+
+def test_text_that_was_copied_is_found_wherever_it_stands() -> None:
+    train, validation = some_tokens(200_000, 0), some_tokens(20_000, 1)
+    assert duplicate_share(train, validation, 64) == 0.0
+    validation[3_001:13_001] = train[100_007:110_007]  # half of it, from another place
+    assert duplicate_share(train, validation, 64) == pytest.approx(0.5, abs=0.06)
+    assert duplicate_share(train, validation[:0], 64) is None
+
+
+def test_a_phrase_of_a_few_tokens_is_no_copy() -> None:
+    train, validation = some_tokens(200_000, 0), some_tokens(20_000, 1)
+    for start in range(0, 20_000, 100):
+        validation[start : start + 40] = train[start : start + 40]
+    assert duplicate_share(train, validation, 64) == 0.0
+
+
+def test_no_more_of_a_large_cache_is_read_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "TRAIN_TOKENS", 16_000)
+    read: list[int] = []
+    windows = looking._of_part
+    monkeypatch.setattr(looking, "_of_part", lambda part, doublings: read.append(len(part)) or windows(part, doublings))
+    train = some_tokens(400_000, 0)
+    share = duplicate_share(train, train[200_000:210_000].copy(), 64)
+    assert share is not None and share < 0.3  # less than there is, as documented
+    assert sum(read) == 16_000 + 10_000
+
+
+def test_what_counts_is_told_of_the_rows_that_training_reads(data: DataModule, monkeypatch: Any) -> None:
+    data.prepare(report=quiet)
+    facts = look(data)
+    assert facts["counted_share"] == 1.0 and facts["unshifted_share"] < 0.1 and facts["distinct_tokens"] > 10
+    assert facts["duplicate_share"] > 0.2 and facts["chat_share"] is None  # the texts repeat the same sentences
+    read = PackedRows.__getitems__
+
+    def half_masked(self: PackedRows, rows: list[int]) -> dict[str, Any]:
+        batch = read(self, rows)
+        return batch | {"labels": batch["labels"].index_fill(1, torch.arange(16), -100)}
+
+    monkeypatch.setattr(PackedRows, "__getitems__", half_masked)
+    assert look(data)["counted_share"] == 0.5
+    monkeypatch.setattr(PackedRows, "__getitems__", lambda self, rows: {"pixels": torch.zeros(len(rows), 3)})
+    assert look(data) == {}
+
+
+@pytest.mark.parametrize(("text", "share"), [("hello, how are you", 0.0), ("<|im_start|>user\nhello<|im_end|>", 1.0)])
+def test_a_chat_template_that_is_not_in_the_text_is_seen(tmp_path: Path, text: str, share: float) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", chat_template=CHAT_TEMPLATE)
+    (tmp_path / "a.txt").write_text(f"{text} " * 40)
+    source = TextFiles([f"{tmp_path}/a.txt"])
+    data = DataModule(
+        source, Pretrained(str(folder)), 64, 2, 2, validation_share=0, test_share=0, cache_dir=str(tmp_path / "cache")
+    )
+    data.prepare(report=quiet)
+    facts = look(data)
+    assert facts["chat_share"] == share
+    assert facts["duplicate_share"] is None

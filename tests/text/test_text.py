@@ -1,0 +1,219 @@
+"""Sources and tokenizers: each kind reads back what was written, and says what it could not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trainer_dev.data import DataModule
+
+from dist_template.errors import InputError
+from dist_template.text.sources import HubDataset, Jsonl, Parquet, Source, StandardLibrary, TextFiles
+from dist_template.text.tokenizers import EOS, ByteBPE, Bytes, Pretrained, TokenizerSpec
+
+TEXTS = [
+    "def f(x):\n    return x\n",
+    "  two  spaces\tand tabs\r\n",
+    "Grüße, 世界 😀 \x00\x7f",
+    f"say {EOS} aloud",
+]
+EVERY_BYTE = "".join(map(chr, range(0x250)))  # all lead and most continuation bytes of two-byte characters
+
+
+def read(source: Source) -> list[str]:
+    return [text for _, text in source.documents()]
+
+
+def error_of(source: Source) -> str:
+    with pytest.raises(InputError) as caught:
+        read(source)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- sources -------------------------------------------------------------------------------------
+
+
+def test_the_standard_library_is_a_corpus_of_megabytes_without_tests() -> None:
+    source = StandardLibrary()
+    names = [path.name for path in source.files()]
+    assert "dataclasses.py" in names and not [name for name in names if name.startswith("test_")]
+    assert sum(map(len, read(source))) > 5_000_000
+    assert all("site-packages" not in path.parts for path in source.files())
+
+
+def test_text_files_are_read_in_one_order_each_once_and_to_the_byte(tmp_path: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+    assert read(TextFiles([f"{tmp_path}/[23].txt", f"{tmp_path}/**/*.txt"])) == TEXTS
+
+
+def test_a_separator_cuts_a_file_into_documents(tmp_path: Path) -> None:
+    (tmp_path / "all.txt").write_text("one\n\ntwo\nlines\n\nthree", encoding="utf-8")
+    assert read(TextFiles([f"{tmp_path}/all.txt"], separator="\n\n")) == ["one", "two\nlines", "three"]
+
+
+def test_paths_that_match_nothing_are_named(tmp_path: Path) -> None:
+    (tmp_path / "there.txt").write_text("text", encoding="utf-8")
+    message = error_of(TextFiles([f"{tmp_path}/there.txt", f"{tmp_path}/*.rst"]))
+    assert f"{tmp_path}/*.rst" in message and "there.txt" not in message
+    assert f"{tmp_path}/**/*" in error_of(TextFiles([str(tmp_path)]))  # a folder: says how to write it
+    assert "empty" in error_of(TextFiles([]))
+
+
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_a_source_without_text_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "empty.txt").write_text(content, encoding="utf-8")
+    data = DataModule(TextFiles([f"{tmp_path}/empty.txt"]), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(InputError, match="no text in it"):
+        data.prepare()
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_too_little_text_for_the_sequences_is_told_with_the_numbers(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("x" * 99, encoding="utf-8")
+    data = DataModule(
+        TextFiles([f"{tmp_path}/short.txt"]), Bytes(), 64, 2, 2, 0.0, 0.0, cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.raises(InputError, match="100 tokens in 1 documents, and 2 sequences of data.seq_len 64 need 129"):
+        data.prepare()
+    data.seq_len = 49
+    data.prepare()
+
+
+def test_an_empty_validation_split_is_told(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("x" * 9999, encoding="utf-8")
+    data = DataModule(
+        TextFiles([f"{tmp_path}/short.txt"]), Bytes(), 64, 2, 2, 1e-9, 0.0, cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.raises(InputError, match="the validation split has 0 tokens.*data.validation_share"):
+        data.prepare()
+
+
+def write_jsonl(path: Path, field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": i, field: t}) + "\n" for i, t in enumerate(TEXTS)), encoding="utf-8")
+    return path
+
+
+def test_jsonl_gives_its_field(tmp_path: Path) -> None:
+    first, second = write_jsonl(tmp_path / "a.jsonl", "body"), write_jsonl(tmp_path / "b.jsonl", "body")
+    assert read(Jsonl([str(first), str(second)], "body")) == TEXTS * 2
+
+
+def test_a_missing_field_is_told_with_those_that_are_there(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", "body")
+    message = error_of(Jsonl([str(path)]))
+    assert "'text'" in message and "body, id" in message and str(path) in message
+    assert "record 1" in error_of(Jsonl([str(path)], "id"))  # it is there, and no text
+
+
+def test_broken_jsonl_is_told_with_its_reason_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "bad\n', encoding="utf-8")
+    message = error_of(Jsonl([str(path)]))
+    assert str(path) in message and "JSON" in message.upper()
+
+
+def test_parquet_gives_its_column(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS, "id": [*range(4)]}), path)
+    assert read(Parquet([str(path)], "body")) == TEXTS
+    assert "body, id" in error_of(Parquet([str(path)], "text"))
+    path.write_bytes(path.read_bytes()[:-9])
+    assert str(path) in error_of(Parquet([str(path)], "body"))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_datasets_folder_is_read_streamed_or_not(
+    tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets import config
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_jsonl(folder / "train.jsonl")
+    assert read(HubDataset(str(folder), streaming=streaming)) == TEXTS
+    assert read(HubDataset(str(folder), streaming=streaming, max_documents=2)) == TEXTS[:2]
+    assert "nowhere" in error_of(HubDataset(str(folder), split="nowhere", streaming=streaming))
+
+
+def test_a_source_of_ones_own_is_one_class(tmp_path: Path) -> None:
+    class Squares(Source):
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def documents(self):
+            return ((str(i), f"{i} squared is {i * i}") for i in range(self.count))
+
+    data = DataModule(Squares(500), Bytes(), 16, cache_dir=str(tmp_path))
+    assert data.prepare().manifest["spec"]["source"] == {"class": "Squares", "count": 500}
+    data.source = Squares(501)
+    with pytest.raises(InputError, match="no token cache"):
+        data.require()
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [Bytes(), ByteBPE(vocab_size=400)], ids=["bytes", "bpe"])
+def test_any_text_comes_back_and_an_end_in_the_text_stays_text(spec: TokenizerSpec) -> None:
+    texts = [*TEXTS, EVERY_BYTE]
+    tokenizer = spec.fit(iter(texts * 20))
+    for text, ids in zip(texts, spec.encode(tokenizer, texts), strict=True):
+        assert tokenizer.decode(ids.tolist()) == text
+        assert tokenizer.eos_token_id not in ids
+
+
+def test_bytes_are_their_own_ids_in_both_ways_of_encoding() -> None:
+    spec = Bytes()
+    tokenizer = spec.fit(iter([]))
+    assert tokenizer.encode(EVERY_BYTE) == list(EVERY_BYTE.encode()) == spec.encode(tokenizer, [EVERY_BYTE])[0].tolist()
+    assert (len(tokenizer), tokenizer.eos_token_id) == (257, 256)
+
+
+def test_bpe_learns_the_same_from_the_same_text_and_saves_the_same_files(tmp_path: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in StandardLibrary().files()[:15]]
+    saved = []
+    for name in ("first", "second"):
+        ByteBPE(vocab_size=1000).fit(iter(texts)).save_pretrained(tmp_path / name)
+        saved.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert saved[0] == saved[1] and "tokenizer.json" in saved[0]
+
+
+def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
+    class Recorded(ByteBPE):
+        seen: list[str] = []
+
+        def fit(self, texts):
+            self.seen[:] = texts
+            return super().fit(iter(self.seen))
+
+    source = TextFiles([str(Path(__file__))], separator="\n\n")
+    data = DataModule(source, Recorded(300), 16, 2, 2, 0.2, 0.2, cache_dir=str(tmp_path))
+    data.prepare()
+    assert Recorded.seen
+    assert {data._recipe.split_of(text) for text in Recorded.seen} == {"train"}
+    assert len(Recorded.seen) == data.require().manifest["splits"]["train"]["documents"]
+
+
+def test_a_saved_tokenizer_serves_as_a_pretrained_one(tmp_path: Path) -> None:
+    made = ByteBPE(vocab_size=300)
+    tokenizer = made.fit(iter(TEXTS * 9))
+    tokenizer.save_pretrained(tmp_path)
+    spec = Pretrained(str(tmp_path))
+    loaded = spec.fit(iter([]))
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+    assert [i.tolist() for i in spec.encode(loaded, TEXTS)] == [i.tolist() for i in made.encode(tokenizer, TEXTS)]
+    assert tmp_path / "tokenizer.json" in spec.files()
+
+
+def test_a_tokenizer_that_is_not_there_or_too_small_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="data.tokenizer.path"):
+        Pretrained(str(tmp_path / "nothing")).fit(iter([]))
+    with pytest.raises(InputError, match="below 257"):
+        ByteBPE(vocab_size=100)

@@ -1,0 +1,199 @@
+"""`doctor` finds each problem that is planted, says what to do, and ends with 1."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sys
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trainer_dev.data import DataModule
+
+from dist_template.tools import doctor
+from dist_template.tools.doctor import OK, PROBLEM, WARNING, Where
+from tests.support.runs import OURS, main
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Where:
+    return Where(tmp_path / "runs", tmp_path / "cache", num_workers=0)
+
+
+def one(findings: doctor.Findings, verdict: str, found: str = "") -> str:
+    """What to do about the one finding that is not ok; `found` stands in its text."""
+    told = [finding for finding in findings if verdict == OK or finding[0] != OK]
+    assert [finding[0] for finding in told] == [verdict] * len(told) and told, told
+    assert any(found in finding[1] for finding in told), told
+    return told[0][2]
+
+
+def test_the_package_lock(where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"a-b": "1.0", "torch": "2.13.0+cu130"}
+    lock = tmp_path / "constraints.txt"
+    where = replace(where, project=tmp_path)
+    monkeypatch.setattr(doctor, "packages", lambda: installed)
+    lock.write_text("# pins\nA.b==1.0,!=0.9\ntorch==2.13.0\n")
+    assert one(doctor.check_packages(where), OK, "2 as constraints.txt has them") == ""
+    lock.write_text("A_b==1.1\ntorch==2.13.0\nnowhere==3\n")
+    todo = one(
+        doctor.check_packages(where), PROBLEM, "2 of 3 differ: A_b 1.0 (locked: 1.1), nowhere missing (locked: 3)"
+    )
+    assert "pip install" in todo
+    lock.unlink()
+    one(doctor.check_packages(where), WARNING, "there is no")
+
+
+def test_torch_and_the_driver(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "driver", lambda: "550.54")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    one(doctor.check_gpus(where), PROBLEM, "has no CUDA; there is driver 550.54")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver for CUDA 13.0" in one(doctor.check_gpus(where), PROBLEM, "sees no GPU under driver 550.54")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert one(doctor.check_gpus(where), PROBLEM) == "unset CUDA_VISIBLE_DEVICES"
+    monkeypatch.setattr(doctor, "driver", lambda: None)
+    one(doctor.check_gpus(where), OK, "no GPU(s)")
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "found"),
+    [
+        ("echo '0, NVIDIA H100, 0, 1'", OK, "GPU 0, NVIDIA H100"),
+        ("echo '0, RTX 4090, [N/A], 1'", OK, "RTX 4090"),
+        ("echo '0, NVIDIA H100, 0, 1'; echo '1, NVIDIA H100, 3, 1'", PROBLEM, "GPU 1, NVIDIA H100: 3 uncorrected"),
+        ("echo '0, NVIDIA H100, 0, 70000'", WARNING, "70000 MiB are in use"),
+        ("echo 'Unable to determine the device handle: GPU is lost'; exit 15", PROBLEM, "GPU is lost"),
+        ("sleep 30", PROBLEM, "does not answer"),
+    ],
+)
+def test_what_nvidia_smi_tells(
+    script: str, verdict: str, found: str, where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script.replace('sleep', 'exec sleep')}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(doctor, "MEET_S", 0.5)
+    one(doctor.check_gpus(where), verdict, found)
+
+
+@pytest.mark.parametrize(("gib", "verdict"), [(100, OK), (10, WARNING), (0.5, PROBLEM)])
+def test_free_disk(gib: float, verdict: str, where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, gib * 2**30))
+    one(doctor.check_disks(where), verdict, f"{gib:.1f} GiB free")
+
+
+def test_inodes_and_folders_that_cannot_be_written(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2**40))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=10**6, f_favail=7))
+    one(doctor.check_disks(where), PROBLEM, "7 inodes")
+
+    def refuse(**options: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    assert "set run.root" in one(doctor.check_disks(where), PROBLEM, "Permission denied")
+
+
+def test_shared_memory(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 * 2**20, 0, 0))
+    one(doctor.check_shared_memory(where), OK, "num_workers is 0")
+    assert "--shm-size" in one(doctor.check_shared_memory(Where(num_workers=2)), PROBLEM, "0.06 GiB")
+
+
+def test_clocks(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    one(doctor.check_clock(where), OK)
+    now = doctor.time.time()
+    clock = SimpleNamespace(time=lambda: now - 60, strftime=doctor.time.strftime, ctime=doctor.time.ctime)
+    monkeypatch.setattr(doctor, "time", clock)
+    one(doctor.check_clock(where), WARNING, "60.0 s off")
+    clock.time = lambda: 86400.0
+    one(doctor.check_clock(where), PROBLEM, "before this program was written")
+
+
+def test_leftovers(where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    assert not list(doctor.check_leftovers(where))
+    (tmp_path / "extensions" / "cpu_adam").mkdir(parents=True)
+    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
+    lock.touch()
+    assert one(doctor.check_leftovers(where), WARNING, "no process here holds it").startswith(f"rm {lock};")
+    lock.unlink()
+    half = where.root / "a" / "1" / "checkpoints" / ".step00000040.ckpt.tmp"
+    half.mkdir(parents=True)
+    (half / "x").write_bytes(b"x")
+    one(doctor.check_leftovers(where), WARNING, "a half checkpoint")
+    shutil.rmtree(half)
+    where.cache.mkdir()
+    with (where.cache / "TextFiles-0.lock").open("w") as held:
+        assert not list(doctor.check_leftovers(where)), "a lock file that nobody holds means nothing"
+        fcntl.flock(held, fcntl.LOCK_EX)
+        one(doctor.check_leftovers(where), WARNING, "a `prepare` is at work")
+
+
+def test_open_files(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 8192))
+    assert one(doctor.check_limits(where), WARNING, "open files: 1024") == "ulimit -n 8192"
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (-1, -1))
+    one(doctor.check_limits(where), OK, "no limit")
+
+
+def test_a_port_that_is_taken(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    one(doctor.check_ports(where), OK)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        assert "another MASTER_PORT" in one(doctor.check_ports(where), PROBLEM, "Address already in use")
+
+
+def test_processes_that_do_not_meet(where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    for script, found in (
+        ("echo no route to host; exit 3", "exit codes [3, 3]; no route"),
+        ("exec sleep 30", "no end"),
+    ):
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr(doctor, "MEET_S", 1.0)
+        assert "GLOO_SOCKET_IFNAME" in one(doctor.check_all_reduce(where), PROBLEM, found)
+
+
+@pytest.mark.slow
+def test_two_processes_meet(where: Where) -> None:
+    one(doctor.check_all_reduce(where), OK, "4 MB in")
+
+
+def test_a_problem_is_exit_code_1_and_json_has_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "CHECKS", {"disks": lambda where: iter([(PROBLEM, "full", "free it")])})
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1 and capsys.readouterr().out == f"problem  disks          full\n{'':<23} -> free it\n"
+    monkeypatch.setattr(doctor, "CHECKS", {"disks": lambda where: iter([(WARNING, "full", "free it")])})
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["findings"] == [{"check": "disks", "verdict": "warning", "found": "full", "todo": "free it"}]
+    assert told["environment"]["packages"]["torch"]
+
+
+def test_it_looks_where_the_configuration_writes(flags: list[str], tmp_path: Path) -> None:
+    found = doctor._read([*flags, "--data.num_workers=3"], OURS)
+    assert found.root == tmp_path / "runs" and found.num_workers == 3
+    assert DataModule().cache_dir == str(Where().cache)

@@ -1,0 +1,103 @@
+"""What a strategy sends: the cost model against the collectives of real trainings, and against the pages' formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dist_template.tools.traffic import STRATEGIES, Setting
+from tests.support.collectives import CountCollectives, read_sent, summed
+from tests.support.runs import CONFIGS, Workers, run
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 64, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0,
+}  # fmt: skip
+CASES = {  # (processes, ranks of a node, architecture)
+    "ddp": (2, 2, LLAMA),
+    "fsdp2": (2, 2, LLAMA | {"tie_word_embeddings": True}),
+    "hsdp": (4, 2, LLAMA),
+    "tp": (2, 2, LLAMA),
+    "fsdp2_tp": (4, 2, LLAMA),
+    "fsdp2_ep": (2, 2, EXPERTS),
+    "fsdp2_tp_ep": (4, 2, EXPERTS),
+    "zero1": (2, 2, LLAMA),
+    "zero2": (2, 2, LLAMA),
+    "zero3": (2, 2, LLAMA),
+}
+MICRO_BATCH, SEQ_LEN, WHOLE = 2, 32, 16
+
+
+def build(architecture: dict[str, Any], vocab_size: int) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture, vocab_size=vocab_size))
+
+
+def test_every_strategy_that_sends_differently_is_in_the_model_and_in_the_cases() -> None:
+    shipped = {path.stem for path in CONFIGS.glob("strategy/*.yaml")}
+    same = {name for name in shipped if name.endswith(("_offload", "_nvme"))}  # over the network as without
+    assert STRATEGIES.keys() == CASES.keys() == shipped - same
+
+
+def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() -> None:
+    model = build({"model_type": "llama"}, 32000)  # Llama's defaults: 7 B
+    size = sum(p.numel() for p in model.parameters())
+
+    def sent(strategy: str, ranks: int = 8, **setting: Any) -> float:
+        at = Setting(ranks, 4096, **setting)
+        return sum(one.sent for one in STRATEGIES[strategy](model, at)) / size / (7 / 8)
+
+    assert sent("ddp") == sent("ddp", accumulation=4) == pytest.approx(8, rel=1e-3)
+    assert sent("zero1") == sent("zero1", accumulation=4) == pytest.approx(6, rel=1e-3)
+    assert sent("zero2", accumulation=4) == pytest.approx(4 * 4 + 2, rel=1e-3)
+    assert sent("zero3", accumulation=2) == pytest.approx(2 * 6, rel=1e-3)
+    # norm and head, 0.13 B, are gathered once
+    assert sent("fsdp2", accumulation=2) == pytest.approx(2 * (8 - 2 * 32000 * 4096 / size), rel=1e-3)
+    assert sent("fsdp2", half=False) == pytest.approx(12 - 4 * 32000 * 4096 / size, rel=1e-3)
+    between = 7 / 8 * 4 * 2 / 8 / (7 / 8)  # 8 copies of 8: each shard's gradients all-reduced
+    assert sent("hsdp", ranks=64) == pytest.approx(sent("fsdp2") + between, rel=1e-3)
+    moved = 2 * 226 * 4096 * 4096 * 2 + 4096 * 32000 * 2  # 226 all-reduces of the hidden states, and the logits
+    assert sent("tp") * size == pytest.approx(moved, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "setting"), [*((name, {}) for name in CASES), ("fsdp2", {"reduces_each": False})])
+def test_a_training_sends_what_the_model_says(
+    strategy: str, setting: dict[str, Any], flags: list[str], tmp_path: Path
+) -> None:
+    """Calls and elements of each kind of collective, in a step of two micro-batches; gathered tensors may be padded."""
+    processes, node, architecture = CASES[strategy]
+    data_parallel = processes // (node if "tp" in strategy else 1)
+    zero = ["--trainer.strategy.init_args.param_persistence_threshold=16"] if strategy == "zero3" else []
+    zero += ["--trainer.strategy.init_args.prefetch_bucket_size=0"] if strategy == "zero3" else []
+    more = [f"--trainer.strategy.init_args.reduce_each_micro_batch={each}" for each in setting.values()]
+    argv = [
+        "fit",
+        *flags,
+        f"--config={CONFIGS}/strategy/{strategy}.yaml",
+        *more,
+        f"--model.architecture={architecture}",
+    ]
+    argv += [f"--trainer.devices={processes}", f"--data.global_batch_size={2 * MICRO_BATCH * data_parallel}"]
+    argv += [f"--data.micro_batch_size={MICRO_BATCH}", "--trainer.max_steps=4", "--trainer.limit_val_batches=0"]
+    argv += ["--trainer.log_every_n_steps=100", "--data.prompts=[]", "--last_checkpoint.every_n_steps=100", *zero]
+    assert run("prepare", *flags) == 0
+    counted = tmp_path / "counted"
+    with Workers(processes) as workers:
+        workers.run(argv, counted, callbacks=[CountCollectives(counted)]).check()
+    at = Setting(processes, MICRO_BATCH * SEQ_LEN, 2, node, half=False, zero_whole=WHOLE, **setting)
+    expected, found = summed(STRATEGIES[strategy](build(architecture, 257), at)), read_sent(counted)
+    assert found.keys() == expected.keys()
+    for kind, (calls, elements) in expected.items():
+        assert found[kind][0] == calls, kind
+        assert found[kind][1] == pytest.approx(elements, rel=5e-3), kind  # 257 rows: shards differ by one
