@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# `make bench` links the un-rendered project into build/dev as trainer_dev, and installs the peers into build/peers,
-# apart from the environment that the project is tested in.
-sys.path.insert(0, str(ROOT / "build" / "dev"))
+# `make bench` installs the peers into build/peers, apart from the environment that the project is tested in.
+sys.path.insert(0, str(ROOT))
+import tests  # noqa: E402, F401  (links the un-rendered project into build/dev as trainer_dev, and finds it)
+
 sys.path.append(str(ROOT / "build" / "peers"))
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -34,9 +34,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from trainer_dev.checkpoint import commit, manifest
-from trainer_dev.checkpoint.asynchronous import BackgroundSaver
-from trainer_dev.rehearsal.workers import Workers
+
+from dist_template.checkpoint import commit, manifest
+from dist_template.checkpoint.asynchronous import BackgroundSaver
+from tests.support.runs import Workers
 
 from . import ROOT
 from .arms import Clock, Comparison, Sample

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from trainer_dev.data import DataModule
-from trainer_dev.text import encode
-from trainer_dev.text.cache import Corpus
-from trainer_dev.text.order import NOT_COUNTED, GlobalOrder
-from trainer_dev.text.rows import PackedRows
-from trainer_dev.text.sources import StandardLibrary, TextFiles
-from trainer_dev.text.tokenizers import ByteBPE, Bytes
+
+from dist_template.text import encode
+from dist_template.text.cache import Corpus
+from dist_template.text.order import NOT_COUNTED, GlobalOrder
+from dist_template.text.rows import PackedRows
+from dist_template.text.sources import StandardLibrary, TextFiles
+from dist_template.text.tokenizers import ByteBPE, Bytes
 
 from .arms import Clock, Comparison, Sample, compare, quiet
 from .loops import project

@@ -30,8 +30,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from trainer_dev.flops import Size, peak
-from trainer_dev.text.rows import PackedRows
+
+from dist_template.model.flops import Size, peak
+from dist_template.text.rows import PackedRows
 
 from .arms import Comparison, Sample, compare
 from .loops import hand, project, trainer

@@ -261,9 +261,9 @@ def drift(task: Task, options: Options) -> list[Figure]:
 
 def counted(task: Task, options: Options) -> list[Figure]:
     """Bytes that a rank really sends in a step, over the cost model's."""
-    from trainer_dev.parallel.traffic import STRATEGIES, Collective, Setting
-    from trainer_dev.rehearsal.workers import Workers
-    from trainer_dev.tests.collectives import CountCollectives, read_sent, summed
+    from dist_template.tools.traffic import STRATEGIES, Collective, Setting
+    from tests.support.collectives import CountCollectives, read_sent, summed
+    from tests.support.runs import Workers
 
     from .loops.task import data_flags
 

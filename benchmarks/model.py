@@ -71,10 +71,11 @@ def measured(work: Callable[[], Any], times: int) -> Sample:
 
 def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
     """The comparison, and each arm's bytes."""
-    from trainer_dev.head import sums_over_tokens
     from trainer_dev.module import LanguageModule
-    from trainer_dev.tests.test_speed_model import peak_bytes
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from dist_template.model.head import sums_over_tokens
+    from tests.model.test_speed import peak_bytes
 
     vocabulary = VOCABULARY // 16 if options.quick else VOCABULARY
     config = AutoConfig.for_model(
@@ -110,7 +111,8 @@ def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
 
 def first_step(options: Options) -> Comparison:
     from torch._inductor import config as inductor
-    from trainer_dev.parallel.blocks import BlockConfig, wrap_blocks
+
+    from dist_template.parallel.blocks import BlockConfig, wrap_blocks
 
     inductor.force_disable_caches = True
     inductor.compile_threads = 1  # a pool of processes would be warm for the second arm alone

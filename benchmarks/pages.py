@@ -12,7 +12,8 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from torch import nn
-from trainer_dev.parallel.traffic import STRATEGIES, Setting
+
+from dist_template.tools.traffic import STRATEGIES, Setting
 
 from . import ROOT
 from .__main__ import PARTS

@@ -32,8 +32,9 @@ MISTAKE = ["--model.optim.learning_rats=3"]
 IMPORTS = "import os, torch, lightning; from transformers import DeepseekV3ForCausalLM; os._exit(0)"
 FIT = """
 import os, sys
-import trainer_dev.cli as cli
+import dist_template.cli.fit as cli
 from lightning.pytorch import Callback
+from tests.support.line import OURS
 
 class Ends(Callback):
     def on_train_batch_start(self, *_):
@@ -45,9 +46,9 @@ class CLI(cli.CLI):
         trainer.callbacks.append(Ends())
         return trainer
 
-CLI(args=["fit", *sys.argv[1:]], run=True)
+CLI(OURS, ["fit", *sys.argv[1:]], run=True)
 """
-LOADED = "import json, sys; from trainer_dev.__main__ import main; main({}); print(json.dumps(sorted(sys.modules)))"
+LOADED = "import json, sys; from tests.support.line import main; main({}); print(json.dumps(sorted(sys.modules)))"
 
 
 def run(options: Options) -> Result:

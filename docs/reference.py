@@ -26,6 +26,10 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser, Namespace
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from dist_template.project import Project  # noqa: E402
+
 PAGE = ROOT / "docs" / "reference.md"
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = PROJECT / "{{cookiecutter.package_name}}"
@@ -57,13 +61,13 @@ COMMAND_HELP = {
 
 @contextmanager
 def package() -> Generator[Any]:
-    """The package's `cli` module, imported under a name that Python allows."""
+    """The library's `cli.fit`, with the un-rendered project imported under a name that Python allows."""
     sys.dont_write_bytecode = True  # no __pycache__ in the template's source
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / NAME).symlink_to(PACKAGE)
         sys.path.insert(0, folder)
         try:
-            yield import_module(f"{NAME}.cli")
+            yield import_module("dist_template.cli.fit")
         finally:
             sys.path.remove(folder)
 
@@ -79,7 +83,7 @@ def fit_parser(cli: Any) -> Any:
             raise Stop(self._subcommand_parsers["fit"])
 
     try:
-        ParserOnly(args=["fit"], run=True)
+        ParserOnly(Project(NAME), ["fit"], run=True)
     except Stop as stop:
         return stop.args[0]
     raise AssertionError("LightningCLI no longer calls parse_arguments")
@@ -102,9 +106,9 @@ def knobs(parser: Any) -> dict[str, Any]:
 
 
 def choices(action: Any) -> list[type]:
-    """The classes of this package that `class_path` may name for this key."""
+    """The classes of this library that `class_path` may name for this key."""
     kind = getattr(action, "_typehint", None)
-    if not inspect.isclass(kind) or is_dataclass(kind) or not kind.__module__.startswith(NAME):
+    if not inspect.isclass(kind) or is_dataclass(kind) or not kind.__module__.startswith((NAME, "dist_template")):
         return []
     return sorted(_below(kind), key=lambda c: (c.__module__, inspect.getsourcelines(c)[1]))
 
@@ -143,10 +147,12 @@ def page(cli: Any) -> str:
 
 def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
     found = knobs(parser)
-    optim = type(inspect.signature(cli.LanguageModule).parameters["optim"].default)
-    yield from _group("Data", cli.DataModule, _under("data", found))
-    model = _under("model", found)
-    yield from _group("Model", cli.LanguageModule, {k: a for k, a in model.items() if k.count(".") == 1})
+    project = Project(NAME)
+    module, data = project.class_of(project.module), project.class_of(project.data)
+    optim = type(inspect.signature(module).parameters["optim"].default)
+    yield from _group("Data", data, _under("data", found))
+    keys_of_model = _under("model", found)
+    yield from _group("Model", module, {k: a for k, a in keys_of_model.items() if k.count(".") == 1})
     yield from _group("Optimizer and schedule", optim, _under("model.optim", found))
     yield from _group("Runs", cli.RunConfig, _under("run", found))
     yield "## Callbacks that always run\n\nEach has a key at the top level. Others go to `trainer.callbacks`."
@@ -193,7 +199,7 @@ def _table(actions: dict[str, Any]) -> str:
 
 
 def _trainer(cli: Any) -> str:
-    source = inspect.getsource(sys.modules[f"{cli.__package__}.defaults"])
+    source = inspect.getsource(sys.modules["dist_template.cli.defaults"])
     reasons = dict(re.findall(r'^    "(\w+)": .*?  # (.+)$', source, re.MULTILINE))
     rows = ["| key | default here | reason |", "|---|---|---|"]
     for key, value in cli.TRAINER_DEFAULTS.items():

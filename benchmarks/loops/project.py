@@ -9,10 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import lightning as L
-import trainer_dev.cli as cli
 from lightning.pytorch import Callback
 from torch import Tensor
 from trainer_dev.module import LanguageModule
+
+import dist_template.cli.fit as cli
+from tests.support.line import OURS
 
 from .. import ROOT
 from ..arms import Sample
@@ -48,7 +50,7 @@ def train(task: Task, records: bool = True, extra_metrics: int = 0) -> Sample:
             return trainer
 
     with edited(task, extra_metrics):
-        Timed(args=["fit", *flags(task, place_in_world()[1])], run=True)
+        Timed(OURS, ["fit", *flags(task, place_in_world()[1])], run=True)
     return stopwatch.result()
 
 

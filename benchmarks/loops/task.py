@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from trainer_dev.text.rows import PackedRows
+
+from dist_template.text.rows import PackedRows
 
 from ..arms import quiet
 from ..turns import Turns
@@ -226,13 +227,14 @@ def check_alike(folder: Path, names: list[str]) -> None:
 
 def prepare(task: Task, texts: int = 40) -> Task:
     """Write the corpus, and tokenize it as `prepare` does."""
-    from trainer_dev.tools import prepare as tool
+    from dist_template.tools import prepare as tool
+    from tests.support.line import OURS
 
     task.folder.mkdir(parents=True, exist_ok=True)
     for number in range(texts):
         (task.folder / f"{number}.txt").write_text(f"{number} {CORPUS * 40}", encoding="utf-8")
     with quiet():
-        tool.main(["prepare", *data_flags(task)])
+        tool.main(["prepare", *data_flags(task)], OURS)
     return task
 
 

@@ -14,6 +14,7 @@ import pytest
 from dist_template.cli import mistakes
 from dist_template.cli.fit import CLI
 from dist_template.errors import InputError
+from dist_template.project import Project
 from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
 
 HEAVY = ["torch", "lightning", "transformers", "jsonargparse", "numpy"]
@@ -64,12 +65,12 @@ def test_large_tensors_in_host_memory_begin_at_a_page(tmp_path: Path) -> None:
 def test_a_file_of_the_users_that_is_not_python_is_told_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("cli.py", "defaults.py", "data.py", "module.py"):
-        (tmp_path / name).write_text("x = 1\nclass LanguageModule(:\n" if name == "module.py" else "")
-    (tmp_path / "cli.py").write_text("from .module import LanguageModule\n")
-    monkeypatch.setattr(mistakes, "HERE", tmp_path)
+    (tmp_path / "broken").mkdir()
+    for name in ("__init__.py", "data.py", "module.py"):
+        (tmp_path / "broken" / name).write_text("x = 1\nclass LanguageModule(:\n" if name == "module.py" else "")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=r"module.py:2: .*: class LanguageModule\(:"):
-        mistakes.refuse(["fit"], OURS)
+        mistakes.refuse(["fit"], Project("broken"))
 
 
 @pytest.mark.parametrize("verb", ["fit", "predict"])

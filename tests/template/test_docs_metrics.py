@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -14,7 +13,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support import read_back
+
+ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = "{{cookiecutter.package_name}}"
 NOT_HERE = ("With hardware whose peak is known", "With an NVIDIA GPU")  # sections
@@ -37,13 +38,6 @@ def documented() -> list[str]:
     return [name for name in names if not name.startswith("test/")]  # of the verb `test`
 
 
-def read_back() -> Any:
-    spec = importlib.util.spec_from_file_location("read_back", PROJECT / PACKAGE / "tests" / "read_back.py")
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts on two processes, which crashes in step 7 and goes on from step 4."""
@@ -54,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     for number in range(30):
         (folder / "texts" / f"{number}.txt").write_text(f"{number} is a number of some length. " * 30, "utf-8")
-    stop = "{class_path: trainer_dev.tests.conftest.StopAfter, init_args: {step: 7}}"
+    stop = "{class_path: tests.support.runs.StopAfter, init_args: {step: 7}}"
     flags = f"""--config loggers.yaml --config configs/strategy/ddp.yaml --run.root {folder}/runs --run.name r
         --data.source TextFiles --data.source.paths [{folder}/texts/*.txt] --data.tokenizer Bytes --data.seq_len 32
         --data.validation_share 0.2 --data.test_share 0 --data.global_batch_size 8 --data.micro_batch_size 2
@@ -81,7 +75,7 @@ def test_the_tables_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
 def test_every_documented_metric_stands_at_its_steps_also_after_a_restart(run: Path, logger: str) -> None:
-    reader = read_back()
+    reader = read_back
     points = getattr(reader, f"{logger}_points")(run)
     expected: dict[str, dict[int, float]] = {}
     for step, metrics in reader.metrics(run).items():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "strategies" / "own_model.md"
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = "{{cookiecutter.package_name}}"

@@ -47,7 +47,7 @@ export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 conf=keep_alive_interval=2,keep_alive_max_attempt=2,last_call_timeout=3${RDZV_CONF:+,$RDZV_CONF}
 
 # The processes learn from their environment how many they are, at each start anew.
-exec "$python" -m "$package.cluster.torchrun" \
+exec "$python" -m dist_template.cluster.torchrun \
     --nnodes="$nnodes" --nproc-per-node="${NPROC:-$((gpus > 0 ? gpus : 1))}" \
     --max-restarts="${MAX_RESTARTS:-3}" --monitor-interval=0.1 \
     --signals-to-handle=SIGTERM,SIGUSR1,SIGINT --shutdown-timeout="${SHUTDOWN_TIMEOUT:-30}" \

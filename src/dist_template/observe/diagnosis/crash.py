@@ -23,7 +23,7 @@ from .finding import as_text
 NOTED = "noted_in"  # an exception's attribute: the record that callbacks/crash.py has written of it
 NUM_LINES = 4  # of the user's own
 FULL = "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
-LIBRARY = Path(__file__).parents[1]
+LIBRARY = Path(__file__).parents[2]
 
 
 def attempt() -> str:
