@@ -157,9 +157,9 @@ def test_a_rank_that_hangs_is_named_and_all_end(
     print(sentence)
     named, waiting = re.split("; ", sentence, maxsplit=1)
     place = {
-        STEP: "step 2, micro-batch 2, forward, .*test_cluster_hangs.py:",
-        LOADER: "step 2, micro-batch 1, in its data loader, .*test_cluster_hangs.py:",
-        START: "start-up, in a callback, .*test_cluster_hangs.py:",
+        STEP: "step 2, micro-batch 2, forward, .*test_hangs.py:",
+        LOADER: "step 2, micro-batch 1, in its data loader, .*test_hangs.py:",
+        START: "start-up, in a callback, .*test_hangs.py:",
         STOP: "did not arrive and says nothing: its process is stopped or its node is gone",
     }
     assert re.search(f": rank {rank} .*{place[where]}", named)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dist_template.cluster import run_lock
 from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.launch import LAUNCH, RUN_ID
-from dist_template.cluster.meeting import Meeting
+from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.cluster.run_lock import FILE, RunLock
 from dist_template.errors import InputError
 from tests.support.runs import main
@@ -145,7 +145,7 @@ def test_all_ranks_of_a_refused_launch_say_so() -> None:
         same = SameEnvironment()
         same.refusal = None if rank else "runs/a/1 is in use"
         try:
-            same.compare(Meeting(store, rank, 3, 10.0), {"python": "3.11.7"})
+            same.compare(Rendezvous(store, rank, 3, 10.0), {"python": "3.11.7"})
         except InputError as error:
             answers[rank] = str(error)
 

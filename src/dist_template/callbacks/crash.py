@@ -22,8 +22,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from ..cluster.environment import memory_limit
-from ..cluster.verdict import stands
-from ..cluster.watch import WATCH
+from ..cluster.hang import locate
+from ..cluster.watchdog import WATCHDOG
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
 from ..observe.diagnosis.crash import NOTED, attempt, own_lines
 from ..observe.history.run import CRASHES
@@ -65,7 +65,7 @@ class Crash(Callback):
     def _write(self, trainer: Any, module: nn.Module, error: Exception) -> Path:
         rank = trainer.global_rank
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        phase, line, _ = stands(frames[-1])
+        phase, line, _ = locate(frames[-1])
         kind = "out_of_memory" if is_out_of_memory(error) else "peer" if another_rank_is_gone(error) else "other"
         record = {
             "time": time.time(),
@@ -79,7 +79,7 @@ class Crash(Callback):
             "kind": kind,
             "memory": _memory(trainer.strategy.root_device, self._before or _Host(), str(error)),
             "phase": phase,
-            "place": WATCH.position(phase),
+            "place": WATCHDOG.position(phase),
             "module": _innermost_module(frames, module),
             "where": line,
             "own_lines": own_lines(error),

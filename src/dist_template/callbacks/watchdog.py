@@ -1,4 +1,4 @@
-"""Tells `cluster/watch.py` how training goes on, and gives every process group a time limit."""
+"""Tells `cluster/watchdog.py` how training goes on, and gives every process group a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ..cluster.watch import WATCH
+from ..cluster.watchdog import WATCHDOG
 from ..errors import check_least
 
 LATER_S = 60.0  # than the watchdog, which can say more, a collective gives up
@@ -40,8 +40,8 @@ class Watchdog(Callback):
 
     def begin(self, trainer: L.Trainer, run: Path) -> None:
         """Watch from now on. `run` is the run's folder."""
-        WATCH.arm(self.start_timeout_s, run / "stacks")
-        WATCH.position = lambda phase: self._position(trainer, phase)
+        WATCHDOG.start(self.start_timeout_s, run / "stacks")
+        WATCHDOG.position = lambda phase: self._position(trainer, phase)
 
     def _position(self, trainer: L.Trainer, phase: str) -> str:
         """In words; called when all is over, from another thread."""
@@ -57,37 +57,37 @@ class Watchdog(Callback):
     # ---- progress ----------------------------------------------------------------------------------------------------
 
     def _beat(self, *args: Any, **kwargs: Any) -> None:
-        WATCH.beat()
+        WATCHDOG.beat()
 
     on_before_backward = on_after_backward = on_before_optimizer_step = _beat
     on_save_checkpoint = on_load_checkpoint = on_validation_end = on_test_end = on_predict_end = _beat
     teardown = _beat
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        WATCH.beat()
-        if WATCH.ends:  # the error is another rank's end: the reason is being told, and the exit code with it
+        WATCHDOG.beat()
+        if WATCHDOG.is_exiting:  # the error is another rank's end: the reason is being told, and the exit code with it
             time.sleep(10)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._step, self._batch = trainer.global_step + 1, batch_idx
-        WATCH.beat()
+        WATCHDOG.beat()
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        WATCH.beat()
-        if WATCH.limit_s != self.timeout_s and not trainer.fit_loop._should_accumulate():
+        WATCHDOG.beat()
+        if WATCHDOG.limit_s != self.timeout_s and not trainer.fit_loop._should_accumulate():
             self._started(trainer)
 
     def on_validation_batch_start(
         self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._eval_batch = batch_idx
-        WATCH.beat()
+        WATCHDOG.beat()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        WATCH.beat()
-        if WATCH.limit_s != self.timeout_s and trainer.state.fn != TrainerFn.FITTING:
+        WATCHDOG.beat()
+        if WATCHDOG.limit_s != self.timeout_s and trainer.state.fn != TrainerFn.FITTING:
             self._started(trainer)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
@@ -95,7 +95,7 @@ class Watchdog(Callback):
     # ---- limits ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        WATCH.beat()
+        WATCHDOG.beat()
         self._limit_groups(trainer, max(self.timeout_s, self.start_timeout_s))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -105,7 +105,7 @@ class Watchdog(Callback):
 
     def _started(self, trainer: L.Trainer) -> None:
         """What is built and compiled once is: from here on a step should take as long as the next."""
-        WATCH.limit_s = self.timeout_s
+        WATCHDOG.limit_s = self.timeout_s
         self._limit_groups(trainer, self.timeout_s)
 
     def _limit_groups(self, trainer: L.Trainer, limit_s: float) -> None:

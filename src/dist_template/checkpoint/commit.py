@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.serialization import config as serialization
 
 from .. import weights
-from ..cluster.watch import WATCH
+from ..cluster.watchdog import WATCHDOG
 from ..errors import InputError, reason
 from . import manifest
 from .manifest import FORMAT, MANIFEST, Files, crc32, wrong_file
@@ -159,7 +159,7 @@ def _files(folder: Path) -> list[str]:
 def _flush_and_hash(aside: Path, files: list[str], hashes: Files) -> None:
     """Flushing comes first: a network's or a delaying file system may refuse only then."""
     for file in files:
-        WATCH.alive()
+        WATCHDOG.keep_alive()
         _flush(aside / file)
         hashes[file] = [(aside / file).stat().st_size, crc32(aside / file)]
 

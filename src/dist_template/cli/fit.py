@@ -25,13 +25,13 @@ from ..callbacks.facts import Facts
 from ..callbacks.garbage import Garbage
 from ..callbacks.record import Record
 from ..callbacks.summary import Summary
-from ..callbacks.unused import UnusedParameters
+from ..callbacks.unused_parameters import UnusedParameters
 from ..checkpoint.resume import EveryFormat
-from ..cluster import children  # noqa: F401  (how Lightning's own launcher ends)
+from ..cluster import subprocess_launcher  # noqa: F401  (how Lightning's own launcher ends)
 from ..cluster.messages import MESSAGES
 from ..cluster.redaction import redacted
 from ..cluster.run_lock import RUN_LOCK
-from ..cluster.watch import WATCH
+from ..cluster.watchdog import WATCHDOG
 from ..compat.loop import lighten
 from ..errors import InputError, reason
 from ..model.optim import OptimConfig
@@ -254,7 +254,7 @@ class CLI(LightningCLI):
         if started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
             self.datamodule.require()
         else:
-            self.datamodule.prepare(report=WATCH.say)
+            self.datamodule.prepare(report=WATCHDOG.report)
         self._refuse_the_impossible(self.model.build_config(self.datamodule))
         if self.subcommand == "fit":
             self._get(self.config_init, "same_environment").lock(self.trainer, self.run, started_by_a_launcher)

@@ -14,9 +14,9 @@ import traceback
 from pathlib import Path
 
 from ..cluster import signals
-from ..cluster.leave import leave, skip_finalization
+from ..cluster.exit import exit_process, skip_finalization
 from ..cluster.messages import MESSAGES
-from ..cluster.watch import START_TIMEOUT_S, WATCH
+from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
 from ..project import Project
 
@@ -82,7 +82,7 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
         signals.listen()
     code = command(argv, project)
     signals.ignore()
-    leave(code)
+    exit_process(code)
     return code
 
 
@@ -102,7 +102,7 @@ def run(argv: list[str], project: Project) -> int:
         return Exit.BAD_INPUT
     if VERBS[verb][0] == FIT:
         MESSAGES.listen()
-        WATCH.arm(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
+        WATCHDOG.start(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
         if VERBS[verb][0] in (FIT, "tools.prepare"):
             from . import mistakes
@@ -127,7 +127,7 @@ def run(argv: list[str], project: Project) -> int:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
     finally:
-        WATCH.disarm()
+        WATCHDOG.stop()
 
 
 def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:

@@ -10,10 +10,10 @@ from lightning.pytorch import Callback
 
 from ..errors import Ended, Exit, InputError
 from .environment import comparable, digest
-from .meeting import Meeting, before_first_collective
+from .hang import rank_ranges
+from .rendezvous import Rendezvous, before_first_collective
 from .run_lock import RUN_LOCK
-from .verdict import spans
-from .watch import START_TIMEOUT_S
+from .watchdog import START_TIMEOUT_S
 
 NOTHING = "-"
 WIDTH = 60  # characters of a value in the table
@@ -54,10 +54,10 @@ class SameEnvironment(Callback):
                 raise InputError(refusal)
             self.refusal = refusal
 
-    def _act(self, trainer: Any, run: Path, config: dict[str, Any], meeting: Meeting) -> None:
+    def _act(self, trainer: Any, run: Path, config: dict[str, Any], meeting: Rendezvous) -> None:
         self.compare(meeting, own_facts(run, config, trainer.datamodule))
 
-    def compare(self, meeting: Meeting, own: dict[str, Any]) -> None:
+    def compare(self, meeting: Rendezvous, own: dict[str, Any]) -> None:
         """Collective, through the store: digests first, and the values of what differs.
 
         Args:
@@ -128,7 +128,7 @@ def table(values: list[dict[str, Any]]) -> str:
             ranks: dict[str, list[int]] = {}
             for rank, one in enumerate(column):
                 ranks.setdefault(str(one), []).append(rank)
-            rows += [(key, spans(there), texts[there[0]]) for there in ranks.values()]
+            rows += [(key, rank_ranges(there), texts[there[0]]) for there in ranks.values()]
     width, ranks_width = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     lines = [f"  {key:<{width}}  {ranks:<{ranks_width}}  {text}" for key, ranks, text in rows]
     head = "these ranks do not run the same; make it so, or allow a difference: --same_environment.ignore '[KEY, …]'"

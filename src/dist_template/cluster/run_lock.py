@@ -26,7 +26,7 @@ import psutil
 
 from ..errors import Exit
 from .launch import LAUNCH, RUN_ID
-from .watch import WATCH
+from .watchdog import WATCHDOG
 
 FILE = "lock.json"
 BEAT_S, LEASE_S, SETTLE_S = 5.0, 60.0, 0.3
@@ -139,7 +139,7 @@ def _refusal(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str | N
         while holder["pid"] != own["pid"] and (parent := _living_parent(holder)) is not None:
             if parent == holder.get("parent") or time.monotonic() > ends:
                 return sentence
-            WATCH.alive()  # its launcher is gone: it saves and ends
+            WATCHDOG.keep_alive()  # its launcher is gone: it saves and ends
             time.sleep(BEAT_S / 10)
         return None
     if own["launch"] and holder.get("launch") == own["launch"]:
@@ -149,7 +149,7 @@ def _refusal(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str | N
     while time.monotonic() < ends and (now := _stamp(path)) is not None:
         if now != before:
             return sentence
-        WATCH.alive()
+        WATCHDOG.keep_alive()
         time.sleep(BEAT_S / 10)
     return None
 

@@ -28,7 +28,7 @@ from ..cli.fit import CLI  # noqa: E402
 from ..cli.main import LIBRARY, VERBS  # noqa: E402
 from ..cluster import signals  # noqa: E402
 from ..cluster.messages import MESSAGES  # noqa: E402
-from ..cluster.watch import WATCH  # noqa: E402
+from ..cluster.watchdog import WATCHDOG  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
 from . import locations  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -68,7 +68,7 @@ def serve(connection: Connection, job: Job) -> None:
         if job.timeout_s is not None:
             _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
         if job.idle_s:
-            WATCH.beat()
+            WATCHDOG.beat()
             threading.Thread(target=_report_idleness, args=(connection, job.idle_s, log), daemon=True).start()
         answer = _attempt(job, rank)
         connection.send(answer)
@@ -86,10 +86,10 @@ def _dump_stacks_after(seconds: float, log: Any) -> None:
 
 def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
     """Answer for the main thread when it makes no progress: the parent then ends all ranks."""
-    while WATCH.idle_s < idle_s:
+    while WATCHDOG.idle_s < idle_s:
         time.sleep(idle_s / 100)
     frames = locations.frames_of(sys._current_frames().get(threading.main_thread().ident or 0))
-    word, own = WATCH.word(), locations.of_stack(frames)
+    word, own = WATCHDOG.status(), locations.of_stack(frames)
     if own and own.rpartition(":")[0].rpartition("/")[2] not in word["line"]:
         word["line"] += f", called from {own}"
     faulthandler.dump_traceback(log, all_threads=True)
@@ -116,7 +116,7 @@ def _attempt(job: Job, rank: int) -> str:
         where = [f"({line})"] if line and kind != "refused" else []
         return " ".join([f"{kind}: {first_line(error)}", *where, *getattr(error, "__notes__", [])])
     finally:
-        WATCH.disarm()
+        WATCHDOG.stop()
         MESSAGES.flush()
 
 

@@ -27,9 +27,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cluster.hang import find_stalled
 from ..cluster.launch import RUN_ID
 from ..cluster.signals import STARTED
-from ..cluster.verdict import verdict_of
 from ..project import Project
 from .record import RunRecord
 
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass
 class Idle:
-    """A rank's answer when its main thread makes no progress; `word` is what `cluster/verdict.py` reads."""
+    """A rank's answer when its main thread makes no progress; `word` is what `cluster/hang.py` reads."""
 
     word: dict[str, Any]
 
@@ -101,7 +101,7 @@ class Workers:
             argv: A verb and its flags. A verb other than fit, validate, test, predict runs on one process.
             record: A new folder for what the ranks write down; their output is there too, as `rank<N>.log`.
             timeout_s: After so long the ranks write their stacks into their logs and are killed. None: no limit.
-            idle_s: The same after so long without progress (`WATCH.beat`), of which each rank then reports where it
+            idle_s: The same after so long without progress (`WATCHDOG.beat`), of which each rank then reports where it
                 is. 0: off.
             callbacks: Appended to the trainer's, after all others; they must pickle.
             prelude: Called in each worker before the command: tests plant faults by it.
@@ -163,7 +163,7 @@ class Workers:
                 connection.send("exit")  # all have answered: now none is missed by another
         if idle:
             silent = [rank for rank, answer in answers.items() if answer == IDLE and rank not in idle]
-            sentence = f"hung: {verdict_of(idle, silent)['sentence']}"
+            sentence = f"hung: {find_stalled(idle, silent)['sentence']}"
             answers = {rank: sentence if answer == IDLE else answer for rank, answer in answers.items()}
         return answers
 

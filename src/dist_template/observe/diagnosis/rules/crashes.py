@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from ....cluster.verdict import spans
+from ....cluster.hang import rank_ranges
 from ...history.run import History
 from ..crash import sentence
 from ..engine import rule
@@ -90,7 +90,7 @@ def crashed(history: History) -> Iterator[Finding]:
             "error",
             "certain",
             f"training crashed: {first['error']}",
-            f"{sentence(first)}.{lines} Rank{'s' * (len(ranks) > 1)} {spans(ranks)}. {where}",
+            f"{sentence(first)}.{lines} Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}. {where}",
             steps=(first["step"] + 1, first["step"] + 1),
             ranks=ranks,
         )

@@ -1,12 +1,11 @@
-"""A thread in each process that notices when training stands still, and says which rank did not arrive.
+"""Watchdog thread: detects a hang, reports the stalled rank, and ends all ranks with Exit.HUNG.
 
-Training tells of its progress with `WATCH.beat()`, two writes of an attribute. When none comes for `limit_s` seconds,
-on any rank, each rank prints the stacks of its threads and puts its place into the store of `meeting.py`; rank 0 says
-which rank is behind the others; and all end with Exit.HUNG, on which a launcher starts them again. A rank that is
-stopped, or whose node is gone, says nothing: that is how it is found, and on the same host it is killed, because a
-launcher waits for a stopped process for half a minute.
+Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none for `limit_s`
+seconds, each rank prints the stacks of its threads and publishes its status in the store of rendezvous.py; rank 0
+prints which rank is behind. A rank that does not answer is stopped or its node is lost: if it is on the same host it is
+killed, because a launcher waits half a minute for a stopped process.
 
-faulthandler's own timer, a thread in C, stands behind this one, for code that never gives back Python's lock.
+faulthandler's own timer, a thread in C, is the fallback for code that never releases the GIL.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Exit
+from .hang import find_stalled, locate
 from .messages import MESSAGES
-from .verdict import stands, verdict_of
 
 START_TIMEOUT_S = 1800.0  # until a configuration has been read that says another
 POLL_S = 0.1
@@ -36,8 +35,8 @@ VERDICT_S = 0.6  # the others wait so long for rank 0's sentence: it may have no
 FAREWELL_S = 0.1  # all stay so long, for the others to read it and for the disk; all in all, about a second
 
 
-class Watch:
-    """The progress of this process; `WATCH` is the one there is."""
+class WatchdogThread:
+    """The progress of this process; `WATCHDOG` is the one there is."""
 
     def __init__(self) -> None:
         self.beats = 0
@@ -53,14 +52,14 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._asks: threading.Thread | None = None
         self._called = False  # by another rank
-        self.ends = False  # this process, in a moment
+        self.is_exiting = False  # this process, in a moment
 
     def beat(self) -> None:
         """There was progress, of which every rank makes the same."""
         self.beats += 1
         self._last = time.monotonic()
 
-    def alive(self) -> None:
+    def keep_alive(self) -> None:
         """This process works on what the others have no part in: nobody is compared by it."""
         self._last = time.monotonic()
 
@@ -69,12 +68,12 @@ class Watch:
         """Seconds since the last progress."""
         return time.monotonic() - self._last
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a line about such work."""
-        self.alive()
+        self.keep_alive()
         print(text)
 
-    def arm(self, limit_s: float, stacks: Path | None = None) -> None:
+    def start(self, limit_s: float, stacks: Path | None = None) -> None:
         """End this process when nothing has happened for `limit_s` seconds, from now on; 0 lets it be."""
         self.beat()
         self.limit_s, self.stacks = limit_s, stacks
@@ -83,12 +82,12 @@ class Watch:
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
 
-    def disarm(self) -> None:
+    def stop(self) -> None:
         """Nothing is watched any more, and no rank is known."""
         with self._lock:
             self.limit_s, self._backed_up = 0.0, None
             faulthandler.cancel_dump_traceback_later()
-        self.introduce(None, 0, 1, {})
+        self.connect(None, 0, 1, {})
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
@@ -103,7 +102,7 @@ class Watch:
             self.beat()
             self.limit_s = limit_s
 
-    def introduce(self, store: Any, rank: int, world_size: int, peers: dict[int, int]) -> None:
+    def connect(self, store: Any, rank: int, world_size: int, peers: dict[int, int]) -> None:
         """The other ranks can be asked from now on: all have got as far as this one, and are compared from here.
 
         Args:
@@ -152,16 +151,16 @@ class Watch:
             self._called = self._store.check(["hung"])
 
     def _tell(self, limit_s: float) -> None:
-        self.ends = True
+        self.is_exiting = True
         MESSAGES.flush()
         faulthandler.cancel_dump_traceback_later()
-        own = self.word()
+        own = self.status()
         head = f"\nno progress for {limit_s:g} s; rank {self.rank}: {own['place']}, {own['line']}; its stacks:\n"
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
         writes = threading.Thread(target=self._write, args=(f"rank{self.rank}.txt", head, True), daemon=True)
         writes.start()  # a file server that hangs, which may be the reason, must not keep us
-        verdict = self._confer(own) if self._store is not None else verdict_of({self.rank: own}, [])
+        verdict = self._confer(own) if self._store is not None else find_stalled({self.rank: own}, [])
         sentence = f"no progress for {limit_s:g} s: {verdict['sentence']}"
         if verdict["by"] == self.rank:
             os.write(2, f"\n{sentence}\n".encode())
@@ -175,9 +174,9 @@ class Watch:
             with contextlib.suppress(OSError):  # it is over
                 signal.pidfd_send_signal(self._peers[rank], signal.SIGKILL)
 
-    def word(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Where this rank is, for the others to read."""
-        phase, line, waits = stands(sys._current_frames().get(threading.main_thread().ident or 0))
+        phase, line, waits = locate(sys._current_frames().get(threading.main_thread().ident or 0))
         try:
             place = self.position(phase)
         except Exception:  # whatever is only half there: the stacks are worth more
@@ -201,7 +200,7 @@ class Watch:
         asks = threading.Thread(target=self._exchange, args=(own, found), daemon=True)
         asks.start()
         asks.join(VERDICT_S + POLL_S / 2)
-        return found[0] if found else verdict_of({self.rank: own}, silent=[0])
+        return found[0] if found else find_stalled({self.rank: own}, silent=[0])
 
     def _exchange(self, own: dict[str, Any], found: list[dict[str, Any]]) -> None:
         store, keys = self._store, [f"hung/{rank}" for rank in range(self.world_size)]
@@ -217,8 +216,8 @@ class Watch:
             silent = [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
             here = [rank for rank in range(self.world_size) if rank not in silent]
             words = zip(here, store.multi_get([keys[rank] for rank in here]), strict=True)
-            found.append(verdict_of({rank: json.loads(word) for rank, word in words}, silent))
+            found.append(find_stalled({rank: json.loads(word) for rank, word in words}, silent))
             store.set("hung/verdict", json.dumps(found[0]))
 
 
-WATCH = Watch()
+WATCHDOG = WatchdogThread()

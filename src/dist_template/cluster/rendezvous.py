@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Ended, Exit, local_rank
-from .verdict import spans
-from .watch import WATCH
+from .hang import rank_ranges
+from .watchdog import WATCHDOG
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """All ranks of a training, once they are there.
 
     Args:
@@ -84,12 +84,12 @@ class Meeting:
         return json.loads(self.store.get("meeting/" + key))
 
 
-def before_first_collective(trainer: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
+def before_first_collective(trainer: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
     """Let `act` be called when all ranks of `trainer` have been started and none has communicated yet."""
     trainer.strategy.setup_environment = partial(_meet_first, trainer.strategy, timeout_s, act)
 
 
-def _meet_first(strategy: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
+def _meet_first(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
     if getattr(strategy, "cluster_environment", None) is not None and not dist.is_initialized():
         strategy.set_world_ranks()
         if strategy.world_size > 1:
@@ -99,16 +99,16 @@ def _meet_first(strategy: Any, timeout_s: float, act: Callable[[Meeting], None])
     type(strategy).setup_environment(strategy)
 
 
-def _meet(strategy: Any, timeout_s: float, act: Callable[[Meeting], None]) -> None:
+def _meet(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
     rank, world_size = strategy.global_rank, strategy.world_size
-    with WATCH.paused():  # the meeting's own limit names who is missing
-        meeting = Meeting(_store(strategy, rank, world_size, timeout_s), rank, world_size, timeout_s)
+    with WATCHDOG.paused():  # the meeting's own limit names who is missing
+        meeting = Rendezvous(_store(strategy, rank, world_size, timeout_s), rank, world_size, timeout_s)
         meeting.store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
         act(meeting)
         first = rank - strategy.local_rank
         neighbours = [r for r in range(first, min(first + strategy.num_processes, world_size)) if r != rank]
         peers = _open(meeting.store, neighbours)
-    WATCH.introduce(meeting.store, rank, world_size, peers)
+    WATCHDOG.connect(meeting.store, rank, world_size, peers)
 
 
 def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
@@ -160,7 +160,7 @@ def _without_rank_zero(rank: int, world_size: int, timeout_s: float, at: str = "
 
 
 def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
-    who = f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+    who = f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
     return (
         f"{who} of {world_size} did not come within {timeout_s:g} s: look at the end of their logs, and whether their"
         " nodes reach rank 0's; watchdog.start_timeout_s is how long a start may take"

@@ -14,7 +14,7 @@ from tests.support.runs import PACKAGE, PROJECT
 # first one is in its interpreter's finalization, if there is one: that takes three seconds.
 PROGRAM = """
 import atexit, os, sys, time
-from dist_template.cluster.leave import leave, skip_finalization
+from dist_template.cluster.exit import exit_process, skip_finalization
 if "skip" in sys.argv:
     skip_finalization()
 import torch
@@ -35,7 +35,7 @@ if is_peer:
 atexit.register(print, "exit functions run")
 slow = Slow()
 group.allreduce([torch.ones(1)])
-leave(75)
+exit_process(75)
 """
 
 
@@ -59,12 +59,12 @@ def test_the_program_of_this_test_aborts_where_the_interpreter_is_finalized(tmp_
 def test_process_groups_are_destroyed_where_the_run_is_done(tmp_path: Path) -> None:
     program = """
 import atexit, sys
-from dist_template.cluster.leave import leave, skip_finalization
+from dist_template.cluster.exit import exit_process, skip_finalization
 skip_finalization()
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 atexit.register(lambda: print(dist.is_initialized()))
-leave(int(sys.argv[1]))
+exit_process(int(sys.argv[1]))
 """
     assert exit_of(program, "0").stdout == "False\n"
     failed = exit_of(program, "1")

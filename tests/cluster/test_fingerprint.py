@@ -19,11 +19,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _suggested_max_num_threads
 from lightning.pytorch import Callback
 
-from dist_template.cluster import meeting
+from dist_template.cluster import rendezvous
 from dist_template.cluster.environment import comparable, environment, packages
 from dist_template.cluster.fingerprint import SameEnvironment
-from dist_template.cluster.meeting import Meeting
-from dist_template.cluster.verdict import spans
+from dist_template.cluster.hang import rank_ranges
+from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.errors import Ended, Exit
 from dist_template.rehearsal.workers import _free_port
 from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
@@ -45,7 +45,7 @@ def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[
 
     def one(rank: int) -> None:
         try:
-            together = Meeting(store, rank, len(of_ranks), 10.0)
+            together = Rendezvous(store, rank, len(of_ranks), 10.0)
             SameEnvironment(ignore or []).compare(together, OWN | of_ranks[rank])
         except Ended as end:
             ends[rank] = end
@@ -87,7 +87,7 @@ def test_ranks_that_are_the_same_go_on() -> None:
 
 
 def test_spans_of_ranks_are_short() -> None:
-    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert rank_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def strategy(rank: int, port: int) -> Any:
@@ -102,7 +102,7 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not come within 0.5 s") as ended:
-        meeting._meet(strategy(here, _free_port()), 0.5, lambda all_of_us: SameEnvironment().compare(all_of_us, OWN))
+        rendezvous._meet(strategy(here, _free_port()), 0.5, lambda all_of_us: SameEnvironment().compare(all_of_us, OWN))
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
@@ -142,14 +142,14 @@ def other_on_rank_1(folder: Path) -> None:
 
 def time_it(folder: Path) -> None:
     """A prelude: writes down how long meeting and comparing took."""
-    meet = meeting._meet
+    meet = rendezvous._meet
 
     def timed(*args: Any) -> None:
         started = time.perf_counter()
         meet(*args)
         (folder / f"took{os.environ['RANK']}").write_text(str(time.perf_counter() - started))
 
-    meeting._meet = timed  # ty: ignore[invalid-assignment]
+    rendezvous._meet = timed  # ty: ignore[invalid-assignment]
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ PHASES = (
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/deepspeed/comm/")
 
 
-def stands(frame: FrameType | None) -> tuple[str, str, bool]:
+def locate(frame: FrameType | None) -> tuple[str, str, bool]:
     """What the thread of `frame`, the innermost one, is doing; file and line; whether it waits for other ranks."""
     files, line, phase = [], "?", None
     while frame is not None:
@@ -53,7 +53,7 @@ def _phase(file: str, function: str) -> str | None:
     return next((words for part, name, words in PHASES if part in file and (not name or name == function)), None)
 
 
-def verdict_of(words: dict[int, dict[str, Any]], silent: list[int]) -> dict[str, Any]:
+def find_stalled(words: dict[int, dict[str, Any]], silent: list[int]) -> dict[str, Any]:
     """Which rank did not arrive: one that is silent; else one with the least progress that waits for nobody."""
     least = min(word["beats"] for word in words.values())
     behind = [rank for rank, word in words.items() if word["beats"] == least]
@@ -78,10 +78,10 @@ def verdict_of(words: dict[int, dict[str, Any]], silent: list[int]) -> dict[str,
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
-def spans(ranks: list[int]) -> str:
+def rank_ranges(ranks: list[int]) -> str:
     """0, 1, 2, 5 -> "0-2, 5"."""
     found: list[list[int]] = []
     for rank in ranks:

@@ -29,7 +29,7 @@ def skip_finalization() -> None:
     atexit.register(_exit)
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exit with `code`, after all threads that Python waits for and all exit functions."""
     if code == Exit.DONE:  # after a failure other ranks may be in a collective, and destroying would wait for them
         _destroy_process_groups()

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dist_template.cluster.verdict import verdict_of
+from dist_template.cluster.hang import find_stalled
 from dist_template.errors import Exit
 
 
@@ -25,7 +25,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_a_process_that_never_gives_back_pythons_lock_is_ended_too() -> None:
     started = time.monotonic()
     ended = python(
-        "import ctypes; from dist_template.cluster.watch import WATCH; WATCH.arm(1); ctypes.PyDLL(None).sleep(60)"
+        "from dist_template.cluster.watchdog import WATCHDOG\nWATCHDOG.start(1)\n"
+        "import ctypes; ctypes.PyDLL(None).sleep(60)"
     )
     assert ended.returncode == 1 and "most recent call first" in ended.stderr
     assert time.monotonic() - started < 30, "it would sleep for 60 s"
@@ -49,7 +50,7 @@ command.run(["fit"], OURS)
     ended = python(hangs)
     assert ended.returncode == Exit.HUNG, ended.stderr
     assert "most recent call first" in ended.stderr
-    assert re.search(r"^no progress for 1 s: start-up, importing, .*:8$", ended.stderr, re.MULTILINE), ended.stderr
+    assert re.search(r"^no progress for 1 s: start-up, importing, .*:9$", ended.stderr, re.MULTILINE), ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -65,4 +66,4 @@ command.run(["fit"], OURS)
 )
 def test_who_is_behind(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
     told = {r: {"beats": b, "place": place, "waits": waits, "line": "f:1"} for r, (b, place, waits) in words.items()}
-    assert verdict_of(told, [])["sentence"] == sentence
+    assert find_stalled(told, [])["sentence"] == sentence
