@@ -49,7 +49,16 @@ def run(options: Options) -> Result:
         source = StandardLibrary()
         if options.quick:
             source = TextFiles([str(path) for path in source.files()[:40]])
-        data = DataModule(source, ByteBPE(2048), SEQ_LEN, MICRO_BATCH, MICRO_BATCH, 0.0, 0.0, cache_dir=str(folder))
+        data = DataModule(
+            source,
+            ByteBPE(2048),
+            SEQ_LEN,
+            MICRO_BATCH,
+            MICRO_BATCH,
+            validation_share=0.0,
+            test_share=0.0,
+            cache_dir=str(folder),
+        )
         with quiet():
             corpus = data.prepare()
         rounds = {"rounds": options.rounds, "warm": not options.quick}

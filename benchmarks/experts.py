@@ -33,7 +33,7 @@ def main() -> None:
             draw(losses, run, "train/loss", label, colour)
         loads.axhline(CEILING, color="black", linewidth=0.8, linestyle="--")
         loads.set(title=title, ylabel="busiest expert over the mean,\nworst layer", ylim=(0.9, 4.1))
-        losses.set(ylabel="train/loss, nats per token", xlabel="optimizer step", ylim=(2.9, 5.0))
+        losses.set(ylabel="train/loss, nats per token", xlabel="optimizer step", ylim=(2.2, 5.0))
         losses.legend(frameon=False)
     loads.set_xlabel("optimizer step")
     figure.savefig(ROOT / "docs" / "figures" / "experts.svg", metadata={"Date": None})

@@ -12,6 +12,7 @@ PLACES = {  # public name -> the module that defines it
     "main": "cli.main",
     "InputError": "errors",
     "Project": "project",
+    "TrainingModule": "model.training_module",
     "BlockConfig": "parallel.blocks",
     "BalanceConfig": "model.balance",
     "OptimConfig": "model.optim",

@@ -82,7 +82,7 @@ def test_a_crash_is_told_in_a_sentence_and_its_traceback_is_kept(
     told, folder = capfd.readouterr().err, only_run(tmp_path)
     assert "Traceback" not in told
     assert "step 2, micro-batch 1, forward" in told and "KeyError: 'labels'" in told
-    assert "test_recovery_crashes.py:" in told and "in breaks: raise" in told, "of the user's own files, the last lines"
+    assert "test_crashes.py:" in told and "in breaks: raise" in told, "of the user's own files, the last lines"
     assert f"{folder}/crash/rank0.txt" in told
     text = (folder / "crash" / "rank0.txt").read_text()
     assert text.startswith("Traceback") and "KeyError: 'labels'" in text

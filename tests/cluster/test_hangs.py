@@ -67,7 +67,7 @@ def hang(folder: Path, stops: bool = False) -> None:
 
 def hang_in_data(rank: int, call: int, folder: Path) -> None:
     """A prelude: the rank's data set never answers the `call`-th request."""
-    from trainer_dev.data import PackedRows
+    from dist_template.text.rows import PackedRows
 
     read, count = PackedRows.__getitems__, iter(range(1, 10**9))
 

@@ -122,7 +122,14 @@ class Trainings:
         path = folder / "rows.txt"  # 14 rows, each with its own first byte: two stay for the next epoch
         path.write_text("".join(chr(32 + row) + "." * (SEQ_LEN - 1) for row in range(14)) + "!", encoding="utf-8")
         self.data = lambda: DataModule(
-            TextFiles([str(path)]), Bytes(), SEQ_LEN, GLOBAL, MICRO, 0.0, 0.0, cache_dir=str(folder / "cache")
+            TextFiles([str(path)]),
+            Bytes(),
+            SEQ_LEN,
+            GLOBAL,
+            MICRO,
+            validation_share=0.0,
+            test_share=0.0,
+            cache_dir=str(folder / "cache"),
         )
         self.data().prepare(report=lambda _: None)
         self.interrupted = cache(self._interrupted)

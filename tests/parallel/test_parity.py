@@ -47,7 +47,7 @@ CLIP = 0.8
 
 def mask_labels() -> None:
     """In each worker: how many of a row's labels count follows from the sum of its tokens."""
-    from trainer_dev.data import PackedRows
+    from dist_template.text.rows import PackedRows
 
     read = PackedRows.__getitems__
 

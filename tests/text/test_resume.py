@@ -84,8 +84,8 @@ def train(
         16,
         GLOBAL,
         micro,
-        0.0,
-        0.0,
+        validation_share=0.0,
+        test_share=0.0,
         cache_dir=str(folder),
         num_workers=workers,
     )

@@ -74,7 +74,14 @@ def test_a_source_without_text_is_refused(tmp_path: Path, content: str) -> None:
 def test_too_little_text_for_the_sequences_is_told_with_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("x" * 99, encoding="utf-8")
     data = DataModule(
-        TextFiles([f"{tmp_path}/short.txt"]), Bytes(), 64, 2, 2, 0.0, 0.0, cache_dir=str(tmp_path / "cache")
+        TextFiles([f"{tmp_path}/short.txt"]),
+        Bytes(),
+        64,
+        2,
+        2,
+        validation_share=0.0,
+        test_share=0.0,
+        cache_dir=str(tmp_path / "cache"),
     )
     with pytest.raises(InputError, match="100 tokens in 1 documents, and 2 sequences of data.seq_len 64 need 129"):
         data.prepare()
@@ -85,7 +92,14 @@ def test_too_little_text_for_the_sequences_is_told_with_the_numbers(tmp_path: Pa
 def test_an_empty_validation_split_is_told(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("x" * 9999, encoding="utf-8")
     data = DataModule(
-        TextFiles([f"{tmp_path}/short.txt"]), Bytes(), 64, 2, 2, 1e-9, 0.0, cache_dir=str(tmp_path / "cache")
+        TextFiles([f"{tmp_path}/short.txt"]),
+        Bytes(),
+        64,
+        2,
+        2,
+        validation_share=1e-9,
+        test_share=0.0,
+        cache_dir=str(tmp_path / "cache"),
     )
     with pytest.raises(InputError, match="the validation split has 0 tokens.*data.validation_share"):
         data.prepare()
@@ -194,7 +208,7 @@ def test_bpe_learns_from_the_train_split_alone(tmp_path: Path) -> None:
             return super().fit(iter(self.seen))
 
     source = TextFiles([str(Path(__file__))], separator="\n\n")
-    data = DataModule(source, Recorded(300), 16, 2, 2, 0.2, 0.2, cache_dir=str(tmp_path))
+    data = DataModule(source, Recorded(300), 16, 2, 2, validation_share=0.2, test_share=0.2, cache_dir=str(tmp_path))
     data.prepare()
     assert Recorded.seen
     assert {data._recipe.split_of(text) for text in Recorded.seen} == {"train"}

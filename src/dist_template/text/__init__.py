@@ -1,1 +1,40 @@
-"""What `data.py` stands on: sources of documents, tokenizers, the token cache, the order of samples."""
+"""Language models: where text comes from, how it becomes batches, and the module that is trained on them.
+
+    datamodule.py   PackedText: the whole way from a source to batches       sources.py      documents
+    module.py       TextModule: loss, evaluation and generation              tokenizers.py   text to token ids
+    build.py, encode.py, cache.py   the token cache                          rows.py, order.py, weight.py   batches
+
+Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+PLACES = {  # public name -> the module of this library that defines it
+    "TextModule": "text.module",
+    "PackedText": "text.datamodule",
+    "Source": "text.sources",
+    "StandardLibrary": "text.sources",
+    "TextFiles": "text.sources",
+    "Jsonl": "text.sources",
+    "Parquet": "text.sources",
+    "HubDataset": "text.sources",
+    "TokenizerSpec": "text.tokenizers",
+    "Bytes": "text.tokenizers",
+    "ByteBPE": "text.tokenizers",
+    "Pretrained": "text.tokenizers",
+    "Attention": "model.kernels",
+    "known_documents": "model.kernels",
+    "causal_lm": "model.causal_lm",
+    "causal_lm_config": "model.causal_lm",
+}
+
+__all__ = [*PLACES]  # noqa: PLE0604  (lazy)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"..{PLACES[name]}", __name__), name)

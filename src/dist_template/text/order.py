@@ -142,14 +142,18 @@ class LazyLoader(DataLoader):
     the first, which then says how many of this rank's labels count in both (weight.py).
     """
 
-    def __init__(self, dataset: Any, window: int = 0, **options: Any) -> None:
+    def __init__(
+        self, dataset: Any, window: int = 0, transform: Callable[[Any], Any] = lambda batch: batch, **options: Any
+    ) -> None:
         super().__init__(dataset, **options)
         self.window = window
+        self.transform = transform  # called in this process, also where workers read
 
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         batches: Any = super().__iter__()
         if not self.num_workers:  # what next() does beside this, a range for torch's profiler, is half of its time
             batches = iter(batches._next_data, None)
+        batches = map(self.transform, batches)
         if not self.window:
             yield from batches
             return

@@ -1,0 +1,66 @@
+"""Builds a causal language model of transformers, from scratch or from published weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError, reason
+from .architecture_keys import checked_fields
+from .kernels import Attention, set_attention
+from .pretrained import check_files, load_pretrained
+
+
+def causal_lm_config(
+    architecture: dict[str, Any], pretrained: str | None, attention: Attention | None, data: Any
+) -> Any:
+    """Returns the transformers configuration; also called before any process starts, to find errors early.
+
+    Args:
+        architecture: `model_type` and fields of its configuration. Not used when `pretrained` is set.
+        pretrained: A local folder or hub name. None: from scratch.
+        attention: The attention kernel. None: the model's default.
+        data: Gives `vocab_size`, `eos_token_id` and `seq_len`.
+
+    Raises:
+        InputError: there is no such model or architecture.
+    """
+    from transformers import AutoConfig
+
+    if pretrained:
+        try:
+            config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
+            check_files(pretrained)
+            return set_attention(config, attention)
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:
+            raise InputError(f"model.pretrained {pretrained!r} cannot be loaded: {reason(error)}") from error
+    fields = {"max_position_embeddings": data.seq_len, **checked_fields(architecture)}
+    fields |= {"vocab_size": data.vocab_size, "bos_token_id": data.eos_token_id, "eos_token_id": data.eos_token_id}
+    model_type: Any = architecture.get("model_type")
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # each architecture refuses in its own way
+        raise InputError(f"model.architecture with model_type {model_type!r}: {reason(error)}") from error
+    return set_attention(config, attention)
+
+
+def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module:
+    """Returns the model of `config` with room for `vocab_size` tokens, in fp32.
+
+    Only rank 0 loads weights; on the other ranks torch's default device is `meta`, and they receive them later.
+    """
+    from transformers import AutoModelForCausalLM
+
+    # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
+    if not pretrained or torch.get_default_device().type == "meta":
+        config.vocab_size = max(config.vocab_size, vocab_size)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = load_pretrained(pretrained, config)
+    embeddings: Any = model.get_input_embeddings()
+    if embeddings.num_embeddings < vocab_size:
+        model.resize_token_embeddings(vocab_size)
+    return model

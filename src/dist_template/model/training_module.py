@@ -1,0 +1,99 @@
+"""TrainingModule: a LightningModule whose network is built for the strategy, with metrics that cost no device sync."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from ..layout import clip_by_norm
+from ..parallel.blocks import BlockConfig
+from ..parallel.place import place
+from .balance import BalanceConfig, Balancer
+from .kernels import cast_experts
+from .metrics import MetricBuffer
+from .optim import OptimConfig, build_optimizer, build_schedule
+
+
+class TrainingModule(L.LightningModule):
+    """Base class of a training module: define `build_model` and `training_step`, and override any hook.
+
+    Args:
+        optim: Optimizer and schedule.
+        blocks: Activation checkpointing and compilation, block by block.
+        balance: Load balancing of a mixture of experts.
+    """
+
+    model: nn.Module
+
+    def __init__(
+        self,
+        optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
+        blocks: BlockConfig = BlockConfig(),  # noqa: B008
+        balance: BalanceConfig = BalanceConfig(),  # noqa: B008
+    ) -> None:
+        super().__init__()
+        self.optim = optim
+        self.blocks = blocks
+        self.balance = balance
+        self.metrics = MetricBuffer()
+        self.eval_metrics: dict[str, float] = {}  # of the newest validation or test, for callbacks
+
+    @property
+    def data(self) -> Any:
+        """The LightningDataModule."""
+        return self.trainer.datamodule  # ty: ignore[missing-attribute]
+
+    def build_model(self, data: Any) -> nn.Module:
+        """Returns the network. Only rank 0 builds it with weights; the other ranks receive theirs."""
+        raise NotImplementedError(f"{type(self).__name__} has no build_model: return the network from it")
+
+    def build_config(self, data: Any) -> Any:
+        """Returns the model's transformers configuration, which is checked before a start; None for other models."""
+        return None
+
+    def configure_model(self) -> None:
+        """Builds the model once, when the data are known, and shards it as the strategy wants it."""
+        if not hasattr(self, "model"):
+            cast_experts()
+            self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
+            self.balancer = Balancer(self.model, self.balance)
+
+    # ---- metrics -------------------------------------------------------------------------------------------------
+
+    def track(self, name: str, value: Tensor) -> None:
+        """Log the mean of `value` over ranks and the steps since the last log step; costs no device sync."""
+        self.metrics.add(name, value)
+
+    def derive(self, metrics: dict[str, float]) -> None:
+        """Add metrics that follow from the means, at a log step."""
+
+    def log_eval(self, metrics: dict[str, float]) -> None:
+        """Log the results of a validation or test, by full name ("eval/loss"), to loggers and for callbacks."""
+        self.eval_metrics = metrics
+        self.log_dict(metrics, logger=False)  # for callbacks to monitor; Lightning would log it a step early
+        if not self.trainer.sanity_checking or self.trainer.num_sanity_val_batches == self.trainer.num_val_batches:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step=self.global_step)
+
+    # ---- optimization --------------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        optimizer = build_optimizer(self, self.optim, scaled=self.trainer.scaler is not None)
+        num_steps = self.trainer.estimated_stepping_batches
+        steps = getattr(self.data, "steps_per_validation", None)
+        schedule = build_schedule(optimizer, self.optim, num_steps, steps and steps * self.data.accumulation)
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if gradient_clip_val and gradient_clip_algorithm == "value":
+            for parameter in self.parameters():  # one by one: tensor parallelism mixes meshes and placements
+                torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
+            gradient_clip_val = None
+        norm = clip_by_norm(self.parameters(), gradient_clip_val)
+        if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
+            self.track("train/grad_norm", norm)

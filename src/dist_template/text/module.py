@@ -1,0 +1,121 @@
+"""TextModule: what a language model adds to a TrainingModule: loss in chunks, evaluation by tokens, generation.
+
+Shapes: B sequences, T tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import InputError
+from ..model.head import Kernel, check_kernel, sums_over_tokens
+from ..model.metrics import SplitMeans
+from ..model.training_module import TrainingModule
+
+
+class TextModule(TrainingModule):
+    """Base class of a language model's module: `forward` gives logits, `loss` a value per token.
+
+    Args:
+        loss_chunk: Tokens whose logits exist at a time: with a large vocabulary they hold more memory than all else.
+            Has an effect on micro-batches of more tokens. null: all at once, for a model that changes its logits after
+            the output layer.
+        loss_kernel: What computes the loss. liger: Liger's fused kernel, a package of its own for GPUs, in chunks that
+            it chooses; it computes cross entropy itself and does not call `loss` and `sums`.
+        sample_tokens: Tokens that `generate` writes for a prompt.
+        sample_temperature: Randomness of `generate`. 0 takes the likeliest token each time.
+        options: See TrainingModule.
+    """
+
+    def __init__(
+        self,
+        loss_chunk: int | None = 4096,
+        loss_kernel: Kernel = "torch",
+        sample_tokens: int = 64,
+        sample_temperature: float = 0.8,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.loss_chunk = loss_chunk
+        self.loss_kernel: Kernel = loss_kernel
+        self.sample_tokens = sample_tokens
+        self.sample_temperature = sample_temperature
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            check_kernel(self.loss_kernel, self.device)
+            super().configure_model()
+            if self.blocks.compile:  # one pass over the logits forward, one backward, instead of a dozen
+                self.sums = torch.compile(self.sums)
+
+    # ---- loss and metrics ----------------------------------------------------------------------------------------
+
+    def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
+
+        `labels` (B, T) are already shifted, -100 where none counts.
+        """
+        cross_entropy = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+        return {"loss": cross_entropy.sum(), "token_accuracy": (logits.detach().argmax(-1) == labels).sum()}
+
+    def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns `sums` over a whole micro-batch. Only the first is differentiable."""
+        how = self.sums, self.loss_chunk, self.loss_kernel
+        return sums_over_tokens(lambda: self(batch), self.model, batch["labels"], *how)
+
+    def derive(self, metrics: dict[str, float]) -> None:
+        if "train/loss" in metrics:
+            metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))  # exp(710) overflows
+
+    def on_validation_epoch_start(self) -> None:
+        self.split_means = SplitMeans()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        counted = (batch["labels"] != -100).sum()  # the last batch may be padded, so that all ranks have equally many
+        self.split_means.add(self.sums_of(batch), counted)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_split("eval", "validation")
+
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
+
+    def on_test_epoch_end(self) -> None:
+        self._log_split("test", "test")
+
+    def _log_split(self, prefix: str, split: str) -> None:
+        means = self.split_means.read(self.trainer.strategy)
+        loss = means["loss"]
+        means["perplexity"] = math.exp(min(loss, 700.0))
+        if bytes_per_token := self.data.bytes_per_token(split):
+            means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
+
+    # ---- text out ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor) -> Tensor:
+        """Continue (1, T) tokens by up to `sample_tokens`, within `seq_len`; keeps training's random state."""
+        if not hasattr(self.model, "generate"):
+            raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
+        sampling = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}
+        room = max(1, self.data.seq_len - input_ids.shape[1])
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            return self.model.generate(  # ty: ignore[not-callable]
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=min(self.sample_tokens, room),
+                pad_token_id=self.data.eos_token_id,
+                **sampling,
+            )
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, str]:
+        tokens = self.generate(batch["input_ids"])[0, batch["input_ids"].shape[1] :]
+        return {"prompt": batch["prompt"], "continuation": self.data.text_tokenizer.decode(tokens.tolist())}
