@@ -91,7 +91,7 @@ HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "trainer.default_root_dir": ("/x", lambda cli: cli.trainer.default_root_dir == "/x"),
     "trainer.enable_autolog_hparams": ("false", lambda cli: not cli.trainer.enable_autolog_hparams),
 }
-ELSEWHERE = {"config", "ckpt_path", "trainer.fast_dev_run"}  # test_training_cli.py, test_training_runs.py, below
+ELSEWHERE = {"config", "ckpt_path", "trainer.fast_dev_run"}  # test_cli.py, test_runs.py, below
 REFUSED = {
     "trainer.overfit_batches=4": "data.repeat_first_batch true",
     "trainer.barebones=true": "the verb `bench`",

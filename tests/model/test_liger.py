@@ -3,7 +3,7 @@
 That must be asked for before anything imports Triton:
 
     pip install --no-deps liger-kernel triton
-    TRITON_INTERPRET=1 pytest <package>/tests/test_speed_liger.py
+    TRITON_INTERPRET=1 pytest tests/model/test_liger.py
 
 Without, only what the user is told then is tested.
 """

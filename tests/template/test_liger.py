@@ -20,7 +20,7 @@ def test_liger_changes_no_number_by_tritons_interpreter(tmp_path: Path) -> None:
     subprocess.run(["make", "-s", "dev"], cwd=ROOT, check=True)
     settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "trainer_dev/tests/test_speed_liger.py"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/model/test_liger.py"],
         cwd=ROOT / "build" / "dev",
         env=os.environ | settings,
         capture_output=True,

@@ -38,14 +38,12 @@ from ..model.optim import OptimConfig
 from ..observe.loggers.run_log import RunLog
 from ..observe.loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
 from ..observe.loggers.wandb import WandB  # noqa: F401
+from ..parallel import ddp  # noqa: F401  (gives "ddp" its defaults)
 from ..parallel.half import HalfParameters
 from ..parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
-from . import (
-    config_file,
-    limits,  # noqa: F401  (gives "ddp" its defaults)
-)
+from . import config_file, limits
 from .defaults import ALWAYS_ON, SAVERS, TRAINER_DEFAULTS
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (

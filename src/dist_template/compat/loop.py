@@ -8,7 +8,7 @@ which hook, what arguments they take, whether there is validation. Here that is 
 The classes below take the places of Lightning's own by `__class__`: nothing is built anew, and what a checkpoint holds
 of them stays as it is. They hand back to Lightning what is rare: the first batch of a resumed epoch, validation, manual
 optimization, `dataloader_iter`, a schedule that is not stepped once per optimizer step. With a profiler
-(`--trainer.profiler simple`) all but epochs.py is Lightning's own; tests/test_speed_step.py finds no other difference.
+(`--trainer.profiler simple`) all but epochs.py is Lightning's own; tests/compat/test_step.py finds no other difference.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def trace_whole_forwards(engine: Any) -> None:
     what `training_step` is called through, and then `training_step` calls `self(batch)`. A record that is begun in the
     middle does not fit the next micro-batch, is thrown away and made anew for ever: nothing is fetched ahead, and each
     time all ranks compare theirs, on the host. Seen on two processes: 84 all-gathers and 16 broadcasts in a step
-    that without it has 21 and none (tests/test_speed_collectives.py).
+    that without it has 21 and none (tests/parallel/test_collectives.py).
     """
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     offload.fwd_pre_hook.remove()
