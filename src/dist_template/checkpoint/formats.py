@@ -1,13 +1,12 @@
 """What a path holds, and a checkpoint of any format as the one dict that Lightning would have saved without sharding.
 
 Lightning's and torch's converters (`consolidate_checkpoint`, `dcp_to_torch_save`) know the distributed format alone,
-and run whatever a file asks for. Here nothing in a file can run: see `as_data`.
+and run whatever a file asks for. Here nothing in a file can run: see untrusted.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import re
 import zipfile
@@ -18,13 +17,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
+from . import zero
 from .optimizer import by_name, by_name_from_flat, is_by_name
+from .untrusted import DataReader, as_data
 
 Format = Literal["file", "distributed", "zero"]
 WRITTEN_BY = {"file": "a single process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
@@ -58,8 +58,6 @@ def read_full(path: str | Path) -> dict[str, Any]:
     Raises:
         InputError: `path` is no checkpoint, incomplete or unreadable, or holds something other than data.
     """
-    from . import zero
-
     path = Path(path)
     readers = {"file": _read_file, "distributed": _read_distributed, "zero": zero.read}
     found = format_of(path)
@@ -154,42 +152,6 @@ def _read_distributed(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-# ---- nothing in a checkpoint may run ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def as_data(*classes: type) -> Generator[None]:
-    """Inside, torch.load makes tensors, plain types and `classes` only, also where a library asks it to run anything.
-
-    DeepSpeed and torch's distributed format pass `weights_only=False`; torch lets this variable overrule them.
-    """
-    switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(switch)
-    os.environ[switch] = "1"
-    try:
-        with torch.serialization.safe_globals(list(classes)):
-            yield
-    finally:
-        if before is None:
-            del os.environ[switch]
-        else:
-            os.environ[switch] = before
-
-
-class DataReader(FileSystemReader):
-    """torch's reader of the distributed format, which would run what a `.metadata` file asks for."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-                _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError) as error:
-            if "asks for" in str(error):
-                raise
-            raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
-        return super().read_metadata(*args, **kwargs)
-
-
 def saved_shapes(reader: DataReader) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each of the model's tensors in a distributed checkpoint."""
     described = reader.read_metadata().state_dict_metadata
@@ -199,26 +161,3 @@ def saved_shapes(reader: DataReader) -> dict[str, tuple[int, ...]]:
         for name, one in described.items()
         if name.startswith(prefix) and hasattr(one, "size")
     }
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Refuses everything but descriptions of tensors."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_type or name in DESCRIPTIONS.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no description of tensors needs")
-
-
-DESCRIPTIONS = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
-    ),
-    "pathlib": ("PosixPath", "WindowsPath"),
-    "pathlib._local": ("PosixPath", "WindowsPath"),  # the same, from Python 3.13 on
-}  # fmt: skip

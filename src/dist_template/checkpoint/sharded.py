@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from .. import weights
-from .formats import META, DataReader, as_data, refuse_other_shapes, refusing_unreadable, saved_shapes
+from .formats import META, refuse_other_shapes, refusing_unreadable, saved_shapes
 from .optimizer import groups_of, without_moments
+from .untrusted import DataReader, as_data
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter groups differ from mesh to mesh
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .. import weights
 from ..layout import whole_shape
 from .optimizer import State, merge, without_moments
+from .untrusted import as_data
 
 # What DeepSpeed, or its checkpoints' readers, put beside Lightning's own entries.
 DEEPSPEEDS_OWN = {
@@ -117,8 +118,6 @@ def read(path: Path) -> dict[str, Any]:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it finds no other
     from deepspeed.utils import zero_to_fp32
-
-    from .formats import as_data
 
     folder = _folder(path)
     with as_data(*classes()), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from .. import weights
 from ..checkpoint import zero as zero_format
 from ..checkpoint.commit import agreed
-from ..checkpoint.formats import as_data, refusing_unreadable
+from ..checkpoint.formats import refusing_unreadable
 from ..checkpoint.resume import is_zeros_own, load_foreign
+from ..checkpoint.untrusted import as_data
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .build_locks import clear_stale_build_locks

@@ -31,8 +31,8 @@ from ..cluster.messages import MESSAGES  # noqa: E402
 from ..cluster.watchdog import WATCHDOG  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
 from . import locations  # noqa: E402
+from .job import Idle, Job  # noqa: E402
 from .recorder import Recorder  # noqa: E402
-from .workers import Idle, Job  # noqa: E402
 
 # What most trainings import on their way, from modules that load themselves lazily.
 for _slow in (

@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..cluster.hang import find_stalled
 from ..cluster.launch import RUN_ID
 from ..cluster.signals import STARTED
 from ..project import Project
+from .job import Idle, Job
 from .record import RunRecord
 
 if TYPE_CHECKING:
@@ -39,27 +40,6 @@ if TYPE_CHECKING:
 GRACE_S = 20.0  # for the other ranks, once one has failed: time to say what they saw
 IDLE = "idle"
 _WORKER = f"{__package__}.worker"
-
-
-@dataclass
-class Job:
-    """One rank's work; crosses to the worker by pickle."""
-
-    argv: list[str]
-    project: Project
-    record: Path
-    callbacks: Sequence[Callback] = ()
-    prelude: Callable[[], None] | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    timeout_s: float | None = 300.0
-    idle_s: float = 0.0
-
-
-@dataclass
-class Idle:
-    """A rank's answer when its main thread makes no progress; `word` is what `cluster/hang.py` reads."""
-
-    word: dict[str, Any]
 
 
 class Workers:

@@ -1,0 +1,73 @@
+"""Reads checkpoint files as data: tensors and plain types only, so that nothing in a file can run.
+
+torch's and DeepSpeed's readers unpickle whatever a file asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from ..errors import reason
+
+
+@contextlib.contextmanager
+def as_data(*classes: type) -> Generator[None]:
+    """Inside, torch.load makes tensors, plain types and `classes` only, also where a library asks it to run anything.
+
+    DeepSpeed and torch's distributed format pass `weights_only=False`; torch lets this variable overrule them.
+    """
+    switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+class DataReader(FileSystemReader):
+    """torch's reader of the distributed format, which would run what a `.metadata` file asks for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+                _MetadataUnpickler(file).load()
+        except (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError) as error:
+            if "asks for" in str(error):
+                raise
+            raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
+        return super().read_metadata(*args, **kwargs)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Refuses everything but descriptions of tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_type or name in DESCRIPTIONS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no description of tensors needs")
+
+
+DESCRIPTIONS = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    ),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),  # the same, from Python 3.13 on
+}  # fmt: skip

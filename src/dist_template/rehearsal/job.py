@@ -1,0 +1,34 @@
+"""What crosses between the process that starts the ranks (workers.py) and a rank (worker.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..project import Project
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
+
+@dataclass
+class Job:
+    """One rank's work; crosses to the worker by pickle."""
+
+    argv: list[str]
+    project: Project
+    record: Path
+    callbacks: Sequence[Callback] = ()
+    prelude: Callable[[], None] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    timeout_s: float | None = 300.0
+    idle_s: float = 0.0
+
+
+@dataclass
+class Idle:
+    """A rank's answer when its main thread makes no progress; `word` is what `cluster/hang.py` reads."""
+
+    word: dict[str, Any]

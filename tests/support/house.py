@@ -1,0 +1,156 @@
+"""Reads the library's files without importing them: who imports whom, whose private names are used, how long they are.
+
+Every import counts as an arrow, also one inside a function or under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Graph = dict[str, set[str]]
+STANDARD = {"os._exit", "sys._current_frames"}  # documented functions of Python's own
+TEXT = {".py", ".js", ".css", ".html"}
+LIBRARIES = {"lightning", "torch", "deepspeed", "transformers", "jsonargparse"}
+CONNECTORS = {"self", "cls", "super"}
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Returns each module of the folder `package` by its name, as "room.file", "file" or "" (the package)."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def room_of(name: str, path: Path) -> str:
+    """Returns the folder below the package; "ground" for a file beside the folders, "" for the package."""
+    first, _, rest = name.partition(".")
+    return first if rest or path.name == "__init__.py" else "ground"
+
+
+def imports(name: str, path: Path, known: set[str], package: str) -> Iterator[str]:
+    """Yields the modules of the package that a file imports, at any depth."""
+    own = name.split(".") if name else []
+    if path.name != "__init__.py":
+        own = own[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith(f"{package}."):
+                    yield alias.name.removeprefix(f"{package}.")
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = [*own[: len(own) - node.level + 1], *filter(None, [node.module])]
+            elif (node.module or "").split(".")[0] == package:
+                base = (node.module or "").split(".")[1:]
+            else:
+                continue
+            for alias in node.names:
+                deeper = ".".join([*base, alias.name])
+                yield deeper if deeper in known else ".".join(base)
+
+
+def graph(package: Path) -> Graph:
+    """Returns which modules each module of the package imports."""
+    files = modules(package)
+    return {name: {*imports(name, path, set(files), package.name)} - {name} for name, path in files.items()}
+
+
+def rooms(package: Path) -> Graph:
+    """Returns which rooms each room imports."""
+    files, found = modules(package), {}
+    for name, targets in graph(package).items():
+        arrows = found.setdefault(room_of(name, files[name]), set())
+        arrows |= {room_of(target, files[target]) for target in targets}
+    return {room: targets - {room} for room, targets in found.items() if room}
+
+
+def cycles(arrows: Graph) -> list[str]:
+    """Returns one path for each node that reaches itself through a cycle, as "a -> b -> a"."""
+    found = {}
+    for start in sorted(arrows):
+        paths, seen = [[start]], set()
+        while paths:
+            path = paths.pop(0)
+            for target in sorted(arrows.get(path[-1], ())):
+                if target == start:
+                    found.setdefault(frozenset(path), " -> ".join([*path, start]))
+                elif target not in seen:
+                    seen.add(target)
+                    paths.append([*path, target])
+    return list(found.values())
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(path: Path) -> list[str]:
+    """Returns the private names in a file that another package defines, as "file:line: name"."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+            and isinstance(n.value, ast.Name) and n.value.id in CONNECTORS}  # fmt: skip
+    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names if any(map(is_private, a.name.split(".")))]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+            names = [name for name in names if any(map(is_private, name.split(".")))]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            owner = node.value.func if isinstance(node.value, ast.Call) else node.value
+            names = [] if getattr(owner, "id", "") in CONNECTORS else [ast.unparse(node)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "setattr", "hasattr"}:
+            given = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            names = [str(name) for name in given if is_private(str(name)) and name not in own]
+        found += [f"{path.name}:{node.lineno}: {name}" for name in names if name not in STANDARD]
+    return found
+
+
+def inherited_private_names(module: ModuleType) -> dict[str, list[str]]:
+    """Returns, for each class of `module`, private names of other libraries that its bases define and it uses."""
+    found = {}
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    for one in classes:
+        foreign = [base for base in one.__mro__ if base.__module__.split(".")[0] in LIBRARIES]
+        theirs = set().union(*(_private_in(base) for base in foreign))
+        if names := sorted(theirs & _private_in(one)):
+            found[one.__name__] = names
+    return found
+
+
+def _private_in(one: Any) -> set[str]:
+    try:
+        source = inspect.getsource(one)
+    except (OSError, TypeError):  # written in C, or made on the fly
+        return set()
+    return set(re.findall(r"(?:\bself\.|\bsuper\([^)]*\)\.|\bdef )(_[a-zA-Z]\w*)", source))
+
+
+def uses_mock(path: Path) -> bool:
+    return any("unittest" in line and "import" in line for line in path.read_text(encoding="utf-8").splitlines())
+
+
+def lines(paths: Iterator[Path] | list[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def room_lines(package: Path) -> dict[str, int]:
+    """Returns the number of lines in each room, of code and of what the code shows in a browser."""
+    found: dict[str, int] = {}
+    for path in sorted(package.rglob("*")):
+        if path.suffix in TEXT and path.is_file():
+            inner = path.relative_to(package).parts
+            room = inner[0] if len(inner) > 1 else "ground"
+            found[room] = found.get(room, 0) + lines([path])
+    return found

@@ -1,0 +1,207 @@
+"""The rules that hold the repository together, and for each rule a small tree that breaks it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import dist_template
+
+from .support import house
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = ROOT / "src" / "dist_template"
+PROJECT = ROOT / "{{cookiecutter.project_slug}}"
+DOCS = ROOT / "docs"
+
+# A room imports only rooms that stand to its right.
+ORDER = (
+    "tools", "rehearsal", "cli", "callbacks", "observe", "text", "model", "parallel", "checkpoint", "cluster",
+    "compat", "ground",
+)  # fmt: skip
+MOST_ROOMS = 11  # folders; "ground" is the files beside them
+
+# Room: (most lines now, aim, what the lines are for). A room that shrinks gets a lower number here.
+BUDGETS = {
+    "ground": (500, 400, "errors, the user's project, tensors of any layout"),
+    "compat": (1_500, 1_000, "private names of other libraries, Lightning's loop"),
+    "cluster": (1_650, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
+    "checkpoint": (1_600, 1_300, "three formats, the commit protocol, loading into any strategy"),
+    "parallel": (1_300, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
+    "model": (1_500, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
+    "text": (1_850, 1_200, "sources, tokenizers, cache, packed rows, the order of samples"),
+    "observe": (4_950, 2_500, "history, loggers, diagnosis, report with its page's styles"),
+    "callbacks": (2_850, 1_500, "what is measured, saved and guarded during training"),
+    "cli": (1_950, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "rehearsal": (2_900, 1_400, "a cluster's configuration proven on CPU processes"),
+    "tools": (1_700, 550, "doctor, export, diagnose, report, prepare"),
+}
+AIM = 13_500
+
+# Module outside compat/: how many private names of other libraries are still to move from it.
+PRIVATE = {
+    "callbacks.checkpoint": 1, "callbacks.experts": 2, "callbacks.facts": 1, "callbacks.ledger":
+    1, "callbacks.numerics": 3, "callbacks.preemption": 2, "callbacks.random_state": 3,
+    "callbacks.training_log": 1, "callbacks.unused": 1, "callbacks.watchdog": 4,
+    "checkpoint.asynchronous": 4, "checkpoint.commit": 1, "checkpoint.formats": 2,
+    "checkpoint.sharded": 3, "checkpoint.zero": 6, "cli.fit": 2, "cluster.children": 2,
+    "cluster.fingerprint": 1, "model.head": 1, "model.kernels": 4, "model.metrics": 4,
+    "observe.loggers.tensorboard": 4, "parallel.blocks": 7, "parallel.zero_step": 3,
+    "rehearsal.details": 2, "rehearsal.stages": 2, "text.order": 1, "tools.convert": 2,
+    "tools.deepspeed_config": 1,
+}  # fmt: skip
+MOCKS = {"checkpoint.zero", "model.head", "parallel.mesh"}  # the same for unittest.mock
+INHERITED = {  # class: how many of its base classes'
+    "checkpoint.untrusted.DataReader": 1, "cli.fit.CLI": 4, "cli.parser.Parser": 1,
+    "cluster.children.Observer": 2, "cluster.torchrun.Agent": 6,
+    "observe.loggers.tensorboard.TensorBoard": 1, "observe.loggers.wandb.WandB": 3,
+    "parallel.half.HalfParameters": 1, "parallel.mesh.MeshStrategy": 4,
+    "parallel.zero.ZeroStrategy": 3, "parallel.zero_step.ZeroPrecision": 3,
+}  # fmt: skip
+
+PROJECT_FILES, PROJECT_LINES = 44, 1_750  # without licences and lock; the aim is 40 and 1,200
+NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
+
+PAGE_LINES = 150
+LONG_PAGES = {
+    "decisions.md": 342, "reference.md": 388, "tutorial.md": 345, "diagnosis.md": 177, "strategies/numerics.md": 161,
+}  # fmt: skip
+
+
+def broken_files(package: Path) -> list[str]:
+    """Import cycles between files."""
+    return house.cycles(house.graph(package))
+
+
+def broken_rooms(package: Path) -> list[str]:
+    """Import cycles between rooms, arrows that point upwards, rooms without a place in the order, too many rooms."""
+    arrows = house.rooms(package)
+    found = house.cycles(arrows) + [f"{room} has no place in ORDER" for room in arrows.keys() - set(ORDER)]
+    for room, targets in arrows.items() if not found else ():
+        found += [f"{room} imports {t}, above it" for t in targets if ORDER.index(t) < ORDER.index(room)]
+    folders = arrows.keys() - {"ground"}
+    return found + ([f"{len(folders)} rooms"] if len(folders) > MOST_ROOMS else [])
+
+
+def broken_private(package: Path) -> list[str]:
+    """Private names of other libraries outside compat/, where there are more than PRIVATE says."""
+    files = {name: path for name, path in house.modules(package).items() if house.room_of(name, path) != "compat"}
+    found = {name: house.private_names(path) for name, path in files.items()}
+    return [f"{name}: {names}" for name, names in found.items() if len(names) > PRIVATE.get(name, 0)]
+
+
+def broken_mock(package: Path) -> list[str]:
+    return [name for name, path in house.modules(package).items() if house.uses_mock(path) and name not in MOCKS]
+
+
+def broken_budgets(package: Path) -> list[str]:
+    measured = house.room_lines(package)
+    return [f"{room}: {lines}" for room, lines in measured.items() if lines > BUDGETS.get(room, (0,))[0]]
+
+
+def broken_project(project: Path) -> list[str]:
+    """The generated project's size, where it is above the limit."""
+    files = [path for path in project.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [path for path in files if not NOT_COUNTED.fullmatch(path.name) and DOCS not in path.resolve().parents]
+    found = [f"{len(files)} files"] if len(files) > PROJECT_FILES else []
+    return found + ([f"{n} lines"] if (n := house.lines(files)) > PROJECT_LINES else [])
+
+
+def broken_pages(docs: Path) -> list[str]:
+    """Pages above the limit, or above their length in the table of exceptions."""
+    lengths = {page.relative_to(docs).as_posix(): house.lines([page]) for page in docs.rglob("*.md")}
+    return [f"{name}: {n}" for name, n in lengths.items() if n > LONG_PAGES.get(name, PAGE_LINES)]
+
+
+def broken_api(docs: Path) -> list[str]:
+    """Names that a section of the page documents and its module does not offer, or the reverse."""
+    found = []
+    for section in re.split(r"^## ", (docs / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        module, documented = (section.split()[0], set(re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE)))
+        found += [f"{module}: {name}" for name in sorted(documented ^ set(import_module(module).__all__))]
+    return found
+
+
+LIBRARY_RULES = [broken_files, broken_rooms, broken_private, broken_mock, broken_budgets]
+
+
+@pytest.mark.parametrize("rule", LIBRARY_RULES, ids=lambda rule: rule.__name__)
+def test_the_library_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
+    assert rule(LIBRARY) == []
+
+
+def test_the_project_the_pages_and_the_public_names_keep_theirs() -> None:
+    assert broken_project(PROJECT) == [] and broken_pages(DOCS) == [] and broken_api(DOCS) == []
+    assert all(hasattr(dist_template, name) for name in dist_template.__all__)
+
+
+def test_no_class_outside_compat_uses_a_private_name_of_its_base() -> None:
+    """Needs imports: `self._x` may be the class's own, or another library's."""
+    for name, path in house.modules(LIBRARY).items():
+        if house.room_of(name, path) != "compat":
+            module = import_module(f"dist_template.{name}".rstrip("."))
+            for one, names in house.inherited_private_names(module).items():
+                assert len(names) <= INHERITED.get(f"{name}.{one}", 0), (name, one, names)
+
+
+def test_the_tables_are_consistent() -> None:
+    assert set(BUDGETS) == set(ORDER)
+    assert sum(aim for _, aim, _ in BUDGETS.values()) <= AIM
+    assert all(most >= aim for most, aim, _ in BUDGETS.values())
+    assert all(house.lines([DOCS / name]) > PAGE_LINES for name in LONG_PAGES), "a page is short now: remove its entry"
+
+
+BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
+    "a cycle between files, by a late import": (
+        broken_files,
+        {"cli/a.py": "from . import b", "cli/b.py": "def f():\n    from .a import f"},
+    ),
+    "a cycle by TYPE_CHECKING": (
+        broken_files,
+        {"cli/a.py": "from .b import f", "cli/b.py": "if TYPE_CHECKING:\n    from dist_template.cli.a import f"},
+    ),
+    "a cycle between rooms": (
+        broken_rooms,
+        {"cli/a.py": "from ..text import c", "text/b.py": "from ..cli import d", "text/c.py": "", "cli/d.py": ""},
+    ),
+    "an arrow upwards": (broken_rooms, {"errors.py": "def f():\n    import dist_template.cli.a", "cli/a.py": ""}),
+    "an unknown room": (broken_rooms, {"utils/a.py": ""}),
+    "too many rooms": (broken_rooms, {f"{room}/a.py": "" for room in [*ORDER[:-1], "twelfth"]}),
+    "a private import": (broken_private, {"cli/a.py": "from torch.utils.data import _utils"}),
+    "a private module": (broken_private, {"cli/a.py": "def f():\n    from torch._dynamo import config"}),
+    "a private attribute": (broken_private, {"cli/a.py": "def f(trainer):\n    trainer.fit_loop._data_fetcher"}),
+    "a private attribute by its name": (broken_private, {"cli/a.py": "getattr(strategy, '_timeout', None)"}),
+    "a mock": (broken_mock, {"cli/a.py": "from unittest.mock import patch"}),
+    "too many lines": (broken_budgets, {"cli/a.py": "\n" * 5_000}),
+    "lines of a page's style": (broken_budgets, {"cli/a.css": "\n" * 5_000}),
+    "a project of many files": (broken_project, {f"{number}.py": "" for number in range(60)}),
+    "a project of many lines": (broken_project, {"module.py": "\n" * 5_000}),
+    "a long page": (broken_pages, {"page.md": "\n" * (PAGE_LINES + 1)}),
+    "a page that grows": (broken_pages, {"decisions.md": "\n" * 500}),
+    "a name without documentation": (broken_api, {"api.md": "## dist_template\n| `main` | … |"}),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_a_rule_fails_where_it_is_broken(case: str, tmp_path: Path) -> None:
+    rule, files = BREAKS[case]
+    for name, text in files.items():
+        file = tmp_path / "dist_template" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    assert rule(tmp_path / "dist_template") != []
+
+
+class OfTorch(nn.Module):
+    def parameter_names(self) -> list[str]:
+        return list(self._parameters)
+
+
+def test_a_private_name_of_a_base_class_is_found() -> None:
+    assert house.inherited_private_names(sys.modules[__name__]) == {"OfTorch": ["_parameters"]}
