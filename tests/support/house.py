@@ -113,7 +113,7 @@ def private_names(path: Path) -> list[str]:
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "setattr", "hasattr"}:
             given = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
             names = [str(name) for name in given if is_private(str(name)) and name not in own]
-        found += [f"{path.name}:{node.lineno}: {name}" for name in names if name not in STANDARD]
+        found += [f"{path.name}:{getattr(node, 'lineno', 0)}: {name}" for name in names if name not in STANDARD]
     return found
 
 
