@@ -125,7 +125,7 @@ def test_a_failure_is_started_again_and_then_final(launched: Launched) -> None:
 def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> None:
     begun = time.monotonic()
     assert launched.run("exec sleep 60", "exit 2", shutdown_timeout_s=1) == Exit.BAD_INPUT
-    assert launched.starts == 1 and "rank 1 ended with code 2" in launched.said
+    assert launched.starts == 1 and "rank 1 exited with code 2" in launched.said
     assert time.monotonic() - begun < 25, "rank 0 would sleep for 60 s, and torchrun wait for 30"
 
 
@@ -155,7 +155,7 @@ def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pyte
     monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lost)
     assert launched.run("exec sleep 60") == Exit.REQUEUE
     told = launched.said
-    assert "the rendezvous is gone" in told and "relaunch" in told and "Traceback" not in told
+    assert "the rendezvous is lost" in told and "relaunch" in told and "Traceback" not in told
 
 
 NEVER_ANSWERS = """
@@ -193,7 +193,7 @@ def test_a_node_that_does_not_come_back_is_not_waited_for_without_end() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", NEVER_COMES_BACK], cwd=PROJECT, capture_output=True, text=True, timeout=60
     )
-    assert ended.returncode == Exit.REQUEUE and "not all nodes came back within 1 s" in ended.stderr
+    assert ended.returncode == Exit.REQUEUE and "not all nodes rejoined within 1 s" in ended.stderr
 
 
 @pytest.mark.slow

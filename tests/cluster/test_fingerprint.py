@@ -1,4 +1,4 @@
-"""Ranks that do not run the same end before their first collective, with one table that says what differs."""
+"""Ranks whose environments differ exit before their first collective, with one table of the differences."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_one_table_says_which_ranks_have_what(case: str) -> None:
     ends = compare({}, {}, change, {})
     assert [end.code for end in ends if end] == [Exit.MISMATCH] * 4
     head, columns, *rows = str(ends[0]).splitlines()
-    assert columns.split() == ["key", "ranks", "have"] and len(rows) == 2
+    assert columns.split() == ["key", "ranks", "value"] and len(rows) == 2
     assert rows[0].split()[:3] == [key, "0-1,", "3"] and rows[1].split() == [key, "2", has]
-    assert "\n" not in str(ends[1]) and "rank 0 tells what" in str(ends[1])
+    assert "\n" not in str(ends[1]) and "rank 0 prints the table" in str(ends[1])
     for waived in (key, group):
         assert compare({}, {}, change, {}, ignore=[waived]) == [None] * 4
     assert compare({}, {}, change, {}, ignore=["packages.scipy"])[0] is not None
@@ -101,8 +101,8 @@ def strategy(rank: int, port: int) -> Any:
 def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
-    with pytest.raises(Ended, match=rf"rank {missing} of 2 did not come within 0.5 s") as ended:
-        rendezvous._meet(strategy(here, _free_port()), 0.5, lambda all_of_us: SameEnvironment().compare(all_of_us, OWN))
+    with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
+        rendezvous._connect(strategy(here, _free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
@@ -141,15 +141,15 @@ def other_on_rank_1(folder: Path) -> None:
 
 
 def time_it(folder: Path) -> None:
-    """A prelude: writes down how long meeting and comparing took."""
-    meet = rendezvous._meet
+    """A prelude: writes down how long the rendezvous and the comparison took."""
+    connect = rendezvous._connect
 
     def timed(*args: Any) -> None:
         started = time.perf_counter()
-        meet(*args)
+        connect(*args)
         (folder / f"took{os.environ['RANK']}").write_text(str(time.perf_counter() - started))
 
-    rendezvous._meet = timed  # ty: ignore[invalid-assignment]
+    rendezvous._connect = timed  # ty: ignore[invalid-assignment]
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_the_comparison_takes_less_than_50_ms(two: list[str], tmp_path: Path) ->
         with Workers(2) as workers:
             workers.run(two, tmp_path / str(attempt), prelude=partial(time_it, tmp_path)).check()
         took.append(min(float((tmp_path / f"took{rank}").read_text()) for rank in range(2)))
-    print(f"met and compared in {[round(1000 * one, 1) for one in took]} ms")
+    print(f"compared in {[round(1000 * one, 1) for one in took]} ms")
     assert min(took) < 0.05
 
 
@@ -197,7 +197,7 @@ def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: P
     rows = [line.split() for line in "".join(told).splitlines() if line.startswith("  ")]
     assert ["config.data.seed", "0", "0"] in rows and ["config.data.seed", "1", "1"] in rows
     assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
-    assert "".join(told).count("these ranks do not run the same") == 1
+    assert "".join(told).count("the ranks' environments differ") == 1
 
 
 @pytest.mark.slow

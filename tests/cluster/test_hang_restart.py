@@ -35,6 +35,6 @@ def test_a_rank_that_stands_still_is_replaced_within_ten_seconds_of_the_limit(fl
         kill(training.launcher.pid, signal.SIGTERM)
         assert training.end(20) == Exit.REQUEUE
         told = re.findall(r"^no progress for 4 s: (.*?):", training.log.read_text(), re.MULTILINE)
-        assert told == ["rank 0 did not arrive and says nothing"]
+        assert told == ["rank 0 is unresponsive"]
     stacks = tmp_path / "runs" / "default" / "hung" / "stacks"
     assert {file.name for file in stacks.iterdir()} == {"rank1.txt", "summary.txt"}

@@ -160,7 +160,7 @@ def test_a_rank_that_hangs_is_named_and_all_end(
         STEP: "step 2, micro-batch 2, forward, .*test_hangs.py:",
         LOADER: "step 2, micro-batch 1, in its data loader, .*test_hangs.py:",
         START: "start-up, in a callback, .*test_hangs.py:",
-        STOP: "did not arrive and says nothing: its process is stopped or its node is gone",
+        STOP: "is unresponsive: its process is stopped or its node is lost",
     }
     assert re.search(f": rank {rank} .*{place[where]}", named)
     others = ", ".join(str(other) for other in range(num) if other != rank)

@@ -78,13 +78,13 @@ def test_where_rank_zero_is_missing_its_neighbour_says_so(
     missing_first: bool, speaker: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def end(argv: list[str], project: Any) -> None:
-        raise Ended(Exit.HUNG, "rank 0 of 2 did not come", local_rank=int(missing_first))
+        raise Ended(Exit.HUNG, "rank 0 of 2 did not connect", local_rank=int(missing_first))
 
     monkeypatch.setattr(entry.importlib, "import_module", lambda *_: SimpleNamespace(main=end))
     for rank in ("0", "1", "2"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert main(["diagnose"]) == Exit.HUNG
-        assert ("did not come" in capfd.readouterr().err) == (rank == speaker)
+        assert ("did not connect" in capfd.readouterr().err) == (rank == speaker)
 
 
 STUCK = """
@@ -113,5 +113,5 @@ def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(flag
         process.kill()
     assert process.returncode == Exit.REQUEUE, told
     lines = [line for line in told.splitlines() if line.strip()]
-    assert [line for line in lines if "rank 0 of 2 did not come within 4 s" in line], told
+    assert [line for line in lines if "rank 0 of 2 did not connect within 4 s" in line], told
     assert len(lines) <= 4 and "frame #" not in told, told

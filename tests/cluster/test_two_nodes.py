@@ -88,4 +88,4 @@ def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path)
         hosts.kill(0)
         seconds("the rendezvous's host killed, to the other's exit", lambda: b.launcher.poll() is not None, 30)
         assert b.launcher.returncode == Exit.REQUEUE
-        assert "the rendezvous is gone" in b.log.read_text()
+        assert "the rendezvous is lost" in b.log.read_text()

@@ -58,9 +58,9 @@ command.run(["fit"], OURS)
     [
         (
             {0: (7, "a", False), 1: (5, "b", True), 2: (7, "a", True)},
-            "rank 1 did not arrive: b, f:1; ranks 0, 2 wait for it in a",
+            "rank 1 is stalled: b, f:1; ranks 0, 2 wait for it in a",
         ),
-        ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 did not arrive: a, f:1; rank 1 waits for it in a"),
+        ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 is stalled: a, f:1; rank 1 waits for it in a"),
         ({0: (7, "a", True), 1: (7, "b", True)}, "no rank is behind the others; rank 0: a, f:1; rank 1: b, f:1"),
     ],
 )

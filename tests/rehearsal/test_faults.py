@@ -101,7 +101,7 @@ PLANTS = [
     Plant(faults_of_runs.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
     Plant(faults_of_runs.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
     Plant(faults_of_runs.error_on_one_rank, ("rank 1: ValueError: no such shard", RUNS)),
-    Plant(faults_of_runs.hang, ("rank 1 did not arrive: step 2, micro-batch 1", RUNS, "rank 0 waits for it")),
+    Plant(faults_of_runs.hang, ("rank 1 is stalled: step 2, micro-batch 1", RUNS, "rank 0 waits for it")),
     Plant(faults_of_runs.collective_on_one_rank, (RUNS,)),
     Plant(faults_of_runs.random_state_not_saved, ("another random state", "layers.0.self_attn"), **RESUMED),
     Plant(faults_of_runs.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),

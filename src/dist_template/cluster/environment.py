@@ -1,4 +1,4 @@
-"""What a process runs on: command, packages, git commit, hardware, the variables that libraries look at."""
+"""Describes what a process runs on: command, packages, git commit, hardware, the variables that libraries read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def environment() -> dict[str, Any]:
-    """All of it, for a run's environment.json; host and time too."""
+    """Returns everything for a run's environment.json, with host and time."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": redacted_command([Path(sys.executable).name, *sys.orig_argv[1:]]),
@@ -28,14 +28,14 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "git_changes": git("status", "--short"),
-        "job_started": job_started(),  # Unix time, as what follows
+        "job_started": job_started(),  # Unix time, as job_ends
         "job_ends": float(os.environ["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in os.environ else None,
         **comparable(),
     }
 
 
 def comparable() -> dict[str, Any]:
-    """What must be the same on all machines of a training."""
+    """Returns what must be equal on all machines of a training."""
     import torch
     import torch.cuda.nccl
 
@@ -53,16 +53,16 @@ def comparable() -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Installed packages and their versions.
+    """Returns the versions of the installed packages.
 
-    By the names of their folders, `<name>-<version>.dist-info` as the packaging specification has it: in 2 ms, where
-    importlib.metadata reads a file of each, in 76.
+    They are read from the names of their folders, `<name>-<version>.dist-info` by the packaging specification, in 2 ms;
+    importlib.metadata reads a file of each package, in 76 ms.
     """
     found: dict[str, str] = {}
     for folder in sys.path:
         try:
             names = sorted(entry.name for entry in os.scandir(folder or ".") if entry.name.endswith(".dist-info"))
-        except OSError:  # an entry that is a zip file, or is not there
+        except OSError:  # the entry is a zip file, or does not exist
             continue
         for name in names:
             package, _, version = name.removesuffix(".dist-info").partition("-")
@@ -71,12 +71,12 @@ def packages() -> dict[str, str]:
 
 
 def normalized(package: str) -> str:
-    """The one spelling of a package's name, by PEP 503."""
+    """Returns the normalized name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
 def driver() -> str | None:
-    """Version of the NVIDIA driver, None where there is none."""
+    """Returns the version of the NVIDIA driver, or None without one."""
     try:
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -85,7 +85,7 @@ def driver() -> str | None:
 
 
 def _git_state() -> dict[str, str | None]:
-    """The commit, and a digest of what was changed since in files that git knows; None where nothing was."""
+    """Returns the commit, and a digest of the changes to tracked files (None without changes)."""
     status = git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
     if status is None:
         return {"git_commit": None, "git_diff": None}
@@ -101,7 +101,7 @@ def digest(value: Any) -> str:
 
 
 def git(*arguments: str) -> str | None:
-    """Output of a git command, or None where there is no git or no repository."""
+    """Returns the output of a git command, or None without git or a repository."""
     try:
         result = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -110,13 +110,13 @@ def git(*arguments: str) -> str | None:
 
 
 def memory_limit() -> int:
-    """Bytes that this process's control group, or the machine, lets it and its neighbours use together."""
+    """Returns the bytes that the processes of this control group, or of the machine, may use together."""
     import psutil
 
     limits = [psutil.virtual_memory().total]
-    own = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)  # version 2 has the one line "0::"
+    own = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)  # version 2 has one line, "0::"
     group = CGROUPS / own.group(1) if own else CGROUPS
-    for folder in (group, *group.parents, CGROUPS / "memory"):  # a parent's limit holds for its children
+    for folder in (group, *group.parents, CGROUPS / "memory"):  # a parent's limit applies to its children
         for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
             if folder.is_relative_to(CGROUPS) and (text := _read(folder / name).strip()).isdigit():
                 limits.append(int(text))

@@ -1,12 +1,12 @@
-"""The exit of a process: process groups are destroyed, and the interpreter is not finalized.
+"""Exits a process: destroys its process groups, and skips the interpreter's finalization.
 
 A worker thread of gloo (torch 2.13, `ProcessGroupGloo::runLoop`) releases a collective's tensors after it has reported
-the collective as finished. On a loaded machine that can be as late as the interpreter's finalization, which ends every
-thread that asks for the GIL by `pthread_exit`; C++ then aborts the process with "terminate called without an active
-exception" and exit code 134, after a finished run (pytorch issue 190489; pull request 179291 was given up).
+the collective as finished. On a loaded machine that can happen during the interpreter's finalization, which ends every
+thread that requests the GIL by `pthread_exit`; C++ then aborts the process with "terminate called without an active
+exception" and exit code 134, after a finished run (pytorch issue 190489; pull request 179291 was closed).
 
-`destroy_process_group` alone does not help: it joins these threads only when nothing refers to the group any more, and
-under FSDP2 DTensor's caches do.
+`destroy_process_group` alone does not prevent it: it joins these threads only when nothing refers to the group any
+more, and under FSDP2 DTensor's caches do.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any, NoReturn
 
 from ..errors import Exit, reason
 
-LIMIT_S = 60.0  # for NCCL's communicators: another rank may be gone
-_codes: list[int] = []  # one, as soon as it is decided
+LIMIT_S = 60.0  # for destroying NCCL's communicators: another rank may be lost
+_codes: list[int] = []  # the exit code, once it is decided
 
 
 def skip_finalization() -> None:
-    """Register the last exit function. They run in reverse order, so call this before libraries are imported."""
+    """Registers the last exit function. They run in reverse order: call this before libraries are imported."""
     atexit.register(_exit)
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit with `code`, after all threads that Python waits for and all exit functions."""
-    if code == Exit.DONE:  # after a failure other ranks may be in a collective, and destroying would wait for them
+    """Exits with `code`, after all non-daemon threads and all exit functions."""
+    if code == Exit.DONE:  # after a failure other ranks may be in a collective, which destroying would wait for
         _destroy_process_groups()
     _codes.append(code)
     sys.exit(code)
@@ -54,6 +54,6 @@ def _destroy_process_groups() -> None:
 def _exit() -> None:
     if _codes:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed
+            with contextlib.suppress(OSError, ValueError):  # the reading process has exited, or the stream is closed
                 stream.flush()
         os._exit(_codes[0])

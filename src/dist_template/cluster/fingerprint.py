@@ -1,4 +1,4 @@
-"""All ranks run the same: compared before the first collective, and told in one table where they do not."""
+"""Compares the environment of all ranks before the first collective, and prints one table of the differences."""
 
 from __future__ import annotations
 
@@ -20,121 +20,123 @@ WIDTH = 60  # characters of a value in the table
 
 
 class SameEnvironment(Callback):
-    """End with exit code 78, on every rank, where packages, Python, CUDA, NCCL, driver, GPUs, git commit and changes,
+    """Exits with code 78 on every rank if packages, Python, CUDA, NCCL, driver, GPUs, git commit and changes,
     configuration, data or environment variables differ between ranks.
 
     Args:
         ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as `variables`.
     """
 
-    def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (nothing changes it)
+    def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
-        self.refusal: str | None = None  # why rank 0 may not start, for all ranks
+        self.refusal: str | None = None  # why rank 0 may not start; all ranks then stop
 
     def begin(self, trainer: Any, run: Path, config: dict[str, Any], timeout_s: float) -> None:
-        """Compare when all ranks have been started, and wait `timeout_s` for them; 0: as long as by default.
+        """Schedules the comparison for when all ranks are started.
 
         Args:
-            trainer: Whose first collective it is to precede.
-            run: The run's folder, which ranks started by hand may each have chosen for themselves.
-            config: Every key resolved, of plain types.
-            timeout_s: In seconds.
+            trainer: Its first collective comes after the comparison.
+            run: The run's folder; ranks that were started manually may have chosen different ones.
+            config: The resolved configuration, of plain types.
+            timeout_s: Seconds to wait for all ranks. 0: the default.
         """
         act = partial(self._act, trainer, run, config)
         before_first_collective(trainer, timeout_s or START_TIMEOUT_S, act)
 
     def lock(self, trainer: Any, run: Path, started_by_a_launcher: bool) -> None:
-        """Take the run's folder, on rank 0; where other ranks have been started, they are told when all compare.
+        """Locks the run's folder on rank 0. If other ranks are started, they learn of a refusal in the comparison.
 
         Raises:
-            InputError: another launch has it.
+            InputError: another launch holds the lock.
         """
         if trainer.is_global_zero and not trainer.fast_dev_run and (refusal := RUN_LOCK.take(run)):
             if not started_by_a_launcher or trainer.world_size == 1:
                 raise InputError(refusal)
             self.refusal = refusal
 
-    def _act(self, trainer: Any, run: Path, config: dict[str, Any], meeting: Rendezvous) -> None:
-        self.compare(meeting, own_facts(run, config, trainer.datamodule))
+    def _act(self, trainer: Any, run: Path, config: dict[str, Any], rendezvous: Rendezvous) -> None:
+        self.compare(rendezvous, own_facts(run, config, trainer.datamodule))
 
-    def compare(self, meeting: Rendezvous, own: dict[str, Any]) -> None:
-        """Collective, through the store: digests first, and the values of what differs.
+    def compare(self, rendezvous: Rendezvous, own: dict[str, Any]) -> None:
+        """Compares digests of all ranks, then gathers the values of what differs. Collective, through the store.
 
         Args:
-            meeting: Of all ranks.
-            own: What this rank has: group -> value, or -> name -> value.
+            rendezvous: Of all ranks.
+            own: This rank's facts: group -> value, or group -> name -> value.
 
         Raises:
-            InputError: on every rank, when rank 0 is refused.
-            Ended: on every rank, when they differ.
+            InputError: on every rank, if rank 0 was refused the run's folder.
+            Ended: on every rank, if they differ.
         """
         own = {group: self._without_ignored(group, value) for group, value in own.items() if group not in self.ignore}
-        meeting.put("digests", {group: digest(value) for group, value in own.items()})
-        if meeting.rank == 0 and self.refusal:
-            meeting.announce("differ", differ := self.refusal)
-        elif meeting.rank == 0:
-            all_digests = meeting.get("digests")
-            groups = sorted({group for digests in all_digests for group in digests})
-            differ = [g for g in groups if len({digests.get(g) for digests in all_digests}) > 1]
-            meeting.announce("differ", differ)
+        rendezvous.publish("digests", {group: digest(value) for group, value in own.items()})
+        if rendezvous.rank == 0:
+            differ: list[str] = [] if self.refusal else self._differing(rendezvous.gather("digests"))
+            rendezvous.broadcast("outcome", [self.refusal, differ])
+            refusal = self.refusal
         else:
-            differ = meeting.hear("differ")
+            refusal, differ = rendezvous.receive("outcome")
+        if refusal:
+            rendezvous.publish("received", True)
+            if rendezvous.rank == 0:
+                rendezvous.gather("received")  # the store may be in this process, which exits now
+            raise InputError(refusal)
         if not differ:
             return
-        if isinstance(differ, str):
-            meeting.put("heard", True)
-            if meeting.rank == 0:
-                meeting.get("heard")  # the store may end with this process
-            raise InputError(differ)
-        meeting.put("values", {group: own.get(group) for group in differ})
-        if meeting.rank:
-            raise Ended(Exit.MISMATCH, f"rank {meeting.rank} runs something else than other ranks; rank 0 tells what")
-        raise Ended(Exit.MISMATCH, table(meeting.get("values")))
+        rendezvous.publish("values", {group: own.get(group) for group in differ})
+        if rendezvous.rank:
+            raise Ended(Exit.MISMATCH, f"rank {rendezvous.rank}: environments differ; rank 0 prints the table")
+        raise Ended(Exit.MISMATCH, table(rendezvous.gather("values")))
 
     def _without_ignored(self, group: str, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         return {name: one for name, one in value.items() if f"{group}.{name}" not in self.ignore}
 
+    @staticmethod
+    def _differing(digests: list[dict[str, str]]) -> list[str]:
+        groups = sorted(set().union(*digests))
+        return [group for group in groups if len({of_rank.get(group) for of_rank in digests}) > 1]
+
 
 def own_facts(run: Path, config: dict[str, Any], datamodule: Any) -> dict[str, Any]:
-    """What this rank runs; `datamodule` has opened its cache of tokens."""
+    """Returns what this rank runs. `datamodule` has opened its token cache."""
     leaves = {key: str(value).replace(str(run), "{run}") for key, value in flat(config).items()}
     manifest = getattr(getattr(datamodule, "_corpus", None), "manifest", None)
     return {**comparable(), "run_folder": str(run), "config": leaves, "data": flat(manifest or {})}
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, of nested dictionaries."""
+    """Returns dotted key -> value of nested dictionaries."""
     if not isinstance(value, dict) or not value:
         return {prefix: value} if prefix else {}
     return {k: v for name, one in value.items() for k, v in flat(one, f"{prefix}.{name}".lstrip(".")).items()}
 
 
 def table(values: list[dict[str, Any]]) -> str:
-    """Key, and which ranks have what, of the keys that differ; `values` are those of each rank."""
-    rows = []
+    """Returns a table of key, ranks and value, for the keys that differ.
+
+    Args:
+        values: Each rank's: group -> value, or group -> name -> value.
+    """
+    rows = [("key", "ranks", "value")]
     for group in values[0]:
         of_ranks = [value[group] for value in values]
+        columns = {group: of_ranks}
         if all(isinstance(value, dict) for value in of_ranks):
-            names = sorted({name for value in of_ranks for name in value})
+            names = sorted(set().union(*of_ranks))
             columns = {f"{group}.{name}": [value.get(name, NOTHING) for value in of_ranks] for name in names}
-        else:
-            columns = {group: of_ranks}
         for key, column in columns.items():
-            texts = [_short(one) for one in column]
-            if len({str(one) for one in column}) == 1:
-                continue
             ranks: dict[str, list[int]] = {}
-            for rank, one in enumerate(column):
-                ranks.setdefault(str(one), []).append(rank)
-            rows += [(key, rank_ranges(there), texts[there[0]]) for there in ranks.values()]
-    width, ranks_width = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
-    lines = [f"  {key:<{width}}  {ranks:<{ranks_width}}  {text}" for key, ranks, text in rows]
-    head = "these ranks do not run the same; make it so, or allow a difference: --same_environment.ignore '[KEY, …]'"
-    return "\n".join([head, f"  {'key':<{width}}  {'ranks':<{ranks_width}}  have", *lines])
+            for rank, value in enumerate(column):
+                ranks.setdefault(str(value), []).append(rank)
+            if len(ranks) > 1:
+                rows += [(key, rank_ranges(there), _short(text)) for text, there in ranks.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    lines = [f"  {key:<{widths[0]}}  {ranks:<{widths[1]}}  {text}" for key, ranks, text in rows]
+    head = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
+    return "\n".join([head, *lines])
 
 
-def _short(value: Any) -> str:
-    text = str(value)
+def _short(text: str) -> str:
     return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"

@@ -1,4 +1,4 @@
-"""Where a rank stands, by the stack of its main thread, and which of the ranks did not arrive."""
+"""Names the rank that caused a hang, from the stack of each rank's main thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# What a rank is doing, by the innermost of its main thread's frames whose file ends so or whose function is called so.
+# (part of a file's path, function, phase): the innermost frame of the main thread that matches gives the phase.
 PHASES = (
     ("loops/fetchers.py", "", "in its data loader"),
     ("torch/utils/data/dataloader.py", "", "in its data loader"),
@@ -22,7 +22,7 @@ PHASES = (
     ("/loop.py", "each", "in a callback"),
     ("", "backward", "backward"),
     ("", "optimizer_step", "optimizer"),
-    ("", "batch_to_device", "taking a batch to its device"),
+    ("", "batch_to_device", "moving a batch to its device"),
     ("", "init_process_group", "joining the process group"),
     ("", "configure_model", "building the model"),
     ("trainer/call.py", "_call_setup_hook", "in setup"),
@@ -31,58 +31,63 @@ PHASES = (
     ("/loop.py", "advance", "between micro-batches"),
     ("<frozen importlib", "", "importing"),
 )
-# A process waits for the others when, before any code of other libraries or ours, one of these is in its stack.
+# A process waits for other ranks if one of these is in its stack, with only frames of torch and DeepSpeed below it.
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/deepspeed/comm/")
 
 
 def locate(frame: FrameType | None) -> tuple[str, str, bool]:
-    """What the thread of `frame`, the innermost one, is doing; file and line; whether it waits for other ranks."""
-    files, line, phase = [], "?", None
+    """Returns what the thread with this innermost frame is doing, the file and line, and whether it waits for ranks."""
+    files, line, phase = [], "?", ""
     while frame is not None:
         code = frame.f_code
         if not files:
             line = f"{'/'.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno}"
         files.append(code.co_filename)
-        phase = phase or _phase(code.co_filename, code.co_name)
+        matches = (words for part, name, words in PHASES if part in files[-1] and name in ("", code.co_name))
+        phase = phase or next(matches, "")
         frame = frame.f_back
     inner = takewhile(lambda file: "/torch/" in file or "/deepspeed/" in file, files)
     return phase or "elsewhere", line, any(part in file for file in inner for part in WAITING)
 
 
-def _phase(file: str, function: str) -> str | None:
-    return next((words for part, name, words in PHASES if part in file and (not name or name == function)), None)
+def find_stalled(statuses: dict[int, dict[str, Any]], silent: list[int]) -> dict[str, Any]:
+    """Returns the `sentence` that names the stalled rank, the `silent` ranks, and the rank that prints it (`by`).
 
+    Ranks that do not answer are stalled; else those with the least progress which do not wait for another rank.
 
-def find_stalled(words: dict[int, dict[str, Any]], silent: list[int]) -> dict[str, Any]:
-    """Which rank did not arrive: one that is silent; else one with the least progress that waits for nobody."""
-    least = min(word["beats"] for word in words.values())
-    behind = [rank for rank, word in words.items() if word["beats"] == least]
-    behind = [rank for rank in behind if not words[rank]["waits"]] or behind
+    Args:
+        statuses: `WatchdogThread.status` of the ranks that answer.
+        silent: The ranks that do not.
+    """
+    at = {rank: f"{status['place']}, {status['line']}" for rank, status in statuses.items()}
+    least = min(status["beats"] for status in statuses.values())
+    behind = [rank for rank, status in statuses.items() if status["beats"] == least]
+    behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind
+    waiting: list[int] = []
     if silent:
-        why = "its process is stopped or its node is gone" if len(silent) == 1 else "they are stopped or gone"
-        parts, rest = [f"{_ranks(silent)} did not arrive and says nothing: {why}"], list(words)
-    elif len(words) == 1:
-        (word,) = words.values()
-        parts, rest = [f"{word['place']}, {word['line']}"], []
-    elif len(behind) == len(words):
-        places = [f"{_ranks([rank])}: {word['place']}, {word['line']}" for rank, word in words.items()]
-        parts = ["no rank is behind the others", *places]
-        rest = []
+        cause = "its process is stopped or its node is lost" if len(silent) == 1 else "stopped processes or lost nodes"
+        parts, waiting = [f"{ranks_text(silent)} {'is' if len(silent) == 1 else 'are'} unresponsive: {cause}"], list(at)
+    elif len(at) == 1:
+        parts = list(at.values())
+    elif len(behind) == len(at):
+        parts = ["no rank is behind the others", *(f"{ranks_text([rank])}: {place}" for rank, place in at.items())]
     else:
-        parts = [f"{_ranks([r])} did not arrive: {words[r]['place']}, {words[r]['line']}" for r in behind]
-        rest = [rank for rank in words if rank not in behind]
-    for place in dict.fromkeys(words[rank]["place"] for rank in rest):
-        there = [rank for rank in rest if words[rank]["place"] == place]
-        parts.append(f"{_ranks(there)} wait{'s' * (len(there) == 1)} for it in {place.removeprefix('in ')}")
-    return {"sentence": "; ".join(parts), "silent": silent, "by": min(words)}
+        parts = [f"{ranks_text([rank])} is stalled: {at[rank]}" for rank in behind]
+        waiting = [rank for rank in at if rank not in behind]
+    for place in dict.fromkeys(statuses[rank]["place"] for rank in waiting):
+        there = [rank for rank in waiting if statuses[rank]["place"] == place]
+        verb = "waits" if len(there) == 1 else "wait"
+        parts.append(f"{ranks_text(there)} {verb} for it in {place.removeprefix('in ')}")
+    return {"sentence": "; ".join(parts), "silent": silent, "by": min(statuses)}
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
     return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
 def rank_ranges(ranks: list[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"."""
+    """[0, 1, 2, 5] -> "0-2, 5"."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][1] + 1:

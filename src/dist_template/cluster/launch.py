@@ -1,4 +1,4 @@
-"""Environment variables by which the processes of one job, and its restarts, know each other."""
+"""Environment variables that identify a run and a launch to their processes and restarts."""
 
-RUN_ID = "DIST_RUN_ID"  # names the run's folder; set by launch/*, or by the first process for the others
-LAUNCH = "DIST_LAUNCH"  # which launch this is, the same on all nodes; set by cluster/torchrun.py
+RUN_ID = "DIST_RUN_ID"  # the name of the run's folder; set by launch/*, or by the first process for the others
+LAUNCH = "DIST_LAUNCH"  # identifies the launch, the same on all nodes; set by torchrun.py

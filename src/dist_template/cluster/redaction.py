@@ -1,7 +1,7 @@
 """Keeps secrets out of what a run records: config.yaml, environment.json, the report, loggers, tables of differences.
 
-Of the environment only variables that are listed here are recorded, and none whose name sounds like a secret. In the
-configuration and in the command line, the text below a key such as `api_key` or `password` is replaced.
+Only the environment variables that are listed here are recorded, and none whose name suggests a secret. In the
+configuration and in the command line, text below a key such as `api_key` or `password` is replaced.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
-# By prefix, of the libraries that training depends on: what a report needs, and what must not differ between ranks.
-# Not torchrun's own (TORCHELASTIC_*), which differ by rank and restart; not CUDA_VISIBLE_DEVICES, because a scheduler
-# may show each process its own devices; not OMP_NUM_THREADS, which follows from a process's cores if nobody sets it.
+# By prefix, variables of the libraries that training depends on: for reports, and for the comparison between ranks.
+# Excluded: torchrun's own (TORCHELASTIC_*), which differ by rank and restart; CUDA_VISIBLE_DEVICES, because a scheduler
+# may assign each process its own devices; OMP_NUM_THREADS, which by default depends on the number of processes.
 RECORDED = {
     "NCCL_": "ALGO BUFFSIZE COLLNET_ENABLE COMM_BLOCKING CROSS_NIC CUMEM_ENABLE DEBUG DEBUG_SUBSYS GRAPH_FILE"
     " IB_DISABLE IB_GID_INDEX IB_HCA IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_TC IB_TIMEOUT LAUNCH_MODE MAX_CTAS"
@@ -37,20 +37,20 @@ RECORDED = {
 }
 NAMES = frozenset(prefix + name for prefix, names in RECORDED.items() for name in names.split())
 
-# Last words of a key whose text is a secret, unless the word before them says otherwise: `eos_token`, `text_key`.
+# Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`, `text_key`.
 SECRET_KEYS = frozenset("apikey credential credentials key pass passphrase passwd password pw pwd secret token".split())
 NO_SECRETS = frozenset("bos cls eos image label mask pad sep sort text unk".split())
 PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be recorded, by name."""
+    """Returns the variables that may be recorded, by name."""
     allowed = (name for name in sorted(environment) if name in NAMES and not SECRET_VARIABLE.search(name))
     return {name: redacted(environment[name]) for name in allowed}
 
 
 def redacted(value: Any, is_secret: bool = False) -> Any:
-    """A configuration of plain types, with the text below each secret's key replaced."""
+    """Returns a configuration of plain types, with the text below each secret key replaced."""
     if isinstance(value, dict):
         return {key: redacted(one, is_secret or names_a_secret(str(key))) for key, one in value.items()}
     if isinstance(value, list):
@@ -61,13 +61,13 @@ def redacted(value: Any, is_secret: bool = False) -> Any:
 
 
 def names_a_secret(key: str) -> bool:
-    """Whether the text below `key` is a secret, by the last words of its name."""
+    """Returns whether the text below `key` is a secret, by the last two words of the name."""
     *before, last = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)][-2:] or [""]
     return last in SECRET_KEYS and not NO_SECRETS.intersection(before)
 
 
 def redacted_command(words: Iterable[str]) -> list[str]:
-    """A command line, with secrets replaced after `--key=`, after `--key`, and inside a value that is YAML."""
+    """Returns a command line with secrets replaced after `--key=`, after `--key`, and inside YAML values."""
     found, is_secret = [], False
     for word in words:
         flag, has_value, value = word.partition("=") if word.startswith("--") else ("", "", word)

@@ -1,8 +1,8 @@
-"""Where all ranks meet before their first collective: in the store that the process group will be built with.
+"""Rendezvous of all ranks before their first collective, in the store that the process group will be built with.
 
-A collective fails obscurely, or never ends, when a rank is missing or is not like the others. A store answers: it is
-known who has come, and what they bring can be compared. torch makes it in `init_process_group`; here it is made a
-moment earlier, at the same address, for torch to share. Works under every launcher that Lightning knows.
+A collective fails obscurely, or never returns, when a rank is missing or differs. A store knows which ranks have
+connected, and their values can be compared in it. torch creates it in `init_process_group`; here it is created a moment
+earlier at the same address, and torch shares it. This works under every launcher that Lightning supports.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Ended, Exit, local_rank
-from .hang import rank_ranges
+from .hang import ranks_text
 from .watchdog import WATCHDOG
 
 
 @dataclass
 class Rendezvous:
-    """All ranks of a training, once they are there.
+    """The store that all ranks of a training share.
 
     Args:
-        store: Which they share; rank 0's process holds it, or torchrun's agent.
+        store: In rank 0's process, or in torchrun's agent.
         rank: Of this process.
         world_size: Number of ranks.
-        timeout_s: How long one waits for another.
+        timeout_s: How long a rank waits for another.
     """
 
     store: Any
@@ -43,15 +43,15 @@ class Rendezvous:
     world_size: int
     timeout_s: float
 
-    def put(self, key: str, value: Any) -> None:
-        """Show the others this rank's `value`, plain."""
+    def publish(self, key: str, value: Any) -> None:
+        """Stores this rank's `value`, of plain types."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
 
-    def get(self, key: str) -> list[Any]:
-        """Every rank's value, for rank 0.
+    def gather(self, key: str) -> list[Any]:
+        """Returns every rank's value; rank 0 only.
 
         Raises:
-            Ended: some have not come.
+            Ended: some ranks have not published one in time.
         """
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         try:
@@ -59,128 +59,119 @@ class Rendezvous:
         except dist.DistStoreError:
             missing = [rank for rank, one in enumerate(keys) if not self.store.check([one])]
             sentence = _missing(missing, self.world_size, self.timeout_s)
-            self.store.set("meeting/ends", sentence)
+            self.store.set("rendezvous/error", sentence)
             raise Ended(Exit.HUNG, sentence) from None
         return [json.loads(value) for value in self.store.multi_get(keys)]
 
-    def announce(self, key: str, value: Any) -> None:
-        """Rank 0 tells all the others."""
-        self.store.set("meeting/" + key, json.dumps(value))
-        self.store.set("meeting/ends", "")
+    def broadcast(self, key: str, value: Any) -> None:
+        """Sends `value` to the other ranks; rank 0 only."""
+        self.store.set("rendezvous/" + key, json.dumps(value))
+        self.store.set("rendezvous/error", "")
 
-    def hear(self, key: str) -> Any:
-        """What rank 0 announces.
+    def receive(self, key: str) -> Any:
+        """Returns what rank 0 broadcasts.
 
         Raises:
-            Ended: it has found that some ranks have not come, or is gone.
+            Ended: rank 0 is missing other ranks, or is lost itself.
         """
         try:
-            self.store.wait(["meeting/ends"], timedelta(seconds=self.timeout_s + 5))
-            sentence = self.store.get("meeting/ends").decode()
+            self.store.wait(["rendezvous/error"], timedelta(seconds=self.timeout_s + 5))
+            error = self.store.get("rendezvous/error").decode()
         except RuntimeError:  # torch's DistStoreError and DistNetworkError
-            raise _without_rank_zero(self.rank, self.world_size, self.timeout_s) from None
-        if sentence:
-            raise Ended(Exit.HUNG, sentence)
-        return json.loads(self.store.get("meeting/" + key))
+            raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
+        if error:
+            raise Ended(Exit.HUNG, error)
+        return json.loads(self.store.get("rendezvous/" + key))
 
 
 def before_first_collective(trainer: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
-    """Let `act` be called when all ranks of `trainer` have been started and none has communicated yet."""
-    trainer.strategy.setup_environment = partial(_meet_first, trainer.strategy, timeout_s, act)
+    """Has `act` called when all ranks of `trainer` are started and none has communicated yet."""
+    trainer.strategy.setup_environment = partial(_setup_environment, trainer.strategy, timeout_s, act)
 
 
-def _meet_first(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
+def _setup_environment(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
     if getattr(strategy, "cluster_environment", None) is not None and not dist.is_initialized():
         strategy.set_world_ranks()
         if strategy.world_size > 1:
             if strategy.root_device.type == "cuda":
-                torch.cuda.set_device(strategy.root_device)  # or looking at the GPUs would take memory of the first
-            _meet(strategy, timeout_s, act)
+                torch.cuda.set_device(strategy.root_device)  # else querying the GPUs would allocate on the first
+            _connect(strategy, timeout_s, act)
     type(strategy).setup_environment(strategy)
 
 
-def _meet(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
+def _connect(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
     rank, world_size = strategy.global_rank, strategy.world_size
-    with WATCHDOG.paused():  # the meeting's own limit names who is missing
-        meeting = Rendezvous(_store(strategy, rank, world_size, timeout_s), rank, world_size, timeout_s)
-        meeting.store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
-        act(meeting)
+    with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
+        store = _store(strategy, rank, world_size, timeout_s)
+        store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
+        act(Rendezvous(store, rank, world_size, timeout_s))
         first = rank - strategy.local_rank
         neighbours = [r for r in range(first, min(first + strategy.num_processes, world_size)) if r != rank]
-        peers = _open(meeting.store, neighbours)
-    WATCHDOG.connect(meeting.store, rank, world_size, peers)
+        peers = _open_processes(store, neighbours)
+    WATCHDOG.connect(store, rank, world_size, peers)
 
 
 def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """As torch.distributed.rendezvous would, but waiting for nobody: so it can be said who is missing.
+    """Creates the store as torch.distributed.rendezvous does, without waiting for all ranks: the missing are named.
 
     Raises:
-        Ended: rank 0 is not there.
+        Ended: rank 0 is missing.
     """
     environment = strategy.cluster_environment
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = environment.main_address, environment.main_port
-    if (rank or agents) and not _listens(address, port, timeout_s):
-        raise _without_rank_zero(rank, world_size, timeout_s, f" (at {address}:{port})")
+    lost = _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
+    if (rank or in_agent) and not _accepts_connections(address, port, timeout_s):
+        raise lost
+    is_master, timeout = rank == 0 and not in_agent, timedelta(seconds=timeout_s)
+    shared: dict[str, bool] = {"wait_for_workers": False, "multi_tenant": not in_agent}
     try:
-        store = dist.TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=rank == 0 and not agents,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=not agents,
-        )
+        store = dist.TCPStore(address, port, world_size, is_master, timeout, **shared)
     except dist.DistNetworkError as error:
         if rank == 0:
             raise
-        raise _without_rank_zero(rank, world_size, timeout_s, f" (at {address}:{port})") from error
-    # The agent's store outlives a restart, and what was said before it.
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store) if agents else store
+        raise lost from error
+    # The agent's store outlives a restart, with the keys of the attempt before.
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store) if in_agent else store
 
 
-def _listens(address: str, port: int, timeout_s: float) -> bool:
-    """Whether anything listens there within the limit.
-
-    torch's client would wait too, but gives up late, below pages of C++ frames.
-    """
+def _accepts_connections(address: str, port: int, timeout_s: float) -> bool:
+    """Returns whether a server listens there within the limit. torch's client gives up later, with C++ frames."""
     deadline = time.monotonic() + timeout_s
     while (rest := deadline - time.monotonic()) > 0:
-        with suppress(OSError):  # refused, or the name is not known yet
+        with suppress(OSError):  # refused, or the host name is not known yet
             socket.create_connection((address, port), timeout=rest).close()
             return True
         time.sleep(min(0.2, rest))
     return False
 
 
-def _without_rank_zero(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:
-    """The end of a rank that waits for rank 0; on rank 0's own node another one must say so."""
+def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:
+    """On rank 0's own node another rank must print it."""
     return Ended(Exit.HUNG, f"{_missing([0], world_size, timeout_s)}{at}", local_rank=int(rank == local_rank() > 0))
 
 
 def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
-    who = f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
     return (
-        f"{who} of {world_size} did not come within {timeout_s:g} s: look at the end of their logs, and whether their"
-        " nodes reach rank 0's; watchdog.start_timeout_s is how long a start may take"
+        f"{ranks_text(ranks)} of {world_size} did not connect within {timeout_s:g} s: check the end of their logs, and"
+        " whether their nodes reach rank 0's; watchdog.start_timeout_s is the limit"
     )
 
 
 def _host() -> str:
-    """This machine, or the container on it in which a process number means something."""
+    """Identifies this machine, or the container on it in which a process id is valid."""
     namespace = ""
-    with suppress(OSError):  # no Linux
+    with suppress(OSError):  # not Linux
         namespace = os.readlink("/proc/self/ns/pid")
     return f"{platform.node()}{namespace}"
 
 
-def _open(store: Any, ranks: list[int]) -> dict[int, int]:
-    """Rank -> a descriptor of its process, of those on this host; it never comes to mean another process."""
+def _open_processes(store: Any, ranks: list[int]) -> dict[int, int]:
+    """Returns rank -> file descriptor of its process, on this host; unlike an id it is never reused."""
     peers: dict[int, int] = {}
     for rank in ranks if hasattr(os, "pidfd_open") else ():
         host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
         if host == _host():
-            with suppress(OSError):  # it is gone already, which others will notice
+            with suppress(OSError):  # it has exited already, which other ranks will notice
                 peers[rank] = os.pidfd_open(int(pid))
     return peers

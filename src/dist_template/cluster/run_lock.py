@@ -1,14 +1,15 @@
 """A lock on a run's folder: one launch at a time writes into it.
 
 `lock.json` names its holder: rank 0's host and process, and the launch. A thread of the holder renews the file every
-BEAT_S seconds. It is no `flock`, which not every network file system shares between hosts. A start that finds the file:
+BEAT_S seconds. `flock` is not used: not every network file system shares it between hosts. A launch that finds the file
+compares it with itself:
 
-    the holder's process is on this host      alive: refused; dead: taken over, both at once. Alive
-                                              without its launcher, it saves and ends: waited for
-    the holder is of this start's own launch  taken over at once: torchrun and Slurm have ended it before a restart
-    else                                      renewed within LEASE_S: refused; not renewed: taken over
+    the holder's process is on this host   alive: refused; dead: taken over; both at once. If its launcher has
+                                           exited, the holder is about to save and exit: waited for
+    the holder belongs to the same launch  taken over at once: torchrun and Slurm end it before a restart
+    otherwise                              renewed within LEASE_S: refused; not renewed: taken over
 
-Clocks are not compared: a start waits until it has seen the file change.
+Clocks are not compared: a launch watches whether the file changes.
 """
 
 from __future__ import annotations
@@ -34,30 +35,26 @@ PARENT = os.getppid()
 
 
 class RunLock:
-    """The lock that this process holds, if any; `RUN_LOCK` is the one there is."""
+    """The lock that this process holds, if any. `RUN_LOCK` is the only instance."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._released = threading.Event()
 
     def take(self, folder: Path) -> str | None:
-        """Take the lock of a run's folder. For rank 0.
-
-        Returns:
-            Why it is refused; None where this process holds it now.
-        """
+        """Locks a run's folder; for rank 0. Returns why it is refused, or None if this process now holds it."""
         self.release()
         path, own = folder / FILE, _own()
         folder.mkdir(parents=True, exist_ok=True)
         while (holder := _create(path, own)) is not None:
-            if why := _refusal(path, holder, own):
-                return why
+            if refusal := _refusal(path, holder, own):
+                return refusal
             temporary = path.with_name(f".{FILE}.{os.getpid()}")
             temporary.write_text(json.dumps(own), encoding="utf-8")
-            if _read(path) != holder:  # another start was quicker
+            if _read(path) != holder:  # another launch was faster
                 continue
             os.replace(temporary, path)
-            time.sleep(SETTLE_S)  # of several that take it over at the same moment, the last one has it
+            time.sleep(SETTLE_S)  # of several launches that take it over at the same moment, the last holds it
             if _read(path) == own:
                 break
         self._path, self._released = path, threading.Event()
@@ -65,13 +62,13 @@ class RunLock:
         return None
 
     def __enter__(self) -> None:
-        """Nothing is taken yet; what is taken meanwhile is freed in the end."""
+        """Takes no lock yet; a lock that is taken inside is released at the end."""
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Free the lock; without effect where this process holds none."""
+        """Releases the lock, if this process holds it."""
         self._released.set()
         if self._path is not None and _read(self._path) == _own():
             self._path.unlink(missing_ok=True)
@@ -84,7 +81,7 @@ RUN_LOCK = RunLock()
 
 
 def launch() -> str:
-    """A name that a restart by the launcher or a requeue by the scheduler keeps; "" where nothing gives one."""
+    """Returns an identifier that a restart or a requeue keeps; "" if there is no launcher or scheduler."""
     job = os.environ.get("SLURM_JOB_ID")
     return os.environ.get(LAUNCH) or (f"slurm {job}.{os.environ.get('SLURM_STEP_ID')}" if job else "")
 
@@ -102,15 +99,15 @@ def _own() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Where a process number means something: this boot of this machine, and the container."""
+    """Identifies where a process id is valid: this boot of this machine, and the container."""
     known = [platform.node()]
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not Linux
         known += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     return " ".join(known)
 
 
 def _create(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
-    """Create the file, which only one process can; where it exists, its holder."""
+    """Creates the file, which only one process can. Returns its holder if it exists already."""
     while True:
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -122,7 +119,7 @@ def _create(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The holder; {} where the file was not written to its end, None where there is none."""
+    """Returns the holder; {} if the file is incomplete, None if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -132,30 +129,33 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _refusal(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str | None:
-    who = f"process {holder.get('pid')} on {holder.get('host')}"
-    sentence = f"{path.parent} is in use by {who}: wait for its end, or set another {RUN_ID} or run.name"
+    process = f"process {holder.get('pid')} on {holder.get('host')}"
+    sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another {RUN_ID} or run.name"
+    deadline = time.monotonic() + LEASE_S
     if holder.get("machine") == own["machine"]:
-        ends = time.monotonic() + LEASE_S
         while holder["pid"] != own["pid"] and (parent := _living_parent(holder)) is not None:
-            if parent == holder.get("parent") or time.monotonic() > ends:
+            if parent == holder.get("parent") or time.monotonic() > deadline:
                 return sentence
-            WATCHDOG.keep_alive()  # its launcher is gone: it saves and ends
-            time.sleep(BEAT_S / 10)
+            _wait()  # its launcher has exited: it saves and exits
         return None
     if own["launch"] and holder.get("launch") == own["launch"]:
         return None
-    print(f"{path} names {who}: waiting {LEASE_S:g} s at most for a sign of life", flush=True)
-    before, ends = _stamp(path), time.monotonic() + LEASE_S
-    while time.monotonic() < ends and (now := _stamp(path)) is not None:
+    print(f"{path} is held by {process}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
+    before = _modified(path)
+    while time.monotonic() < deadline and (now := _modified(path)) is not None:
         if now != before:
             return sentence
-        WATCHDOG.keep_alive()
-        time.sleep(BEAT_S / 10)
+        _wait()
     return None
 
 
+def _wait() -> None:
+    WATCHDOG.keep_alive()
+    time.sleep(BEAT_S / 10)
+
+
 def _living_parent(holder: dict[str, Any]) -> int | None:
-    """The parent of the holder's process; None where that has ended."""
+    """Returns the parent of the holder's process, or None if the holder has exited."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(holder["pid"])
         if process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - holder["since"]) < 2:
@@ -163,8 +163,8 @@ def _living_parent(holder: dict[str, Any]) -> int | None:
     return None
 
 
-def _stamp(path: Path) -> int | None:
-    """When the file was renewed. A network file system asks its server when a file is opened, not for every stat."""
+def _modified(path: Path) -> int | None:
+    """Returns when the file was renewed. It is opened, because a network file system may answer `stat` from a cache."""
     try:
         with path.open() as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -174,9 +174,9 @@ def _stamp(path: Path) -> int | None:
 
 def _renew(path: Path, own: dict[str, Any], released: threading.Event) -> None:
     while not released.wait(BEAT_S):
-        with contextlib.suppress(OSError):  # a file server that is away: the next renewal may reach it
+        with contextlib.suppress(OSError):  # a file server that does not answer: the next renewal may succeed
             holder = _read(path)
             if holder and holder != own and not released.is_set():
-                print(f"{path.parent} was taken over by another launch: this one ends and writes no more", flush=True)
+                print(f"{path.parent} was taken over by another launch: this one exits", flush=True)
                 os._exit(Exit.BAD_INPUT)
             os.utime(path)

@@ -1,10 +1,10 @@
-"""SIGTERM and SIGUSR1 ask a run to stop; they are noted from the process's first moment on.
+"""SIGTERM and SIGUSR1 ask a run to stop; they are recorded from the process's first moment on.
 
-A process that has nothing to save, because it still starts or is done already, ends at once with Exit.REQUEUE. One that
-trains goes on to the next step boundary, where callbacks/preemption.py lets all ranks decide together.
+A process with nothing to save, because it still starts or has finished, exits at once with Exit.REQUEUE. A process that
+trains continues to the next step boundary, where callbacks/preemption.py makes all ranks decide together.
 
-No handler works. CPython's own writes the signal's number into a pipe, and does so while the main thread waits inside a
-library, in the rendezvous for instance; a thread reads it. Nothing heavy is imported here.
+No Python handler does any work. CPython's C handler writes the signal's number into a pipe, also while the main thread
+waits inside a library, for example in the rendezvous; a thread reads it. No slow imports here.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ..errors import Exit, is_first_on_node
 from .messages import MESSAGES
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
-STARTED = "DIST_JOB_STARTED"  # Unix time, in seconds, at which the first process of this job started; set by launchers
+STARTED = "DIST_JOB_STARTED"  # Unix time at which the first process of this job started; set by launchers
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: not between fork and exec
 
 
 class _Asked:
-    """What came, and whether somebody answers."""
+    """Which signal came, and whether a callback reads it."""
 
     number = 0  # the first signal that came while there was something to save
-    is_answered = False  # by somebody who looks at `number` at every step boundary
+    is_answered = False  # by a callback that reads `number` at every step boundary
 
 
 asked = _Asked()
 
 
 def job_started() -> float:
-    """Unix time; restarts by a launcher do not move it."""
+    """Returns a Unix time, which restarts by a launcher do not change."""
     return float(os.environ.setdefault(STARTED, str(time.time())))
 
 
 def listen() -> None:
-    """From now on, for the rest of the process; call it in the main thread, before the slow imports."""
+    """Handles signals for the rest of the process. Call it in the main thread, before the slow imports."""
     job_started()
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -51,7 +51,7 @@ def listen() -> None:
         signal.signal(number, _nothing)
     os.register_at_fork(after_in_child=_forget)
     if "LOCAL_RANK" in os.environ:  # started by a launcher
-        # Should it be killed, a relaunch must not find us at work in the same folder: we save and leave.
+        # If the launcher is killed, a relaunch must not find this process still writing: it saves and exits.
         end_with_parent(signal.SIGTERM)
 
 
@@ -62,25 +62,25 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def ignore() -> None:
-    """The exit code is decided: a signal changes nothing any more."""
+    """Ignores signals from here on: the exit code is decided."""
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
 
 
 def spare(_: int) -> None:
-    """A DataLoader's worker_init_fn: a signal to a rank's process group does not reach its workers, its end does.
+    """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit when it exits.
 
-    To ignore SIGTERM here would not do: it is how the DataLoader ends its workers. torch's workers notice the end of
-    their rank between two requests only: one that never answers would run on.
+    They cannot ignore SIGTERM, by which the DataLoader ends them. torch's workers notice the exit of their rank only
+    between two requests: a worker that is busy forever would outlive it.
     """
     os.setpgid(0, 0)
-    # The main thread lives as long as its process. Another thread, which may have forked this one, does not.
+    # The kernel watches the thread that forked. The main thread lives as long as its process; another may not.
     if threading.main_thread().name == "MainThread":
         import multiprocessing
 
         end_with_parent()
         parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():  # ended before the kernel was asked
+        if parent is not None and not parent.is_alive():  # it exited before the request to the kernel
             os._exit(Exit.FAILED)
 
 
@@ -92,18 +92,18 @@ def _answer(read: int) -> None:
             if not asked.is_answered:
                 if is_first_on_node():
                     name = signal.Signals(number).name
-                    os.write(2, f"\n{name}: stopped with nothing to save; the same command goes on\n".encode())
+                    os.write(2, f"\n{name}: stopped with nothing to save; the same command resumes\n".encode())
                 MESSAGES.flush()
                 os._exit(Exit.REQUEUE)
             asked.number = asked.number or number
 
 
 def _nothing(number: int, frame: object) -> None:
-    """A Python handler must be there for CPython to write into the pipe."""
+    """CPython writes into the pipe only for signals with a Python handler."""
 
 
 def _forget() -> None:
-    """A forked child, which reads data for instance, is none that decides; and it shares our pipe."""
+    """Resets a forked child, for example a data worker: it takes no part in decisions, and shares the pipe."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
