@@ -1,0 +1,137 @@
+"""What a project's own tests are made of: its module on this CPU, its configurations, the same training on N ranks.
+
+    PROJECT = this_project(__file__)
+    module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
+    loss = module.training_step(batches(data, 1)[0], 0)
+
+Public interface: every function here takes a `Project` and the flags of `fit`.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from .cli.fit import parse
+from .cli.limits import Machine, violations
+from .project import Project
+from .rehearsal.checks import CHECKS
+from .rehearsal.record import RunRecord
+from .rehearsal.workers import Workers
+from .tools.rehearse import make_small, own_flags
+
+__all__ = ["batches", "build", "check_config", "first_steps", "rehearse", "run_ranks", "this_project"]
+
+
+def this_project(file: str) -> Project:
+    """Returns the project whose folder is the nearest above `file` with a package that has a `__main__.py`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for folder in Path(file).absolute().parents:
+        if packages := [path.parent.name for path in folder.glob("*/__main__.py")]:
+            return Project(sorted(packages)[0])
+    raise FileNotFoundError(f"no folder above {file} has a package with a __main__.py")
+
+
+def check_config(project: Project, *flags: str) -> list[str]:
+    """Returns a sentence for each thing in a configuration that cannot work on the machine that it describes.
+
+    Devices and nodes are those of the configuration; where it says auto, one node with 8 GPUs. Nothing is started.
+
+    Raises:
+        InputError: a file, key or value is wrong.
+        SystemExit: the parser refused a value; it has printed why.
+    """
+    cli = parse(["fit", *flags], project)
+    trainer = vars(cli.config_init.trainer)
+    accelerator = {"gpu": "cuda", "auto": "cuda"}.get(trainer["accelerator"], trainer["accelerator"])
+    devices = int(trainer["devices"]) if str(trainer["devices"]).isdigit() else 8
+    machine = Machine(accelerator, devices, trainer["num_nodes"], str(trainer["precision"] or "32-true"))
+    return violations(machine, trainer, cli.model, cli.datamodule)
+
+
+def build(project: Project, *flags: str) -> tuple[Any, Any]:
+    """Returns the project's module with its network built on this CPU, in training mode, and its prepared data.
+
+    Raises:
+        InputError: the configuration or the data are wrong.
+    """
+    cli = parse(["fit", *flags], project)
+    module, data = cli.model, cli.datamodule
+    torch.manual_seed(0)
+    trainer: Any = L.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    with redirect_stdout(StringIO()):
+        data.prepare()
+    trainer.training = True
+    trainer.datamodule, data.trainer, module.trainer = data, trainer, trainer
+    trainer.strategy.connect(module)
+    data.setup("fit")
+    module.configure_model()
+    return module, data
+
+
+def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Any]]:
+    """Returns micro-batches as `training_step` gets them.
+
+    Args:
+        data: As `build` returns it.
+        num: How many.
+        after: Global batches that were trained on before, as after a resume.
+    """
+    data.load_state_dict(data.state_dict() | {"consumed_samples": after * data.global_batch_size})
+    for callback in data.trainer.callbacks:
+        if hasattr(callback, "as_state"):  # the counter of samples
+            callback.on_train_start(data.trainer, None)
+    found = islice(iter(data.train_dataloader()), num)
+    return [data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in found]
+
+
+def run_ranks(project: Project, argv: list[str], num: int, folder: Path) -> RunRecord:
+    """Runs a verb on `num` CPU processes and returns what they recorded: `.loss` is {step: loss}.
+
+    Raises:
+        RuntimeError: it failed; with the rank, the error and the end of its log.
+    """
+    with Workers(num, project) as workers:
+        return workers.run(argv, folder).check()
+
+
+def first_steps(project: Project, *flags: str, folder: Path, steps: int = 6) -> dict[int, float]:
+    """Trains a configuration made small for `steps` steps on one process; returns {step: loss}.
+
+    Raises:
+        InputError: it cannot be read or made small.
+        RunFailed: training failed.
+    """
+    return _small(project, flags, folder, steps).one.loss
+
+
+def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
+    """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed, with the cause.
+
+    Raises:
+        InputError: the configuration cannot be read or made small.
+    """
+    runs = _small(project, flags, folder, 8)
+    results = [check.run(runs) for check in CHECKS if only in check.name and (only or not check.reads_source)]
+    return {r.check: f"{r.got} {r.where} {r.cause}".strip() for r in results if r.verdict in ("FAIL", "not run")}
+
+
+def _small(project: Project, flags: tuple[str, ...], folder: Path, steps: int) -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    own, rest = own_flags().parse_known_args([*flags, f"--steps={steps}"])
+    _, _, runs = make_small(own, rest, folder, project)
+    runs.prepare()
+    return runs
