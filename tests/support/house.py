@@ -20,6 +20,9 @@ LIBRARIES = {"lightning", "torch", "deepspeed", "transformers", "jsonargparse"}
 CONNECTORS = {"self", "cls", "super"}
 
 
+PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
+
+
 def modules(package: Path) -> dict[str, Path]:
     """Returns each module of the folder `package` by its name, as "room.file", "file" or "" (the package)."""
     found = {}
@@ -30,9 +33,13 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def room_of(name: str, path: Path) -> str:
-    """Returns the folder below the package; "ground" for a file beside the folders, "" for the package."""
+    """Returns the folder below the package; "public" or "ground" for a file beside the folders, "" for the package."""
     first, _, rest = name.partition(".")
-    return first if rest or path.name == "__init__.py" else "ground"
+    return first if rest or path.name == "__init__.py" else _beside(first)
+
+
+def _beside(name: str) -> str:
+    return "public" if name in PUBLIC else "ground"
 
 
 def imports(name: str, path: Path, known: set[str], package: str) -> Iterator[str]:
@@ -151,6 +158,6 @@ def room_lines(package: Path) -> dict[str, int]:
     for path in sorted(package.rglob("*")):
         if path.suffix in TEXT and path.is_file():
             inner = path.relative_to(package).parts
-            room = inner[0] if len(inner) > 1 else "ground"
+            room = inner[0] if len(inner) > 1 else _beside(path.stem)
             found[room] = found.get(room, 0) + lines([path])
     return found
