@@ -156,10 +156,10 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
     yield from _group("Optimizer and schedule", optim, _under("model.optim", found))
     yield from _group("Runs", cli.RunConfig, _under("run", found))
     yield "## Callbacks that always run\n\nEach has a key at the top level. Others go to `trainer.callbacks`."
-    for slot, callback in cli.ALWAYS_ON.items():
+    for slot in cli.ALWAYS_ON:
         inner = _under(slot, found)
         table = _table(inner) if inner else "It has no keys."
-        yield f"### `{slot}`\n\n{_first_paragraph(callback)}\n\n{table}"
+        yield f"### `{slot}`\n\n{_first_paragraph(cli.callback_class(slot))}\n\n{table}"
     yield "## The command itself\n\n| key | default | meaning |\n|---|---|---|\n" + "\n".join(
         f"| `{key}` | {_code(_default(found[key].default))} | {text or found[key].help} |"
         for key, text in COMMAND_HELP.items()

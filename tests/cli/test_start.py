@@ -1,4 +1,4 @@
-"""What a command imports before it answers: nothing heavy for help and for mistakes, nothing unused for training."""
+"""What a command imports before it answers: nothing heavy for help and unknown keys, nothing unused for training."""
 
 from __future__ import annotations
 
@@ -11,25 +11,36 @@ from typing import Any
 
 import pytest
 
-from dist_template.cli import mistakes
+from dist_template.cli import config_errors
 from dist_template.cli.fit import CLI
 from dist_template.errors import InputError
 from dist_template.project import Project
 from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
 
 HEAVY = ["torch", "lightning", "transformers", "jsonargparse", "numpy"]
-MISTAKES = {
-    "a misspelt flag": (["--trainer.max_stepz=3"], "--trainer.max_stepz .* mean trainer.max_steps?"),
+EARLY = {
     "a misspelt group": (["--wachdog.enabled", "true"], "wachdog .* mean watchdog?"),
-    "a misspelt argument of a callback": (["--last_checkpoint.every_n_step=3"], "mean last_checkpoint.every_n_steps?"),
-    "a misspelt field of the optimizer": (["--model.optim.learning_rates=3"], "mean model.optim.learning_rate?"),
-    "a word for a number": (["--data.seq_len", "long"], "--data.seq_len is 'long'"),
-    "a number that cannot be": (["--data.seq_len=0"], "data.seq_len is 0"),
-    "sizes that do not divide": (["--data.global_batch_size=9", "--data.micro_batch_size=2"], "9 is not a multiple"),
-    "data that are not there": (["--data.source=TextFiles", "--data.source.paths=[nowhere/*.txt]"], "nowhere/"),
+    "an unknown group": (["--shuffle", "true"], "--shuffle is not a key of this program; see"),
+    "a misspelt key of the data": (["--data.seqlen=3"], "--data.seqlen .* mean data.seq_len?"),
+    "a misspelt key of the model": (["--model.optm.warmup=3"], "--model.optm .* mean model.optim?"),
     "a file that is not there": (["-c", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     "a misspelt key in a file": (["--config=wrong.yaml"], "wrong.yaml: data.seqlen .* mean data.seq_len?"),
+    "a misspelt group in a file": (["--config=group.yaml"], "group.yaml: wachdog .* mean watchdog?"),
     "a file that is not YAML": (["--config=broken.yaml"], "broken.yaml is not YAML"),
+}
+BY_THE_PARSER = {
+    "a misspelt flag": (["--trainer.max_stepz=3"], "trainer.max_stepz .* mean trainer.max_steps?"),
+    "a misspelt key in a file": (["--config=deep.yaml"], "trainer.max_stepz .* mean trainer.max_steps?"),
+    "a misspelt argument of a callback": (["--last_checkpoint.every_n_step=3"], "mean last_checkpoint.every_n_steps?"),
+    "a misspelt field of the optimizer": (["--model.optim.learning_rates=3"], "mean model.optim.learning_rate?"),
+    "an unknown key": (["--trainer.nothing_like_this=3"], "trainer.nothing_like_this is not a key of this program"),
+    "a misspelt argument of a class": (["--data.source.pathz=3"], "pathz is not an argument of the class"),
+    "a word for a number": (["--data.seq_len", "long"], "data.seq_len is 'long': expected an integer; see"),
+    "a word for an optional number": (["--trainer.limit_val_batches=x"], "x is not possible: expected an integer, exp"),
+    "a number for keys": (["--model.optim=3"], "model.optim is '3': it takes keys, as in model.optim.KEY"),
+    "a number that cannot be": (["--data.seq_len=0"], "data.seq_len is 0: it must be 1 or more"),
+    "sizes that do not divide": (["--data.global_batch_size=9", "--data.micro_batch_size=2"], "9 is not a multiple"),
+    "data that are not there": (["--data.source=TextFiles", "--data.source.paths=[nowhere/*.txt]"], "nowhere/"),
 }
 
 
@@ -39,20 +50,38 @@ def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_mistakes_in_files_and_flags_are_told_before_torch_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "wrong.yaml").write_text("data:\n  seqlen: 3\n")
-    (tmp_path / "broken.yaml").write_text("data: [1\n")
+def sentences_of(cases: dict[str, tuple[list[str], str]], folder: Path) -> str:
+    """Runs `fit` with the flags of each case in one process, checks each sentence, returns which modules it loaded."""
+    (folder / "wrong.yaml").write_text("data:\n  seqlen: 3\n")
+    (folder / "group.yaml").write_text("wachdog: {timeout_s: 3}\n")
+    (folder / "deep.yaml").write_text("trainer:\n  max_stepz: 3\n")
+    (folder / "broken.yaml").write_text("data: [1\n")
     code = (
         "import json, sys\n"
-        f"from tests.support.line import main\n"
-        "codes = [main(['fit', *flags]) for flags in json.loads(sys.argv[1])]\n"
+        "from tests.support.line import main\n"
+        "def code(flags):\n"
+        "    try:\n"
+        "        return main(['fit', *flags])\n"
+        "    except SystemExit as stopped:\n"
+        "        return stopped.code\n"
+        "codes = [code(flags) for flags in json.loads(sys.argv[1])]\n"
         f"print(json.dumps(codes), [name for name in {HEAVY} if name in sys.modules])"
     )
-    done = python(code, tmp_path, json.dumps([flags for flags, _ in MISTAKES.values()]))
-    assert done.stdout == f"{[2] * len(MISTAKES)} []\n", done.stderr
-    sentences = done.stderr.splitlines()
-    for (_, told), sentence in zip(MISTAKES.values(), sentences, strict=True):
-        assert all(part in sentence for part in ("error: ", *told.split(" .* "))), sentence
+    flags = [[*flags, "--trainer.accelerator=cpu", f"--run.root={folder}/runs"] for flags, _ in cases.values()]
+    done = python(code, folder, json.dumps(flags))
+    codes, _, modules = done.stdout.partition("] ")
+    assert codes == json.dumps([2] * len(cases))[:-1], done.stdout + done.stderr
+    for (_, parts), sentence in zip(cases.values(), done.stderr.splitlines(), strict=True):
+        assert all(part in sentence for part in ("error: ", *parts.split(" .* "))), sentence
+    return modules
+
+
+def test_unknown_keys_and_unreadable_files_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    assert sentences_of(EARLY, tmp_path) == "[]\n"
+
+
+def test_what_the_parser_refuses_is_one_sentence(tmp_path: Path) -> None:
+    assert "torch" in sentences_of(BY_THE_PARSER, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch asks for huge pages on Linux alone")
@@ -70,7 +99,7 @@ def test_a_file_of_the_users_that_is_not_python_is_told_with_its_line(
         (tmp_path / "broken" / name).write_text("x = 1\nclass LanguageModule(:\n" if name == "module.py" else "")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InputError, match=r"module.py:2: .*: class LanguageModule\(:"):
-        mistakes.refuse(["fit"], Project("broken"))
+        config_errors.check(["fit"], Project("broken"))
 
 
 @pytest.mark.parametrize("verb", ["fit", "predict"])
@@ -85,11 +114,11 @@ def test_no_key_that_the_parser_has_is_refused(verb: str, monkeypatch: pytest.Mo
         CLI(OURS, [verb], run=True)
     known = [key for key in found.value.args[0] if not key.endswith("help") and key not in ("print_config", "config")]
     assert {"data.seq_len", "model.optim.learning_rate", "trainer.max_steps", "watchdog.start_timeout_s"} <= {*known}
-    mistakes.refuse([verb, *(f"--{key}=null" for key in known)], OURS)
+    config_errors.check([verb, *(f"--{key}=null" for key in known)], OURS)
 
 
 def test_no_shipped_file_is_refused() -> None:
-    mistakes.refuse(
+    config_errors.check(
         ["fit", *(f"--config={path}" for path in CONFIGS.rglob("*.yaml")), "--data.check_source=false"], OURS
     )
 
@@ -135,13 +164,13 @@ def test_a_file_that_is_no_configuration_is_refused_before_the_imports(case: str
     text, sentence = FILES[case]
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(InputError, match=sentence):
-        mistakes.refuse(["fit", "--config", f"{tmp_path}/x.yaml"], OURS)
+        config_errors.check(["fit", "--config", f"{tmp_path}/x.yaml"], OURS)
 
 
 @pytest.mark.parametrize("key", ["model", "data"])
 def test_naming_a_class_for_a_section_is_refused_with_where_it_is(key: str) -> None:
     with pytest.raises(InputError, match=f"--{key} is 'some.Class': it takes keys, .* class is .* of .*.py: edit it"):
-        mistakes.refuse(["fit", f"--{key}", "some.Class"], OURS)
+        config_errors.check(["fit", f"--{key}", "some.Class"], OURS)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +179,7 @@ def test_naming_a_class_for_a_section_is_refused_with_where_it_is(key: str) -> N
 )
 def test_a_key_in_the_environment_is_refused(variable: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
-    mistakes.refuse(["fit"], OURS)
+    config_errors.check(["fit"], OURS)
     monkeypatch.setenv(variable, "3")
     with pytest.raises(InputError, match=f"{variable} is set, .* unset it, and give {flag}"):
-        mistakes.refuse(["fit"], OURS)
+        config_errors.check(["fit"], OURS)

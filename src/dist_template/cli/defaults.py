@@ -1,58 +1,46 @@
-"""What every training has without a key: callbacks, the Trainer's defaults, warnings that are expected."""
+"""Defaults of every run: callbacks, Trainer settings, and filters for expected warnings. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import logging
 import os
 import warnings
+from importlib import import_module
+from typing import Any
 
-from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from ..callbacks.console import Console
-from ..callbacks.diagnosis import Diagnosis
-from ..callbacks.experts import Experts
-from ..callbacks.goodput import Goodput
-from ..callbacks.hardware import Hardware
-from ..callbacks.inputs import Inputs
-from ..callbacks.ledger import SampleLedger
-from ..callbacks.messages import WarningsOfRanks
-from ..callbacks.numerics import Numerics
-from ..callbacks.preemption import Preemption
-from ..callbacks.random_state import RandomState
-from ..callbacks.samples import Samples
-from ..callbacks.throughput import Throughput
-from ..callbacks.training_log import TrainingLog
-from ..callbacks.watchdog import Watchdog
-from ..checkpoint.optimizer import ParameterNames
-from ..cluster.fingerprint import SameEnvironment
-
-# In the order in which they are called: measure, write, show, act.
+# Configuration key: callback, in the order in which Lightning calls them: measure, write, show, act.
 ALWAYS_ON = {
-    "watchdog": Watchdog,
-    "same_environment": SameEnvironment,
-    "random_state": RandomState,
-    "parameter_names": ParameterNames,
-    "numerics": Numerics,
-    "sample_ledger": SampleLedger,
-    "throughput": Throughput,
-    "hardware": Hardware,
-    "inputs": Inputs,
-    "experts": Experts,
-    "messages": WarningsOfRanks,
-    "training_log": TrainingLog,
-    "console": Console,
-    "diagnosis": Diagnosis,
-    "samples": Samples,
-    "last_checkpoint": LastCheckpoint,
-    "best_checkpoint": BestCheckpoint,
-    "goodput": Goodput,
-    "preemption": Preemption,
+    "watchdog": "callbacks.watchdog.Watchdog",
+    "same_environment": "cluster.fingerprint.SameEnvironment",
+    "random_state": "callbacks.random_state.RandomState",
+    "parameter_names": "checkpoint.optimizer.ParameterNames",
+    "numerics": "callbacks.numerics.Numerics",
+    "sample_ledger": "callbacks.ledger.SampleLedger",
+    "throughput": "callbacks.throughput.Throughput",
+    "hardware": "callbacks.hardware.Hardware",
+    "inputs": "callbacks.inputs.Inputs",
+    "experts": "callbacks.experts.Experts",
+    "messages": "callbacks.messages.WarningsOfRanks",
+    "training_log": "callbacks.training_log.TrainingLog",
+    "console": "callbacks.console.Console",
+    "diagnosis": "callbacks.diagnosis.Diagnosis",
+    "samples": "callbacks.samples.Samples",
+    "last_checkpoint": "callbacks.checkpoint.LastCheckpoint",
+    "best_checkpoint": "callbacks.checkpoint.BestCheckpoint",
+    "goodput": "callbacks.goodput.Goodput",
+    "preemption": "callbacks.preemption.Preemption",
 }
 
-SAVERS = (LastCheckpoint, BestCheckpoint)  # which trainer.enable_checkpointing false takes out
+
+def callback_class(key: str) -> Any:
+    """Imports and returns the callback of configuration key `key`."""
+    module, _, name = ALWAYS_ON[key].rpartition(".")
+    return getattr(import_module(f"..{module}", __package__), name)
+
 
 TRAINER_DEFAULTS = {
-    "use_distributed_sampler": False,  # data.py owns the order of samples
-    "num_sanity_val_steps": -1,  # a whole validation before training: where did it begin?
+    "use_distributed_sampler": False,  # the data module determines the order of samples
+    "num_sanity_val_steps": -1,  # a full validation before training gives the initial loss
     "check_val_every_n_epoch": None,  # val_check_interval counts across epochs
     "val_check_interval": 100,
     "log_every_n_steps": 10,
@@ -63,18 +51,22 @@ TRAINER_DEFAULTS = {
 }
 
 
-# What Lightning says at every start about itself; its warnings stay.
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-for asked_for in ("profilers", "callbacks"):  # a profiler's report, a summary of the model, what verbose=True prints
-    logging.getLogger(f"lightning.pytorch.{asked_for}").setLevel(logging.INFO)
-warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # torch 2.13 with lightning 2.6
-for expected in (
-    ".*sync_dist=True.*",  # module.py has reduced them already
-    ".*your dataloader is not resumable.*",  # data.py's is, by samples consumed
-    ".*smaller than the logging interval.*",  # callbacks/training_log.py counts optimizer steps across epochs
-    ".*exists and is not empty.*",  # a resumed run goes on in its folder
-):
-    warnings.filterwarnings("ignore", message=expected)
-if "SLURM_JOB_ID" not in os.environ:  # a login node, or a workstation that has Slurm's commands: inside a job it stays
-    warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
+def hide_expected() -> None:
+    """Hides what Lightning logs about itself at every start, and warnings about what is intended here.
+
+    Call it after `import lightning`, which sets the level of its loggers.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for asked_for in ("profilers", "callbacks"):  # output that the user asks for
+        logging.getLogger(f"lightning.pytorch.{asked_for}").setLevel(logging.INFO)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # torch 2.13 with lightning 2.6
+    for expected in (
+        ".*sync_dist=True.*",  # the module has already reduced them
+        ".*your dataloader is not resumable.*",  # the data module resumes by the number of samples consumed
+        ".*smaller than the logging interval.*",  # callbacks/training_log.py counts optimizer steps across epochs
+        ".*exists and is not empty.*",  # a resumed run continues in its folder
+    ):
+        warnings.filterwarnings("ignore", message=expected)
+    if "SLURM_JOB_ID" not in os.environ:  # login node or workstation; inside a job the warning stays
+        warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")

@@ -1,7 +1,6 @@
 """`fit`, `validate`, `test`, `predict`: from --config files and flags to a Trainer that runs.
 
-LightningCLI does the work. Here stand: which callbacks always run, where a run keeps its things, the checks that
-must pass before any process starts, and how a mistake is told.
+LightningCLI does the work. This file adds the callbacks of every run, its folder, and checks before any process starts.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
 from ..callbacks.facts import Facts
 from ..callbacks.garbage import Garbage
@@ -44,7 +44,7 @@ from ..parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: Mesh
 from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
 from . import config_file, limits
-from .defaults import ALWAYS_ON, SAVERS, TRAINER_DEFAULTS
+from .defaults import ALWAYS_ON, TRAINER_DEFAULTS, callback_class, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (
     RunConfig,
@@ -56,6 +56,8 @@ from .run import (
     new_run,
     newest_checkpoint,
 )
+
+hide_expected()
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -109,8 +111,8 @@ class CLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
-        for key, callback in ALWAYS_ON.items():
-            parser.add_lightning_class_args(callback, key)
+        for key in ALWAYS_ON:
+            parser.add_lightning_class_args(callback_class(key), key)
         add_optimization(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -189,7 +191,8 @@ class CLI(LightningCLI):
         except (MisconfigurationException, ValueError) as error:
             raise InputError(f"trainer: {reason(error)}; edit its keys") from error
         if not saves:  # Lightning would refuse the callbacks that save, and asks none of them to stop
-            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, SAVERS)]  # ty: ignore
+            savers = (LastCheckpoint, BestCheckpoint)
+            trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, savers)]  # ty: ignore
         if trainer.num_devices > 1:
             _set_num_threads_if_needed(trainer.num_devices)  # by Lightning in rank 0 alone, for some of the strategies
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

@@ -105,9 +105,9 @@ def run(argv: list[str], project: Project) -> int:
         WATCHDOG.start(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
     try:
         if VERBS[verb][0] in (FIT, "tools.prepare"):
-            from . import mistakes
+            from . import config_errors
 
-            mistakes.refuse(argv, project)
+            config_errors.check(argv, project)
         importlib.import_module(f"{LIBRARY}.{VERBS[verb][0]}").main(argv, project)
         return Exit.DONE
     except (InputError, Ended) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -40,6 +41,8 @@ OPTIMIZATION = {  # key: its base classes, the argument that optim.py gives, hel
         " ReduceLROnPlateau after each validation. null: model.optim.schedule.",
     ),
 }
+
+TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
 HELP = {  # where Lightning's is about Lightning's own behaviour
     "ckpt_path": "A checkpoint, or `last` or `best` of the newest run of run.name. fit: `last` continues in that run's"
@@ -81,15 +84,31 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
-        text = " ".join(message.split())
-        text = _shortened(text)
+        text = _shortened(" ".join(message.split()), _keys(self))
         if is_first_on_node():
-            print(f"error: {text}; see --help for every key", file=sys.stderr)
+            print(f"error: {text}{'' if text.endswith('?') else ';'} see --help for every key", file=sys.stderr)
         sys.exit(2)
 
 
-def _shortened(text: str) -> str:
-    """jsonargparse's message without the types that it has tried."""
+def _keys(parser: argparse.ArgumentParser) -> set[str]:
+    """Returns the keys of `parser` and of its verbs."""
+    below = [one for action in parser._actions if isinstance(action.choices, dict) for one in action.choices.values()]
+    return {action.dest for action in parser._actions}.union(*map(_keys, below))
+
+
+def _shortened(text: str, keys: set[str]) -> str:
+    """Returns jsonargparse's message in this project's words, without the types that it has tried."""
+    if unknown := re.search(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'", text):
+        name = unknown[1] or unknown[2]
+        near = get_close_matches(name, keys, 1, cutoff=0.8)
+        return f"{name} is not a key of this program" + (f"; did you mean {near[0]}?" if near else "")
+    if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
+        return f"{argument[1]} is not an argument of the class that it is given to"
+    text = re.sub(r"Expected a <class '(\w+)'>", lambda kind: f"expected {TYPES.get(kind[1], kind[1])}", text)
+    if wrong := re.search(r'Parser key "([\w.]+)": (expected .+?)\. Got value: (.+)', text):
+        return f"{wrong[1]} is {wrong[3]!r}: {wrong[2]}"
+    if scalar := re.search(r"""Parser key "([\w.]+)": Unable to load config '(.+?)'""", text):
+        return f"{scalar[1]} is {scalar[2]!r}: it takes keys, as in {scalar[1]}.KEY, or a YAML file of them"
     key = re.search(r'Parser key "([\w.]+)"', text)
     at = f"{key[1]}: " if key else ""
     if found := re.search(r"Expected a dot import path string: (\w+)", text):

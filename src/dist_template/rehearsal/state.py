@@ -48,10 +48,7 @@ def python_state(trainer: Any, module: nn.Module) -> dict[str, str]:
     Of the module and all modules in it, and of the user's callbacks. What checkpoints hold (parameters and buffers) and
     what Lightning and this package's callbacks keep for themselves is not in it.
     """
-    from ..cli.defaults import ALWAYS_ON  # imports what takes seconds, and the worker has imported it
-
-    known = (*ALWAYS_ON.values(),)
-    callbacks = [c for c in trainer.callbacks if not isinstance(c, known) and not _is_ours(c)]
+    callbacks = [callback for callback in trainer.callbacks if not _is_ours(callback)]
     owners = [*module.named_modules(), *((type(callback).__name__, callback) for callback in callbacks)]
     return {f"{name}.{key}".lstrip("."): value for name, owner in owners for key, value in _attributes(owner)}
 

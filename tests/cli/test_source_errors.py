@@ -1,4 +1,4 @@
-"""A mistake that ends the work before there is a run's folder."""
+"""Errors in a data source: they end the command before there is a run folder."""
 
 from __future__ import annotations
 
