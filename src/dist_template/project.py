@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .errors import InputError
+
 _program = __name__.split(".")[0]  # the package that was started; for sentences alone
 
 
@@ -30,14 +32,17 @@ class Project:
     data: str = ".data:DataModule"
 
     def class_of(self, where: str) -> Any:
-        """Imports and returns the class that `module` or `data` names."""
-        module, _, name = where.partition(":")
-        return getattr(importlib.import_module(module, self.package), name)
+        """Imports and returns the class that `module` or `data` names.
 
-    def file_of(self, where: str) -> Path | None:
-        """Returns the file that defines it, without running the file; None where there is none."""
-        found = importlib.util.find_spec(where.partition(":")[0], self.package)
-        return Path(found.origin) if found and found.origin else None
+        Raises:
+            InputError: its file, or one that it imports, is not valid Python.
+        """
+        module, _, name = where.partition(":")
+        try:
+            return getattr(importlib.import_module(module, self.package), name)
+        except SyntaxError as error:
+            line = (error.text or "").strip()
+            raise InputError(f"{error.filename}:{error.lineno}: {error.msg}: {line}") from error
 
     @property
     def folder(self) -> Path:

@@ -107,7 +107,7 @@ def run(argv: list[str], project: Project) -> int:
         if VERBS[verb][0] in (FIT, "tools.prepare"):
             from . import config_errors
 
-            config_errors.check(argv, project)
+            config_errors.check(argv)
         importlib.import_module(f"{LIBRARY}.{VERBS[verb][0]}").main(argv, project)
         return Exit.DONE
     except (InputError, Ended) as error:

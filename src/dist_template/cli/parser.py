@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -81,19 +80,19 @@ class Parser(LightningArgumentParser):
             action.help = HELP.get(action.dest, action.help)
         return added
 
+    def keys(self) -> set[str]:
+        """Returns the keys of this parser and of its verbs'."""
+        found = {action.dest for action in self._actions}
+        verbs = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
+        return found.union(*(parser.keys() for parsers in verbs for parser in parsers))
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
-        text = _shortened(" ".join(message.split()), _keys(self))
+        text = _shortened(" ".join(message.split()), self.keys())
         if is_first_on_node():
             print(f"error: {text}{'' if text.endswith('?') else ';'} see --help for every key", file=sys.stderr)
         sys.exit(2)
-
-
-def _keys(parser: argparse.ArgumentParser) -> set[str]:
-    """Returns the keys of `parser` and of its verbs."""
-    below = [one for action in parser._actions if isinstance(action.choices, dict) for one in action.choices.values()]
-    return {action.dest for action in parser._actions}.union(*map(_keys, below))
 
 
 def _shortened(text: str, keys: set[str]) -> str:
