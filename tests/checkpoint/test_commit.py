@@ -30,7 +30,7 @@ from tests.checkpoint.test_formats import (
     write_zero,
 )
 from tests.support.injury import corrupt
-from tests.support.runs import newest, only_run, run
+from tests.support.runs import main, newest, only_run, run
 
 FORMATS = ["file", "distributed", "zero2", "zero3"]
 
@@ -251,17 +251,14 @@ def quick(flags: list[str]) -> list[str]:
 
 def flip(path: Path) -> None:
     """One bit in the middle of a DDP or single-device checkpoint."""
-    file = path / formats.FILE
-    content = bytearray(file.read_bytes())
+    content = bytearray((path / formats.FILE).read_bytes())
     content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    (path / formats.FILE).write_bytes(content)
 
 
 def test_an_interrupted_run_goes_on_by_itself_from_its_newest_valid_checkpoint(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    from tests.support.runs import main
-
     monkeypatch.setenv("DIST_RUN_ID", "job")
     assert main(["fit", *quick, "--trainer.max_steps=4"]) == 0
     flip(newest(only_run(tmp_path)))
@@ -294,8 +291,6 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_in_one_sentence(
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    from tests.support.runs import main
-
     monkeypatch.setenv("DIST_RUN_ID", "job")
     assert main(["fit", *quick, "--trainer.max_steps=2"]) == 0
     (newest(only_run(tmp_path)) / formats.FILE).unlink()

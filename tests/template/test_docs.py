@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,7 +128,7 @@ def test_every_command_that_a_page_gives_has_its_files(page: Path, reference: Mo
 
 @pytest.mark.usefixtures("keys", "generated")  # before the tutorial's own class is there
 def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any, package: Any) -> None:
-    data = sys.modules[package.DataModule.__module__]
+    data = import_module("trainer_dev.data")
     for code in blocks(DOCS / "tutorial.md", "python"):
         ast.parse(textwrap.dedent(code))
         if code.startswith("# data.py"):  # what a user would have written there
@@ -142,9 +143,11 @@ def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any,
 def test_the_diagnosis_page_names_every_finding_and_every_planted_fault(reference: ModuleType) -> None:
     """In its tables; of the rules what they yield, of the faults what the project's own test makes."""
     cells = re.findall(r"^\| `([\w.]+)` \|", text_of(DOCS / "diagnosis.md"), re.MULTILINE)
-    rules = "".join(path.read_text(encoding="utf-8") for path in (reference.PACKAGE / "diagnosis/rules").glob("*.py"))
+    rules = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "src/dist_template/observe/diagnosis/rules").glob("*.py")
+    )
     found = re.findall(r'Finding\(\s*"(\w+)"', rules)
-    runs = (reference.PACKAGE / "tests/fault_runs.py").read_text(encoding="utf-8")
+    runs = (ROOT / "tests/support/fault_runs.py").read_text(encoding="utf-8")
     planted = re.findall(r'Training\("([\w.]+)"', runs.split("\nFAULTS = [")[1])
     assert len(found) > 30 and len(planted) > 20
     assert sorted(cells) == sorted([*found, *planted])
