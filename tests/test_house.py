@@ -47,8 +47,8 @@ AIM = 13_500
 
 # Module outside compat/: how many private names of other libraries are still to move from it.
 PRIVATE = {
-    "callbacks.checkpoint": 1, "callbacks.experts": 2, "callbacks.facts": 1, "callbacks.ledger":
-    1, "callbacks.numerics": 3, "callbacks.preemption": 2, "callbacks.random_state": 3,
+    "callbacks.checkpoint": 1, "callbacks.experts": 2, "callbacks.ledger":
+    1, "callbacks.numerics": 3, "callbacks.preemption": 2, "callbacks.record": 1, "callbacks.random_state": 3,
     "callbacks.training_log": 1, "callbacks.unused_parameters": 1, "callbacks.watchdog": 4,
     "checkpoint.asynchronous": 4, "checkpoint.commit": 1, "checkpoint.formats": 2,
     "checkpoint.sharded": 3, "checkpoint.zero": 6, "cli.fit": 2, "cluster.subprocess_launcher": 2,

@@ -1,4 +1,4 @@
-"""facts.json: the same however a model is cut, and null where nothing is known."""
+"""facts.json: the same for every strategy, and null for unknown values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.callbacks.facts import Facts
+from dist_template.callbacks.record import write_facts
 from tests.parallel.test_parity import MODELS, Trainings, train  # noqa: F401  (`train` is a fixture)
 from tests.support.runs import only_run, run
 
@@ -22,7 +22,7 @@ SHORT = "--trainer.max_steps=6"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"])
-def test_facts_do_not_depend_on_how_the_model_is_cut(train: Trainings, strategy: str) -> None:  # noqa: F811
+def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:  # noqa: F811
     one, many = (json.loads((train("deepseek_v3", s, SHORT).run / "facts.json").read_text()) for s in ("one", strategy))
     with torch.device("meta"):
         config = AutoConfig.for_model(**yaml.safe_load(MODELS["deepseek_v3"]), vocab_size=257)
@@ -53,7 +53,7 @@ def test_a_model_and_data_of_ones_own_have_nulls(tmp_path: Path) -> None:
         is_global_zero=True, datamodule=object(), strategy=strategy, world_size=1, precision="32-true",
         gradient_clip_val=None, estimated_stepping_batches=float("inf"),
     )  # fmt: skip
-    Facts(tmp_path).on_fit_start(trainer, module)
+    write_facts(tmp_path, trainer, module)
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["parameters"] == {"total": 6, "trainable": 6, "active": 6, "embedding": 0}
     assert facts["model"] == dict.fromkeys(facts["model"]) | {"class": "Linear"}

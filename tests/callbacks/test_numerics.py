@@ -49,7 +49,7 @@ def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
     """Also when it is the last step, which has no next one for the host to look at it in."""
     spoil(monkeypatch, lambda step: step == last)
     assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=1") == Exit.NON_FINITE
-    assert f"training stopped: step {last} was left out: loss nan" in capsys.readouterr().err
+    assert f"training stopped: step {last} was skipped: loss nan" in capsys.readouterr().err
     assert newest_step(only_run(tmp_path)) == last - 1
     assert is_finite(saved_weights(tmp_path))
 

@@ -139,7 +139,7 @@ def test_a_step_with_nan_on_one_rank_is_left_out_and_told(train: Train, strategy
     assert [math.isnan(rank["loss"]) for rank in incident["ranks"]] == [False, True]
     assert all(len(rank["rows"]) == 2 and all(len(micro) == 2 for micro in rank["rows"]) for rank in incident["ranks"])
     assert is_finite(run.end)
-    assert f"step {BAD_STEP} was left out: loss nan" in run.log(0)
+    assert f"step {BAD_STEP} was skipped: loss nan" in run.log(0)
     assert "from rank 1" in run.log(0)
     for name in run.end:  # ranks that hold the same part of a tensor hold the same
         parts = [run.events("step", rank)[-1]["tensors"].get(name) for rank in range(run.size)]
@@ -156,7 +156,7 @@ def test_an_infinite_gradient_with_a_finite_loss_stops_all_ranks(train: Train, s
     run = train(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
     assert len(run.answers) == PROCESSES[strategy]
     for answer in run.answers.values():
-        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was left out") and "exit code 65" in answer
+        assert answer.startswith(f"Ended: training stopped: step {BAD_STEP} was skipped") and "exit code 65" in answer
     (incident,) = read_incidents(train.run_folder(strategy, "stop"))
     assert math.isfinite(incident["loss"]) and not math.isfinite(incident["gradient_norm"])
     assert incident["suspects"] == []

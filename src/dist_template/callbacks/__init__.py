@@ -1,1 +1,4 @@
-"""One job per file. A callback never raises into training, and resumes by its `state_dict`."""
+"""Lightning callbacks: what is measured, shown, saved and guarded during training.
+
+cli/defaults.py has the order in which they run: measure, write, show, act.
+"""

@@ -1,4 +1,4 @@
-"""What a person watching sees: one line of progress, on a terminal in place, in a log file line by line."""
+"""Console output: one line of progress, in place on a terminal, line by line in a log file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from ..cluster.messages import is_rank_zero
 from ..errors import Ended, another_rank_is_gone, reason
 
-# (metric, how it is shown, how gladly it is left out on a narrow terminal); what was not measured is left out anyway
+# (metric, format, rank): on a narrow terminal the highest rank is omitted first; metrics without a value always are
 COLUMNS = (
     ("train/loss", "loss {:.3f}", 1),
     ("train/grad_norm", "norm {:.2f}", 8),
@@ -31,7 +31,7 @@ HEALTH = 36  # characters of a finding's title
 def only_shows(hook: Any) -> Any:
     """Decorates a callback's method that only shows something: an error in it is reported once, and training continues.
 
-    What other ranks will notice too still raises: that a rank is gone, and a decision of all ranks.
+    What concerns other ranks too is still raised: a lost rank, and a decision of all ranks.
     """
     reported: set[str] = set()
 
@@ -53,13 +53,13 @@ def only_shows(hook: Any) -> Any:
 
 
 class Console(Callback):
-    """Progress of training and results of validation, by rank 0, at log steps; reads nothing from the device.
+    """Prints training progress and validation results on rank 0, at log steps; reads nothing from the device.
 
-    A terminal shows one line, renewed in place and never wrapped; a log file gets plain lines.
+    A terminal shows one line, updated in place and never wrapped; a log file gets plain lines.
 
     Args:
         bar_width: Characters of the bar. 0 shows none.
-        line_every_s: Seconds between lines when the output is no terminal. 0 prints one at every log step.
+        line_every_s: Seconds between lines if the output is not a terminal. 0 prints one at every log step.
     """
 
     worst = ""  # title of the worst open finding; callbacks/diagnosis.py keeps it
@@ -89,13 +89,13 @@ class Console(Callback):
         if total != float("inf") and step > self._first_step:
             rate_s = (now - self._started) / (step - self._first_step)
             parts.append((f"eta {_clock((total - step) * rate_s)}", 2))
-        if "health/errors" in metrics:  # somebody looks
+        if "health/errors" in metrics:  # diagnosis is on
             parts.append((textwrap.shorten(self.worst or "ok", HEALTH, placeholder="…"), 3))
         bar = self._bar(step / total) if total != float("inf") else ""
         self._print(self._fitted(bar, parts), final=final)
 
     def _fitted(self, bar: str, parts: list[tuple[str, int]]) -> str:
-        """`bar` and as many of the parts as the terminal is wide, in their order."""
+        """Returns `bar` and as many of the parts as fit the terminal, in their order."""
         width = shutil.get_terminal_size().columns - 1 if self._terminal else sys.maxsize
         while True:
             line = bar + "  ".join(text for text, _ in parts)
@@ -122,7 +122,7 @@ class Console(Callback):
 
     @rank_zero_only
     def say(self, text: str, file: TextIO | None = None) -> None:
-        """Print whole lines, to stdout, without tearing the progress line."""
+        """Prints complete lines without breaking the progress line."""
         clear = "\r\x1b[K" if self._terminal else ""
         print(clear + text, file=file, flush=True)
 
@@ -140,7 +140,7 @@ class Console(Callback):
 
 
 def say(trainer: Any, text: str, file: TextIO | None = None) -> None:
-    """Print whole lines on this rank, through the trainer's console if it has one."""
+    """Prints complete lines on this rank, through the trainer's console if it has one."""
     console = console_of(trainer)
     (console.say if console else partial(print, flush=True))(text, file=file)
 
@@ -150,7 +150,7 @@ def console_of(trainer: Any) -> Console | None:
 
 
 def figure(value: float) -> str:
-    """Four digits; the perplexity of a model that has diverged has hundreds."""
+    """Formats with four digits; in scientific notation for the perplexity of a diverged model."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
 
 

@@ -1,7 +1,7 @@
-"""Writes down how a rank crashed: the traceback and the memory at that moment, before anything is taken apart.
+"""Records how a rank crashed: the traceback and the memory at that moment, before anything is torn down.
 
-`crash/rank<N>.txt` is for people, `crash/rank<N>.json` for diagnosis/. Those of an earlier attempt are kept beside
-them, numbered. diagnosis/crash.py tells of it when the process ends.
+`crash/rank<N>.txt` is for users, `crash/rank<N>.json` for diagnosis/. Those of earlier attempts are kept, numbered.
+diagnosis/crash.py prints the crash when the process exits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
 class Crash(Callback):
-    """The first callback, so that nothing has changed since the error.
+    """Records the exception. It is the first callback, so that nothing has changed since the error.
 
     Args:
         folder: The run's folder.
@@ -47,7 +47,7 @@ class Crash(Callback):
         self._before: _Host | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        self._before = self._before or _Host.now()  # Python and its libraries: there is no model yet
+        self._before = self._before or _Host.now()  # Python and its libraries, before the model
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -57,10 +57,10 @@ class Crash(Callback):
             return
         try:
             path = self._write(trainer, pl_module, exception)
-            if not another_rank_is_gone(exception):  # that is told in a line, and the reason by the rank itself
+            if not another_rank_is_gone(exception):  # that takes one line; the rank itself reports the cause
                 vars(exception)[NOTED] = str(path)
-        except Exception as error:  # a full disk, a broken device: the error itself must be told all the same
-            exception.add_note(f"(not in {self.folder}: {type(error).__name__}: {first_line(error)})")
+        except Exception as error:  # a full disk, a broken device: the error must be reported nevertheless
+            exception.add_note(f"(not recorded in {self.folder}: {type(error).__name__}: {first_line(error)})")
 
     def _write(self, trainer: Any, module: nn.Module, error: Exception) -> Path:
         rank = trainer.global_rank
@@ -92,7 +92,7 @@ class Crash(Callback):
 
 
 def _innermost_module(frames: list[Any], root: nn.Module) -> str:
-    """The module whose forward was interrupted, "" where none was: an error in backward comes from C++."""
+    """Returns the module whose forward failed, or "": an error in backward comes from C++."""
     names = {id(module): name for name, module in root.named_modules()}
     inside = [names.get(id(frame.f_locals.get("self")), "") for frame in frames]
     return next((name for name in reversed(inside) if name), "")
@@ -102,7 +102,7 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
 
 
 class _Host(NamedTuple):
-    """Bytes of this process: in memory, and reserved addresses."""
+    """Bytes of this process: resident memory, and address space."""
 
     resident: int = 0
     addresses: int = 0
@@ -114,7 +114,7 @@ class _Host(NamedTuple):
 
 
 def _memory(device: torch.device, before: _Host, message: str) -> dict[str, float | str]:
-    """What diagnosis/remedies.py begins from: total, used, asked, outside of torch, pieces that nothing fits into."""
+    """Returns the input of diagnosis/remedies.py: total, used, asked, outside of torch, and fragmented memory."""
     found = ASKED.search(message)
     asked = float(found[1]) * UNITS[found[2]] if found else 0.0
     figures = _of_gpu(device) if device.type == "cuda" else _of_host(before)
@@ -130,7 +130,7 @@ def _of_gpu(device: torch.device) -> dict[str, float]:
 
 
 def _of_host(before: _Host) -> dict[str, float]:
-    """Of this process, by what counts against the limit: its addresses where they are limited, else its memory."""
+    """Returns this process's address space where that is limited (ulimit -v), else its resident memory."""
     now, limit = _Host.now(), resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         limit, used, outside = memory_limit(), now.resident, before.resident

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector from what stays for good."""
+"""Freezes long-lived objects (gc.freeze) after 50 steps, so that Python's garbage collections stay short."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import lightning as L
 from lightning.pytorch import Callback
 
-AFTER_STEPS = 50  # what is imported, built and compiled once is there by then
+AFTER_STEPS = 50  # by then all modules are imported, and the model and optimizer state are built
 
 
 class Garbage(Callback):
-    """Collect once, and let later collections pass over what is left: modules, the model, the optimizer's state.
+    """Collects once and freezes what remains: modules, the model, the optimizer state.
 
-    With torch, Lightning and transformers that is a million objects, through which a full collection takes a third of a
-    second, in a step of one rank that all others wait for. What comes later is collected as ever: no cycle in your own
-    code can fill the memory, as it would with the collector off.
+    With torch, Lightning and transformers that is a million objects. A full collection of them takes a third of a
+    second, in a step of one rank that all others wait for. Later objects are collected as usual.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -29,4 +28,4 @@ class Garbage(Callback):
             gc.freeze()
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        gc.unfreeze()  # a process may train again: this model must be freed
+        gc.unfreeze()  # a later training in this process must be able to free this model

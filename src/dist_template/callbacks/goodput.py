@@ -1,15 +1,16 @@
-"""Goodput: where a run's time went, across restarts, in `goodput.jsonl`.
+"""Goodput: how a run's time was spent, across restarts, in `goodput.jsonl`.
 
     start        from the first process to the first batch
     productive   batches: forward, backward, optimizer, logging
     data_wait    between two batches
-    validation   and what is done at its end
-    checkpoint   from the first collecting to the next batch; of an asynchronous one, what that batch waits for
-    restart      from the last sign of life of one attempt to the first batch of the next: a queue's time too
-    lost         batches that a later attempt did again, because no checkpoint held them
+    validation   with what follows it at its end
+    checkpoint   from the start of a save to the next batch; of an asynchronous save, what that batch waits for
+    restart      from the last line of one attempt to the first batch of the next, with the time in a queue
+    lost         batches that a later attempt repeated, because no checkpoint held them
 
-They add up to the wall time. A line holds an attempt's seconds so far; the last one counts. Rank 0 writes one a second
-at most, rarer the longer the attempt lasts (a thousandth of its age): a kill loses little and the file stays small.
+The kinds add up to the wall time. A line holds an attempt's seconds so far; the last line counts. Rank 0 writes at most
+one line a second, and fewer as the attempt gets older (every thousandth of its age): a kill loses little of it, and the
+file stays small.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from ..observe.history.goodput import FILE, KINDS
 
 LINE_S = 1.0
 
-_have_trained: set[int] = set()  # processes; a second training in one begins when it is made
+_have_trained: set[int] = set()  # process ids; a second training in a process starts with its callback
 
 
 class Goodput(Checkpoint):
-    """Keep time on rank 0, after all other callbacks: it is a `Checkpoint` because Lightning calls those last.
+    """Measures time on rank 0, after all other callbacks: a `Checkpoint`, because Lightning calls those last.
 
     Args:
-        folder: Where `goodput.jsonl` goes.
+        folder: The folder of `goodput.jsonl`.
     """
 
     def __init__(self, folder: str = "{run}") -> None:
@@ -44,10 +45,10 @@ class Goodput(Checkpoint):
         _have_trained.add(os.getpid())
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._kind, self._since = "start", self._began
-        self._between = "start"  # what goes on when nothing else does
+        self._between = "start"  # the kind of the time between all others
         self._written = 0.0
         self._first_step = 0
-        self._newest: dict[str, float] = {}  # perf/validation_s and perf/checkpoint_s that no log step has had yet
+        self._newest: dict[str, float] = {}  # perf/validation_s and perf/checkpoint_s that are not logged yet
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -67,7 +68,7 @@ class Goodput(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         self._turn_to("checkpoint")
-        self._write(trainer)  # what comes before it is not lost
+        self._write(trainer)  # the steps before it are not lost
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._turn_to("validation")
@@ -104,5 +105,5 @@ class Goodput(Checkpoint):
             file.write(json.dumps(line) + "\n")
 
     def _is_training(self, trainer: Any) -> bool:
-        """Also in the validation after it; `validate` alone keeps no ledger."""
+        """Returns True also in the validation after training; the verb `validate` writes no file."""
         return trainer.state.fn == "fit" or self._between == "data_wait"

@@ -1,4 +1,4 @@
-"""What the machine says of itself: memory of every rank, and an NVIDIA GPU's load, power, heat and clocks."""
+"""Hardware metrics: memory of every rank, and an NVIDIA GPU's utilization, power, temperature and clocks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning.pytorch import Callback
 from ..cluster.environment import memory_limit
 
 GIB = 2**30
-HOST_EVERY_S = 1.0  # /proc is asked so often at most: 0.1 ms, where a log step of a small model has some milliseconds
-# Clocks lowered by the hardware, by heat, or by the board's power supply (nvml.h, nvmlClocksEventReason*). The power
-# cap in software is not among them: under large matrix products a healthy GPU runs at it all the time.
-HELD_DOWN = 0x8 | 0x20 | 0x40 | 0x80
-# metric -> how it is made of all ranks' values
+HOST_EVERY_S = 1.0  # /proc is read at most so often: it takes 0.1 ms, and a log step of a small model a few ms
+# Clocks throttled by the hardware, by heat or by the power supply (nvml.h, nvmlClocksEventReason*). The software power
+# cap is excluded: under large matrix products a healthy GPU always runs at it.
+THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+# metric -> its reduction over the ranks
 MEMORY: dict[str, Callable[[list[float]], float]] = dict.fromkeys(
     ("memory/allocated_gib", "memory/reserved_gib", "memory/peak_share"), max
 )
@@ -35,18 +35,17 @@ GPU: dict[str, Callable[[list[float]], float]] = {
 
 
 class Hardware(Callback):
-    """memory/* and gpu/* over all ranks, at log steps.
+    """Logs memory/* and gpu/* over all ranks, at log steps.
 
-    Of a GPU, memory is what torch's allocator had at its highest since the last log step; libraries beside it (NCCL,
-    the CUDA context) are not counted. Of a CPU it is what the process has resident, and the larger of two shares: of
-    the memory of the host (or control group) that its ranks share, and of the process's own address-space limit; asked
-    for once a second at most.
+    On a GPU, memory is the peak of torch's allocator since the last log step, without other libraries (NCCL, the CUDA
+    context). On a CPU it is the process's resident memory, and the larger of two shares: of the memory of the host (or
+    control group) that its ranks share, and of the process's address-space limit; read at most once a second.
 
-    NVIDIA's library is asked in a thread of its own: an answer takes up to some ten milliseconds, and none comes from a
-    GPU that has fallen off the bus.
+    NVIDIA's management library (NVML) is called in a background thread: a call takes up to tens of milliseconds, and
+    never returns for a GPU that has fallen off the bus.
 
     Args:
-        gpu_every_s: Seconds between two questions to each GPU. 0 asks nothing: no gpu/* then.
+        gpu_every_s: Seconds between two queries of each GPU. 0 turns gpu/* off.
     """
 
     def __init__(self, gpu_every_s: float = 5.0) -> None:
@@ -62,7 +61,7 @@ class Hardware(Callback):
         device = module.device
         memory = of_gpu(device) if device.type == "cuda" else self._host.now()
         values = dict(zip(MEMORY, memory, strict=True))
-        if device.type == "cuda":  # all ranks put the same names, or they would not fit together
+        if device.type == "cuda":  # every rank must send the same names
             values |= dict.fromkeys(GPU, math.nan) | (self._gpu.newest if self._gpu else {})
         for name, value in values.items():
             module.metrics.put_of_rank(name, value)
@@ -79,7 +78,7 @@ class Hardware(Callback):
 
 
 def of_gpu(device: torch.device) -> tuple[float, float, float]:
-    """GiB allocated, GiB reserved, share of the device, each at its highest since the last call. No sync."""
+    """Returns GiB allocated, GiB reserved and the device's share, peaks since the last call. No device sync."""
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     reserved = stats["reserved_bytes.all.peak"]
@@ -88,25 +87,25 @@ def of_gpu(device: torch.device) -> tuple[float, float, float]:
 
 
 class Host:
-    """The same of this process, one of so many of this training on the host. Its limits are asked for once."""
+    """The same for a CPU process, one of `num_ranks` on the host. The limits are read once."""
 
-    def __init__(self, num_neighbours: int) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self._process = psutil.Process()
-        self._limit = memory_limit() / num_neighbours
-        asked = self._process.rlimit(psutil.RLIMIT_AS)[0] if hasattr(psutil, "RLIMIT_AS") else -1  # Linux
-        self._addresses = asked if asked > 0 else math.inf
-        self._asked = -math.inf
+        self._limit = memory_limit() / num_ranks
+        addresses = self._process.rlimit(psutil.RLIMIT_AS)[0] if hasattr(psutil, "RLIMIT_AS") else -1  # Linux
+        self._addresses = addresses if addresses > 0 else math.inf
+        self._read = -math.inf
 
     def now(self) -> tuple[float, float, float]:
-        if time.monotonic() - self._asked >= HOST_EVERY_S:
-            self._asked, used = time.monotonic(), self._process.memory_info()
+        if time.monotonic() - self._read >= HOST_EVERY_S:
+            self._read, used = time.monotonic(), self._process.memory_info()
             share = max(used.rss / self._limit, used.vms / self._addresses)
             self._newest = used.rss / GIB, used.rss / GIB, share
         return self._newest
 
 
 class Sampler:
-    """Asks NVIDIA's management library about one GPU, again and again; what it does not tell is not in `newest`."""
+    """Queries NVML for one GPU periodically; figures that it does not support are missing from `newest`."""
 
     def __init__(self, device: torch.device, every_s: float) -> None:
         self.newest: dict[str, float] = {}
@@ -124,23 +123,23 @@ class Sampler:
 
         try:
             pynvml.nvmlInit()
-            # By UUID: numbers differ, since CUDA counts only the visible GPUs, and may order them by speed.
+            # By UUID: indices differ, since CUDA counts only the visible GPUs and may order them by speed.
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{self._uuid.removeprefix('GPU-')}")
         except pynvml.NVMLError as error:
-            warnings.warn(f"no gpu/* metrics: NVIDIA's management library says: {error}", stacklevel=2)
+            warnings.warn(f"no gpu/* metrics: NVML reports: {error}", stacklevel=2)
             return
         figures: dict[str, Callable[[], float]] = {
             "gpu/utilization": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
             "gpu/power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "gpu/temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-            "gpu/throttled": lambda: bool(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & HELD_DOWN),
+            "gpu/throttled": lambda: bool(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & THROTTLED),
         }
         while True:
-            for name, ask in list(figures.items()):
+            for name, query in list(figures.items()):
                 try:
-                    self.newest = self.newest | {name: float(ask())}
+                    self.newest = self.newest | {name: float(query())}
                 except pynvml.NVMLError as error:
-                    warnings.warn(f"no {name}: NVIDIA's management library says: {error}", stacklevel=2)
+                    warnings.warn(f"no {name}: NVML reports: {error}", stacklevel=2)
                     del figures[name]
                     self.newest = {n: value for n, value in self.newest.items() if n != name}
             if self._stopped.wait(self._every_s):

@@ -1,6 +1,6 @@
-"""What callbacks/numerics.py saw of a step, on its way from the device; and what is written down of it.
+"""Records anomalous steps for callbacks/numerics.py.
 
-`incidents.jsonl` has a line for each bad step, `jumps.json` the samples that no later attempt of the run reads.
+`incidents.jsonl` has a line for each anomalous step, `jumps.json` the samples that later attempts of the run skip.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ JUMPS = "jumps.json"
 
 @dataclass
 class Seen:
-    """The numbers that one optimizer step was judged by."""
+    """The figures that decide whether an optimizer step is anomalous."""
 
-    values: Tensor  # (ranks + 3,) on the host: every rank's loss, norm (-1: not computed), limit, whether it is bad
+    values: Tensor  # (ranks + 3,) on the host: every rank's loss, norm (-1: not computed), limit, is anomalous
     arrived: Any = None  # a CUDA event
     step: int = 0
-    rows: Any = ()  # of this rank, a list for each micro-batch
-    consumed: int = 0  # samples, with this step's
+    rows: Any = ()  # of this rank, one list for each micro-batch
+    consumed: int = 0  # samples, including this step's
     batches: Any = ()  # of this rank, one for each micro-batch
 
     @classmethod
     def copy(cls, values: Tensor) -> Seen:
-        """Begin to copy to the host, without waiting for the device."""
+        """Starts a copy to the host, without waiting for the device."""
         if values.device.type != "cuda":
             return cls(values.cpu())
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -47,7 +47,7 @@ class Seen:
         return cls(host, event)
 
     def arrive(self) -> None:
-        """Wait for the copy, which began a step ago. NumPy reads it: it cannot reach a device by mistake."""
+        """Waits for the copy, which started a step ago. NumPy reads it, so that no device sync can happen."""
         if self.arrived is not None:
             self.arrived.synchronize()
         *self.losses, self.norm, self.limit, bad = self.values.numpy().tolist()
@@ -57,7 +57,7 @@ class Seen:
 
     @property
     def suspects(self) -> list[int]:
-        """Ranks whose own loss shows it; none where only the gradient, which is all ranks' together, does."""
+        """The ranks whose own loss is anomalous; none if only the gradient is, which all ranks share."""
         high = max(self.losses) if self.is_spike else math.inf
         return [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss) or loss == high]
 
@@ -65,11 +65,11 @@ class Seen:
         what = f"loss {self.loss:.4g} above {self.limit:.4g}" if self.is_spike else f"loss {self.loss:.4g}"
         norm = "" if self.norm < 0 else f", gradient norm {self.norm:.4g}"
         ranks = f", from rank {', '.join(map(str, self.suspects))}" if self.suspects else ""
-        return f"step {self.step} was left out: {what}{norm}{ranks}"
+        return f"step {self.step} was skipped: {what}{norm}{ranks}"
 
 
 def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> dict[str, Any]:
-    """Rank 0 appends a line to `incidents.jsonl`, and all ranks get its content; collective, for all row numbers."""
+    """Appends a line to `incidents.jsonl` on rank 0, and returns it on all ranks. Collective, for all row numbers."""
     own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": seen.rows}
     ranks = weights.from_all_ranks(own)
     incident = {
@@ -92,7 +92,7 @@ def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> dict[s
 
 
 def add_first_bad(folder: Path, incident: dict[str, Any], first_bad: dict[str, Any] | None) -> None:
-    """Rank 0 adds to the last line of `incidents.jsonl`, which is `incident`, what the search after it has found."""
+    """Adds the result of the search for the first non-finite output to the last line of `incidents.jsonl`."""
     if first_bad and weights.is_rank_zero():
         lines = (folder / INCIDENTS).read_text(encoding="utf-8").splitlines()
         lines[-1] = json.dumps(incident | {"first_bad": first_bad})
@@ -100,24 +100,24 @@ def add_first_bad(folder: Path, incident: dict[str, Any], first_bad: dict[str, A
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file, all of it or nothing."""
+    """Replaces a file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def read_jumps(folder: Path) -> list[dict[str, int]]:
-    """One for each roll back: start and end in the stream of samples, the bad step, the step its attempt began at."""
+    """Returns one per rollback: start and end in the sample stream, the step, the step its attempt started at."""
     path = folder / JUMPS
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def add_jump(folder: Path, seen: Seen, num_steps: int, from_step: int, data: Any) -> None:
-    """Let no later attempt read the samples of `seen` and of the `num_steps` - 1 steps after it. Collective."""
+    """Makes later attempts skip the samples of `seen` and of the `num_steps` - 1 steps after it. Collective."""
     first, size = seen.consumed - data.global_batch_size, num_steps * data.global_batch_size
     start, last = stream_position(first, data.jumps), stream_position(first + size - 1, data.jumps)
     jump = {"start": start, "end": last + 1, "step": seen.step, "from_step": from_step}
     if weights.is_rank_zero():
         _replace(folder / JUMPS, json.dumps([*read_jumps(folder), jump]))
     if dist.is_initialized():
-        dist.barrier()  # written before any rank ends, and with it perhaps the job
+        dist.barrier()  # the file is written before any rank exits, and with it perhaps the job

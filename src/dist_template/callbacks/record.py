@@ -1,30 +1,42 @@
-"""Writes down what is being run, before the first step."""
+"""Writes a run's configuration, environment and facts into its folder and to its loggers, before the first step.
+
+`facts.json` holds what stays constant in a training: model, data, machine. Diagnosis and report calculate with it.
+"""
 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import yaml
 from lightning.pytorch import Callback
 
-from ..observe.history.run import without_folder
-from ..observe.history.write import write_record
+from .. import weights
+from ..cluster.environment import memory_limit
+from ..model.balance import Balancer
+from ..model.flops import Size, peak, text_config
+from ..observe.history.run import FACTS, without_folder
+from ..observe.history.write import write_numbered, write_record
 from ..observe.loggers.run_log import Resumable
+from ..text.look import look
+
+GIB = 2**30
 
 
 class Record(Callback):
-    """The resolved configuration and the environment, in the run's folder and as every logger's hyperparameters.
+    """Writes the resolved configuration, the environment and the facts, also as every logger's hyperparameters.
 
     The environment has the git commit and the launch command.
 
     Args:
         folder: The run's folder.
-        config: The configuration, every key resolved, of plain types.
-        defaults: Gives the YAML of the same keys as nobody has set them.
+        config: The resolved configuration, of plain types.
+        defaults: Returns the YAML of the same keys with their defaults.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], defaults: Callable[[], str]) -> None:
@@ -33,17 +45,101 @@ class Record(Callback):
         self.defaults = defaults
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        write_facts(self.folder, trainer, pl_module)
         if not trainer.is_global_zero:
             return
-        config = without_folder(str(self.folder), self.config)  # run again under another name, it is another run
+        config = without_folder(str(self.folder), self.config)  # to run it again under another name
         write_record(self.folder, yaml.safe_dump(config, sort_keys=False), self.defaults())
-        known = {name: self.folder / f"{name}.json" for name in ("environment", "facts")}
-        facts = {name: json.loads(path.read_text("utf-8")) for name, path in known.items() if path.exists()}
+        written = {name: self.folder / f"{name}.json" for name in ("environment", "facts")}
+        parts = {name: json.loads(path.read_text("utf-8")) for name, path in written.items() if path.exists()}
         for logger in trainer.loggers:
-            logger.log_hyperparams(self.config | facts)
+            logger.log_hyperparams(self.config | parts)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Where training goes on, tell the loggers that keep what was logged before."""
         for logger in trainer.loggers:
             if trainer.is_global_zero and trainer.global_step and isinstance(logger, Resumable):
-                logger.resume(self.folder, trainer.global_step)
+                logger.resume(self.folder, trainer.global_step)  # it keeps what was logged before
+
+
+def write_facts(folder: Path, trainer: Any, module: Any) -> None:
+    """Writes `facts.json` on rank 0, when the model is on its device; a resumed run keeps earlier ones, numbered.
+
+    Unknown values are null: a custom model or datamodule may lack what is read here. Collective.
+    """
+    hosts = weights.from_all_ranks(platform.node())
+    if not trainer.is_global_zero:
+        return
+    model = getattr(module, "model", module)
+    data, size = trainer.datamodule, Size.of(model)
+    flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
+    facts = {
+        "parameters": {name: getattr(size, name) for name in ("total", "trainable", "active", "embedding")},
+        "model": _model(model, size),
+        "balance": _balance(getattr(module, "balancer", None)),
+        "data": _data(data),
+        "machine": _machine(trainer, hosts),
+        "training": _training(trainer, module) | {"flops_per_token": flops},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_numbered(folder / FACTS, json.dumps(facts, indent=2))
+
+
+def _model(model: Any, size: Size) -> dict[str, Any]:
+    config = text_config(model)
+    return {
+        "class": type(model).__name__.removeprefix("FSDP"),  # torch's fully_shard changes the class
+        "model_type": getattr(config, "model_type", None),
+        "layers": size.layers,
+        "width": size.width,
+        "heads": getattr(config, "num_attention_heads", None),
+        "experts": size.experts,
+        "experts_per_token": size.experts_per_token,
+        "vocab_size": getattr(config, "vocab_size", None),
+        "attention": getattr(config, "_attn_implementation", None),
+    }
+
+
+def _balance(balancer: Balancer | None) -> dict[str, Any]:
+    return {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef} if balancer else {}
+
+
+def _data(data: Any) -> dict[str, Any]:
+    names = ("seq_len", "global_batch_size", "micro_batch_size", "accumulation", "unigram_bits_per_byte")
+    facts = {name: getattr(data, name, None) for name in names}
+    corpus = getattr(data, "corpus", None)
+    splits = {f"{split}_tokens": corpus and corpus.num_tokens(split) for split in ("train", "validation", "test")}
+    tokens = facts["global_batch_size"] and facts["seq_len"] and facts["global_batch_size"] * facts["seq_len"]
+    return facts | {"tokens_per_step": tokens} | splits | (look(data) if corpus else {})
+
+
+def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
+    device = trainer.strategy.root_device
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else device.type
+    memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else memory_limit()
+    tflops, source = peak(name, str(trainer.precision)) or (None, None)
+    return {
+        "world_size": trainer.world_size,
+        "data_parallel_size": getattr(trainer.datamodule, "world_size", None),
+        "hosts": hosts,
+        "device": name,
+        "memory_gib": memory / GIB,  # of one device; of a CPU, for all processes of the host
+        "supports_bf16": is_cuda and torch.cuda.is_bf16_supported(including_emulation=False),
+        "peak_tflops": tflops,  # of one device, in the precision in use
+        "peak_source": source,
+    }
+
+
+def _training(trainer: L.Trainer, module: Any) -> dict[str, Any]:
+    blocks, optim = getattr(module, "blocks", None), getattr(module, "optim", None)
+    trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    return {
+        "strategy": type(trainer.strategy).__name__,
+        "precision": str(trainer.precision),
+        "max_steps": int(steps) if (steps := trainer.estimated_stepping_batches) != float("inf") else None,
+        "clip": trainer.gradient_clip_val,
+        "learning_rate": getattr(optim, "learning_rate", None),
+        "compiled": getattr(blocks, "compile", None),
+        "checkpointing": getattr(blocks, "checkpointing", None),
+        "trainable_names_sample": trainable[:8],
+    }

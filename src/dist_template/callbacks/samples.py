@@ -1,4 +1,4 @@
-"""A look at what the model writes, after each validation."""
+"""Generates a text sample after each validation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .console import only_shows
 
 
 class Samples(Callback):
-    """Continue the first of `data.prompts` and append the text to `samples.txt` in the run's folder.
+    """Continues the first of `data.prompts` and appends the text to `samples.txt` in the run's folder.
 
-    Every rank generates, because a sharded model needs all of them; rank 0 writes.
+    Every rank generates, because a sharded model needs all ranks; rank 0 writes.
 
     Args:
-        folder: Where `samples.txt` goes. null turns samples off.
+        folder: The folder of `samples.txt`. null turns samples off.
     """
 
     def __init__(self, folder: str | None = "{run}") -> None:

@@ -1,5 +1,4 @@
-"""The last words of a run: where it began, where it ended, what is wrong with it, where everything is, what to type
-next; and its report."""
+"""Prints the end of a run: validation, findings, run folder, next commands; writes the report."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ from ..project import program_name
 from .checkpoint import LastCheckpoint
 from .console import figure, only_shows
 
-TOLD = 3  # findings
+MOST = 3  # findings that are printed
 
 
 class Summary(Callback):
-    """Keep the first validation's result through restarts, and print the run's end beside it.
+    """Keeps the first validation's result across restarts, and prints it beside the last.
 
     Args:
         folder: The run's folder.
-        reports: Whether to write report.html and report.md there at the end, however it comes.
+        reports: Whether to write report.html and report.md there at the end, also after a failure.
     """
 
     def __init__(self, folder: Path, reports: bool) -> None:
@@ -55,23 +54,23 @@ class Summary(Callback):
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Say how to go on, where there is something to go on from, and report; the error itself is told elsewhere."""
+        """Prints how to resume, if there is a checkpoint, and writes the report; the error is printed elsewhere."""
         if trainer.state.fn != "fit" or isinstance(exception, InputError):
             return
         if not isinstance(exception, Ended):
-            self._tell_how_to_go_on(trainer)
+            self._print_how_to_resume(trainer)
         self._report(trainer)
 
-    def _tell_how_to_go_on(self, trainer: Any) -> None:
+    def _print_how_to_resume(self, trainer: Any) -> None:
         if _has_checkpoint(trainer):
-            print(f"\nstopped after step {trainer.global_step}; everything is in {self.folder}", flush=True)
+            print(f"\nstopped after step {trainer.global_step}; run folder: {self.folder}", flush=True)
             if not _is_launched(trainer):
                 print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
 
     @rank_zero_only
     @only_shows
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Print it, on rank 0."""
+        """Prints the end of a finished run, on rank 0."""
         data, last = pl_module.data, pl_module.eval_metrics
         print(f"\nfinished after step {trainer.global_step}")
         for name, value in last.items():
@@ -82,19 +81,19 @@ class Summary(Callback):
             print(f"  {name:<22}{first}{figure(value)}{baseline}")
         samples = self.folder / "samples.txt"
         if samples.exists():
-            print("a sample of what it writes:")
+            print("generated sample:")
             newest = samples.read_text(encoding="utf-8").rsplit("--- step ", 1)[-1].split("\n", 1)[-1]
             print("\n".join("  | " + line for line in newest.rstrip().splitlines()))
         if seconds := goodput.read(self.folder):
             print(f"goodput           {goodput.describe(seconds)}")
-        print(f"everything is in  {self.folder}")
-        for finding in self._report(trainer)[:TOLD]:
-            print(f"found             {finding.line}")
+        print(f"run folder        {self.folder}")
+        for finding in self._report(trainer)[:MOST]:
+            print(f"finding           {finding.line}")
         for line in self._next_commands(trainer, data):
             print(line)
 
     def _next_commands(self, trainer: Any, data: Any) -> Iterator[str]:
-        """Those for which this run has what they need."""
+        """Yields the commands that this run has the files for."""
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 yield f"TensorBoard       tensorboard --logdir {Path(logger.log_dir).parent}"
@@ -111,7 +110,7 @@ class Summary(Callback):
             yield f"continue training {again} --ckpt_path last --trainer.{limit} {2 * max(1, now)}"
 
     def _report(self, trainer: Any) -> list[Finding]:
-        """Write it, and give back what is found in it. Where that fails, it says so in a line and hides no error."""
+        """Writes the report and returns its findings. A failure is printed in one line, and hides no other error."""
         if not self.reports or not (self.folder / "config.yaml").exists():
             return []
         try:
@@ -134,12 +133,12 @@ def _has_checkpoint(trainer: Any) -> bool:
 
 
 def _is_launched(trainer: Any) -> bool:
-    """Whether a launcher has started the processes: it has a command of its own."""
+    """Returns whether an external launcher started the processes, with a command of its own."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     return environment is not None and environment.creates_processes_externally
 
 
 def _command(verb: str, but: str = "--ckpt_path") -> str:
-    """This command line with another verb, without the checkpoint and without the flag `but`."""
+    """Returns this command line with another verb, without the checkpoint and without the flag `but`."""
     python = "python" if shutil.which("python") == sys.executable else sys.executable
     return shlex.join([python, "-m", program_name(), verb, *without(sys.argv[2:], "--ckpt_path", but)])

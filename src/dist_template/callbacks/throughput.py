@@ -1,4 +1,4 @@
-"""How fast training is, against what the device could do, and which rank holds the others up; without a device sync."""
+"""Measures throughput, model FLOPs utilization and the slowest rank, without a device sync."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from ..model.flops import Size, peak
 
-OWN = "rank/own_step_s"  # of each rank, on its way to all
+OWN = "rank/own_step_s"  # of each rank, sent to all
 
 
 class Throughput(Callback):
-    """perf/* of all ranks and per device, train/tokens, and rank/* where there are several.
+    """Logs perf/* of all ranks and per device, train/tokens, and rank/* with several ranks.
 
-    The time between two log steps is exact on any device: the log step before it ended in a transfer that waited
-    for the device. Validation and checkpoints are left out of it, and the wait for the batch that follows one.
+    The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
+    device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
 
-    rank/* compares each rank's own time for a step: waiting for its loader, then forward, before any gradient meets
-    those of others. On a GPU, forward is measured by events in its stream. Where a forward pass holds collectives
-    (FSDP, tensor and expert parallelism, ZeRO-3), ranks wait for each other in it and look alike: there the loader's
-    part tells of a slow host, and gpu/throttled of a slow GPU.
+    rank/* compares each rank's own time for a step: waiting for its loader, then forward, before gradients are reduced.
+    On a GPU, CUDA events measure forward. If forward contains collectives (FSDP, tensor and expert parallelism,
+    ZeRO-3), ranks wait for each other in it and look alike: then the loader's part shows a slow host, and gpu/throttled
+    a slow GPU.
     """
 
     def __init__(self) -> None:
         self._window_s = self._wait_s = self._own_wait_s = 0.0
         self._window_step = 0
-        self._last_end: float | None = None  # of the batch before; None: something that is no training came between
-        self._flops: float | None = None  # of a token
+        self._last_end: float | None = None  # of the batch before; None: not training came between
+        self._flops: float | None = None  # per token
         self._peak_tflops: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -50,7 +50,7 @@ class Throughput(Callback):
         if self._last_end is None:
             self._last_end = now
         self._wait_s += now - self._last_end
-        # After its own loader a rank waits for the others, to count tokens together: that is not its own time.
+        # After its own loader a rank waits for the others, to sum token counts: that is not its own time.
         fetched = getattr(trainer.datamodule, "fetched_s", now)  # ty: ignore[missing-attribute]
         self._own_wait_s += max(0.0, fetched - self._last_end)
         self._forward.start()
@@ -103,13 +103,13 @@ class Throughput(Callback):
 
 
 def peak_of(device: torch.device, precision: str) -> float | None:
-    """TFLOP/s, where the table has it."""
+    """Returns the peak in TFLOP/s, or None for an unknown device."""
     found = peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
     return found[0] if found else None
 
 
 class ForwardClock:
-    """Times forward passes where they are done: in a GPU's stream, else on the host."""
+    """Times forward passes: by events in a GPU's stream, else on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._in_stream = device.type == "cuda"
@@ -125,7 +125,7 @@ class ForwardClock:
             self._started = None
 
     def mean_s(self) -> float:
-        """Of a pass, over those that are through; a GPU's others count the next time. NaN: none is."""
+        """Returns the mean of the finished passes (NaN: none); a GPU's unfinished ones count the next time."""
         done = [one for one in self._passes if not self._in_stream or one[1].query()]
         self._passes = self._passes[len(done) :]
         seconds = [start.elapsed_time(end) / 1e3 if self._in_stream else end - start for start, end in done]

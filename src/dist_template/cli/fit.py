@@ -21,7 +21,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
-from ..callbacks.facts import Facts
 from ..callbacks.garbage import Garbage
 from ..callbacks.record import Record
 from ..callbacks.summary import Summary
@@ -205,8 +204,8 @@ class CLI(LightningCLI):
         self.summary = Summary(self.run, reports)
         self._dump_config()
         plain = redacted(json.loads(json.dumps(self.config_dump, default=str)))
-        facts, record = Facts(self.run), Record(self.run, plain, self._defaults)
-        trainer.callbacks += [facts, record, Garbage(), UnusedParameters(), self.summary]  # ty: ignore[missing-attribute]
+        record = Record(self.run, plain, self._defaults)
+        trainer.callbacks += [record, Garbage(), UnusedParameters(), self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         lighten(trainer)
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))

@@ -28,7 +28,7 @@ class History:
         folder: The run's folder.
         config: The configuration, every key resolved.
         defaults: The same keys as nobody has set them; {} where they were not written down.
-        facts: What callbacks/facts.py found out at the start: parameters, machine, data, training.
+        facts: What callbacks/record.py wrote at the start: parameters, machine, data, training.
         metrics: By name, over optimizer steps.
         environment: The newest attempt's environment.json.
         incidents: What the numerics guard saw, oldest first.
