@@ -21,4 +21,5 @@ for _entry in _SOURCE.iterdir():
 
 _PATHS = [str(ROOT / "src"), str(ROOT), str(PROJECT)]
 sys.path[:0] = [path for path in _PATHS if path not in sys.path]
-os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
+_INHERITED = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*_PATHS, *_INHERITED]))  # the same in each process
