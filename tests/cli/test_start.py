@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dist_template.cli import config_errors
-from dist_template.cli.fit import CLI
+from dist_template.cli.fit import CLI, parse
 from dist_template.errors import InputError
 from dist_template.project import Project
 from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
@@ -179,3 +180,15 @@ def test_a_key_in_the_environment_is_refused(variable: str, flag: str, monkeypat
     monkeypatch.setenv(variable, "3")
     with pytest.raises(InputError, match=f"{variable} is set, .* unset it, and give {flag}"):
         config_errors.check(["fit"])
+
+
+def test_a_configuration_of_a_project_that_contained_the_library_is_read(flags: list[str], tmp_path: Path) -> None:
+    """Its run's config.yaml names classes in modules that are the library's now."""
+    source = {"class_path": f"{PACKAGE}.text.sources.TextFiles", "init_args": {"paths": ["x"]}}
+    callbacks = [{"class_path": f"{PACKAGE}.callbacks.garbage.Garbage"}, {"class_path": "lightning.pytorch.Callback"}]
+    old = {"data": {"source": source}, "trainer": {"callbacks": callbacks}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    OURS.start()
+    cli = parse(["prepare", f"--config={tmp_path}/config.yaml"], OURS)
+    assert type(cli.datamodule.source).__name__ == "TextFiles" and cli.datamodule.source.paths == ["x"]
+    assert [type(callback).__name__ for callback in cli.config_init.trainer.callbacks] == ["Garbage", "Callback"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,30 @@ def read(path: str) -> dict[str, Any]:
     for name, value in content.items():
         check_section(str(name), value, f"{where}: {name}")
     return content
+
+
+def with_classes_of_the_library(content: Any, package: str) -> Any:
+    """Returns a configuration in which a class path names the library's class by its name alone, if it was `package`'s.
+
+    Projects that were generated before the library existed contained its modules, and their runs' config.yaml names them.
+    """
+    if isinstance(content, list):
+        return [with_classes_of_the_library(item, package) for item in content]
+    if not isinstance(content, dict):
+        return content
+    found = {key: with_classes_of_the_library(value, package) for key, value in content.items()}
+    if str(found.get("class_path")).startswith(f"{package}."):
+        module, _, name = found["class_path"].rpartition(".")
+        if not _exists(module):
+            found["class_path"] = name
+    return found
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
 
 
 def check_section(name: str, value: Any, where: str) -> None:

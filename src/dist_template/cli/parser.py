@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import InputError, is_first_on_node
-from ..project import program
+from ..project import program, program_name
 from ..text.sources import Source
 from . import config_file
 
@@ -134,14 +134,16 @@ class ConfigFile(ActionConfigFile):
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        content = moved = None
         if os.path.isfile(str(values)):  # else jsonargparse says what is wrong, or reads a mapping
-            config_file.read(str(values))
+            content = config_file.read(str(values))
+            moved = config_file.with_classes_of_the_library(content, program_name())
         for earlier in cfg.get(self.dest) or ():
             if _folder(earlier) == _folder(values) == "strategy":
                 raise InputError(f"--config {earlier} and --config {values} are both a strategy: give one of them")
         if _names_a_strategy(values):
             cfg["trainer.strategy"] = None
-        super().__call__(parser, cfg, values, option_string)
+        super().__call__(parser, cfg, values if moved == content else yaml.safe_dump(moved), option_string)
 
 
 def _folder(path: Any) -> str:
