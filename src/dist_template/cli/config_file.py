@@ -49,7 +49,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def with_classes_of_the_library(content: Any, package: str) -> Any:
-    """Returns a configuration in which a class path names the library's class by its name alone, if it was `package`'s.
+    """Returns a configuration in which a class path of `package` that is now the library's is the class's name alone.
 
     Projects that were generated before the library existed contained its modules, and their runs' config.yaml names them.
     """
