@@ -51,7 +51,7 @@ def read(path: str) -> dict[str, Any]:
 def with_classes_of_the_library(content: Any, package: str) -> Any:
     """Returns a configuration in which a class path of `package` that is now the library's is the class's name alone.
 
-    Projects that were generated before the library existed contained its modules, and their runs' config.yaml names them.
+    Older projects contained the library's modules, and the config.yaml of their runs names them.
     """
     if isinstance(content, list):
         return [with_classes_of_the_library(item, package) for item in content]
