@@ -12,7 +12,7 @@ PROJECT := {{cookiecutter.project_slug}}
 PACKAGE := {{cookiecutter.package_name}}
 DEMO := $(OUT)/my-trainer
 READY := .venv/.ready
-TEMPLATE := $(shell find cookiecutter.json hooks docs '$(PROJECT)' -type f -not -path '*/__pycache__/*')
+TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
 export PYTHON TORCH_INDEX TORCH_CUDA
 
 help:  ## print this
@@ -58,8 +58,11 @@ clean:  ## remove build/, the site and the tools' caches; .venv stays
 	rm -rf build site .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -type d -prune -exec rm -rf {} +
 
-$(READY): $(PROJECT)/constraints.txt
+# The versions of the generated project, and the library from this folder. A .venv that is a link has another checkout's.
+$(READY): $(PROJECT)/constraints.txt pyproject.toml
 	@$(MAKE) --no-print-directory -C '$(PROJECT)' setup VENV=../.venv
+	@test -L .venv || .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
 
 # The stamp is older than a changed template, or the project is gone: generate (again).
 $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,missing)

@@ -66,7 +66,7 @@ INHERITED = {  # class: how many of its base classes'
     "parallel.zero.ZeroStrategy": 3, "parallel.zero_step.ZeroPrecision": 3,
 }  # fmt: skip
 
-PROJECT_FILES, PROJECT_LINES = 49, 1_750  # without licences and lock; the aim is 40 and 1,200
+PROJECT_FILES, PROJECT_LINES = 41, 1_215  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 

@@ -22,7 +22,8 @@ from dist_template.rehearsal.record import RunRecord
 from dist_template.text.order import permutation
 from dist_template.tools.audit import audit, read_attempts
 from tests.parallel.test_parity import MODELS, PROCESSES, assert_close
-from tests.support.runs import CONFIGS, Workers
+from tests.support.runs import Workers
+from tests.support.strategies import flags_of
 
 BAD_STEP = 5
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
@@ -102,7 +103,7 @@ class Train:
     def __call__(self, strategy: str, name: str, prelude: Callable[[], None] | None, *extra: str) -> RunRecord:
         num = PROCESSES.get(strategy, 1)
         model = MODELS["deepseek_v3" if strategy == "fsdp2_ep" else "llama"]
-        flags = [f"--config={CONFIGS}/strategy/{strategy}.yaml"] if strategy in PROCESSES else []
+        flags = flags_of(strategy) if strategy in PROCESSES else []
         if strategy == "zero3":
             flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
         flags += [f"--trainer.devices={num}", f"--data.micro_batch_size={4 // num}", f"--model.architecture={model}"]

@@ -16,7 +16,8 @@ from dist_template.callbacks.samples import Samples
 from dist_template.callbacks.summary import Summary
 from dist_template.errors import InputError
 from dist_template.layout import refuse_scalars
-from tests.support.runs import CONFIGS, logged, newest, only_run, run
+from tests.support.runs import logged, newest, only_run, run
+from tests.support.strategies import flags_of
 
 
 class Network(nn.Module):
@@ -76,7 +77,7 @@ def test_an_error_in_what_only_shows_ends_no_training(
 def test_a_scalar_parameter_is_named_before_the_start(
     flags: list[str], capsys: pytest.CaptureFixture, strategy: str
 ) -> None:
-    assert run("fit", f"--config={CONFIGS}/strategy/{strategy}.yaml", *flags, "--trainer.devices=1") == 2
+    assert run("fit", *flags_of(strategy), *flags, "--trainer.devices=1") == 2
     sentence = "error: temperature of Network is a scalar parameter, which DeepSpeed cannot shard"
     assert sentence in capsys.readouterr().err
 

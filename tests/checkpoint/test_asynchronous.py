@@ -23,7 +23,8 @@ from dist_template.checkpoint.formats import FILE, read_full
 from dist_template.rehearsal.acts import KillAt
 from dist_template.rehearsal.compare import first_difference
 from dist_template.rehearsal.record import RunRecord
-from tests.support.runs import CONFIGS, Workers, only_run, run
+from tests.support.runs import Workers, only_run, run
+from tests.support.strategies import flags_of
 
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 STEPS, EVERY = 8, 4  # optimizer steps: of the run, between two checkpoints
@@ -129,7 +130,7 @@ class Trainings:
         return self._synchronous[strategy]
 
     def __call__(self, name: str, strategy: str, *extra: str, asynchronous: bool = True, **options: Any) -> RunRecord:
-        argv = ["fit", *self.flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--run.name={name}", *extra]
+        argv = ["fit", *self.flags, *flags_of(strategy), f"--run.name={name}", *extra]
         argv += [f"--last_checkpoint.asynchronous={asynchronous}", "--data.micro_batch_size=4", "--trainer.devices=2"]
         record = self.folder / f"{len(list(self.folder.iterdir()))}-{name}"
         with Workers(2) as workers:

@@ -26,7 +26,8 @@ from dist_template.rehearsal.record import RunRecord
 from dist_template.rehearsal.trace import trace_resumed
 from dist_template.text.order import ConsumedSamples
 from tests.support.faults_of_runs import random_state_not_saved
-from tests.support.runs import CONFIGS, Workers, logged, only_run, run
+from tests.support.runs import Workers, logged, only_run, run
+from tests.support.strategies import flags_of
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
@@ -89,7 +90,7 @@ class Trainings:
         prelude: Callable[[], None] | None = None,
     ) -> RunRecord:
         """One `fit` into the run's folder `name`."""
-        flags = [f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--trainer.devices={processes}"]
+        flags = [*flags_of(strategy), f"--trainer.devices={processes}"]
         if strategy == "zero3":  # or so small a model would stay whole on every rank
             flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
         flags += [f"--model.architecture={MODEL.replace('DROPOUT', '0.1' if varied else '0.0')}"]

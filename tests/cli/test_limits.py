@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
@@ -19,7 +18,8 @@ from dist_template.model.optim import OptimConfig
 from dist_template.parallel.blocks import BlockConfig
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
-from tests.support.runs import CONFIGS, run
+from tests.support.runs import run
+from tests.support.strategies import NAMES, settings_of
 
 EIGHT_GPUS = Machine("cuda", 8, precision="bf16-mixed")
 TWO_CPUS = Machine("cpu", 2)
@@ -138,7 +138,7 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
         "nvme_path '/nowhere' is no folder of this machine",
     ),
     "Lightning's FSDP": ({"strategy": FSDPStrategy()}, "'FSDPStrategy' is replaced by MeshStrategy: .*fsdp2.yaml"),
-    "Lightning's FSDP by name": ({"strategy": "fsdp_cpu_offload"}, "replaced by MeshStrategy: .*fsdp2_offload.yaml"),
+    "Lightning's FSDP by name": ({"strategy": "fsdp_cpu_offload"}, "replaced by MeshStrategy: .*fsdp2.yaml"),
     "Lightning's FSDP2": ({"strategy": ModelParallelStrategy()}, "replaced by MeshStrategy: .*fsdp2_tp.yaml"),
     "Lightning's DeepSpeed": ({"strategy": DeepSpeedStrategy()}, "replaced by ZeroStrategy: .*zero3.yaml"),
     "Lightning's DeepSpeed by name": ({"strategy": "deepspeed_stage_2"}, "replaced by ZeroStrategy: .*zero2.yaml"),
@@ -192,19 +192,18 @@ def test_the_impossible_is_told_in_one_sentence(case: str) -> None:
 
 
 def from_file(name: str) -> Any:
-    """The strategy of a file in configs/strategy/."""
-    strategy = yaml.safe_load((CONFIGS / "strategy" / f"{name}.yaml").read_text())["trainer"]["strategy"]
+    """A strategy by its name."""
+    strategy = settings_of(name)
     if isinstance(strategy, str):
         return strategy
     return {"MeshStrategy": MeshStrategy, "ZeroStrategy": ZeroStrategy}[strategy["class_path"]](**strategy["init_args"])
 
 
-SHIPPED = sorted(path.stem for path in (CONFIGS / "strategy").glob("*.yaml"))
 FOUR_KEY_HEADS_AT_MOST = {("tp", 8), ("tp", 64)}  # Llama's tp_size is all processes, and its keys have 4 heads here
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8, 64])
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_strategy_fits_every_machine_that_its_sizes_divide(name: str, world_size: int) -> None:
     machine = Machine("cuda", min(world_size, 8), max(1, world_size // 8), "bf16-mixed")
     too_small = world_size == 1 and name in ("hsdp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep")

@@ -20,7 +20,8 @@ from lightning.pytorch import Callback
 from dist_template.callbacks.watchdog import Watchdog
 from dist_template.errors import Exit
 from dist_template.rehearsal.record import RunRecord
-from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, run
+from tests.support.runs import SMALL_LLAMA, Workers, run
+from tests.support.strategies import flags_of
 
 LIMIT_S = 3.0
 BUSY_S = 20.0  # for a machine on which everything is slow; a collective's own limit would be 60 s more than LIMIT_S
@@ -88,7 +89,7 @@ def train(
     timeout_s: float = 60.0,
     **options: Any,
 ) -> RunRecord:
-    flags = [*flags, f"--trainer.devices={num}"] + [f"--config={CONFIGS}/strategy/{strategy}.yaml"] * (num > 1)
+    flags = [*flags, f"--trainer.devices={num}"] + (flags_of(strategy) if num > 1 else [])
     flags += [f"--model.architecture={SMALL_LLAMA}", "--data.global_batch_size=8", "--data.micro_batch_size=1"]
     flags += ["--trainer.limit_val_batches=0", "--trainer.num_sanity_val_steps=0"]
     limits = [f"--watchdog.timeout_s={LIMIT_S}", f"--watchdog.start_timeout_s={10 * LIMIT_S}"]

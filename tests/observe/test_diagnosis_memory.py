@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +17,8 @@ from dist_template.observe.diagnosis.finding import Change
 from dist_template.observe.diagnosis.memory import GIB, Cut, Training, cut_of, training_of
 from dist_template.observe.diagnosis.remedies import held, remedies
 from dist_template.observe.history.run import read_run
-from tests.support.runs import CONFIGS, Workers, only_run, run
+from tests.support.runs import Workers, only_run, run
+from tests.support.strategies import flags_of, settings_of
 
 WIDTH, LAYERS, MLP, VOCAB, HEADS = 256, 4, 512, 257, 4
 ARCHITECTURE = (
@@ -103,8 +103,7 @@ def test_weights_gradients_and_optimizer_state_are_as_counted(
     flags: list[str], tmp_path: Path, strategy: str, precision: str
 ) -> None:
     run("prepare", *flags)
-    file = CONFIGS / "strategy" / f"{strategy}.yaml"
-    flags = [*flags, f"--config={file}", "--trainer.devices=2", f"--model.architecture={ARCHITECTURE}"]
+    flags = [*flags, *flags_of(strategy), "--trainer.devices=2", f"--model.architecture={ARCHITECTURE}"]
     flags += ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", f"--trainer.precision={precision}"]
     with Workers(2) as workers:
         record = workers.run(["fit", *flags], tmp_path / "record", callbacks=[State(tmp_path)]).check()
@@ -180,7 +179,7 @@ def test_what_is_so_already_or_impossible_is_not_proposed() -> None:
     assert changes(replace(slim, cut=Cut())) == {}
     assert "trainer.precision" in changes(replace(LLAMA_7B, precision="32-true"))
     files = [c.to for cause in remedies(held(LLAMA_7B), 1, True) for c in cause.changes if c.key == "config"]
-    assert files == ["configs/strategy/fsdp2.yaml", "configs/strategy/zero2_offload.yaml"]
+    assert files == ["configs/strategy/fsdp2.yaml", "configs/strategy/zero2.yaml"]
     third = Cut("zero", 8, stage=3, offload_optimizer=True)
     assert "trainer.strategy.init_args.offload_parameters" in changes(replace(LLAMA_7B, cut=third, micro_batch_size=1))
     assert "trainer.strategy.init_args.stage" not in changes(replace(LLAMA_7B, cut=third))
@@ -214,7 +213,7 @@ def test_gradients_of_an_accumulation_are_counted_where_they_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "world_size", "cut"),
+    ("name", "world_size", "cut"),
     [
         ("ddp", 4, Cut(ranks=4)),
         ("fsdp2", 4, Cut("mesh", 4, 4)),
@@ -223,6 +222,5 @@ def test_gradients_of_an_accumulation_are_counted_where_they_wait() -> None:
         ("zero3_offload", 2, Cut("zero", 2, 1, 1, 3, 200_000_000, True, True)),
     ],
 )
-def test_shipped_strategies_are_understood(file: str, world_size: int, cut: Cut) -> None:
-    strategy = yaml.safe_load((CONFIGS / "strategy" / f"{file}.yaml").read_text())["trainer"]["strategy"]
-    assert cut_of(strategy, world_size) == cut
+def test_shipped_strategies_are_understood(name: str, world_size: int, cut: Cut) -> None:
+    assert cut_of(settings_of(name), world_size) == cut

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from dist_template.model.optim import build_optimizer
 from tests.support.collectives import ToGroups
-from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers
+from tests.support.runs import SMALL_LLAMA, Workers
+from tests.support.strategies import flags_of
 
 ACCUMULATION, CLIP = 2, 1.0
 FIRST, STEPS = 3, 2  # optimizer steps: the first that is counted, how many are; none is a log step
@@ -153,7 +154,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[
         workers.run(["prepare", *flags], folder / "prepare").check()
 
     def count(strategy: str, *more: str, ranks: int = 2) -> tuple[Counter[str], Counter[str]]:
-        argv = ["fit", *flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", f"--trainer.devices={ranks}", *more]
+        argv = ["fit", *flags, *flags_of(strategy), f"--trainer.devices={ranks}", *more]
         argv += [f"--data.global_batch_size={ranks * ACCUMULATION}"]
         record_folder = folder / f"{strategy}{len(more)}"
         with Workers(ranks) as workers:

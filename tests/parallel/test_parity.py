@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from dist_template.checkpoint.formats import read_full
 from dist_template.rehearsal.record import RunRecord
-from tests.support.runs import CONFIGS, Workers, newest
+from tests.support.runs import Workers, newest
+from tests.support.strategies import NAMES, flags_of
 
 MODELS = {
     "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
@@ -29,7 +30,7 @@ MODELS = {
     "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
     " num_key_value_heads: 2, tie_word_embeddings: true}",
 }
-PROCESSES = dict.fromkeys(sorted(path.stem for path in CONFIGS.glob("strategy/*.yaml")), 2)
+PROCESSES = dict.fromkeys(NAMES, 2)
 PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep"}
@@ -107,7 +108,7 @@ class Trainings:
     ) -> RunRecord:
         num = processes or PROCESSES.get(strategy, 1)
         data_parallel = num // (2 if "tp" in strategy else 1)
-        flags = [] if strategy == "one" else [f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+        flags = [] if strategy == "one" else flags_of(strategy)
         if strategy.startswith("zero3"):  # or so small a model would stay whole on every rank
             flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
         flags += [f"--model.architecture={MODELS[model]}", f"--trainer.devices={num}"]

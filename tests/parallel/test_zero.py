@@ -23,6 +23,7 @@ from dist_template.parallel.deepspeed_config import KNOWN_KEYS, Settings, read, 
 from dist_template.parallel.zero import ZeroStrategy, _materialize
 from dist_template.tools import deepspeed_config as tool
 from tests.support.runs import CONFIGS, OURS, logged, only_run, run
+from tests.support.strategies import flags_of
 
 ZERO = "--trainer.strategy=dist_template.parallel.zero.ZeroStrategy"
 EVERY_AUTO = {
@@ -264,6 +265,6 @@ def test_a_skeleton_gets_memory_and_keeps_its_ties() -> None:
 def test_nvme_refuses_checkpoints_beside_training_before_anything_starts(
     flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    strategy = [f"--config={CONFIGS}/strategy/zero3_nvme.yaml", f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
+    strategy = [*flags_of("zero3_nvme"), f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
     assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
     assert "last_checkpoint.asynchronous true cannot be had with state on NVMe" in capfd.readouterr().err

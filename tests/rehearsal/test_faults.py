@@ -23,6 +23,7 @@ from dist_template.rehearsal.trace import trace
 from dist_template.tools.rehearse import main, make_small, own_flags
 from tests.support import edits, faults, faults_of_ranks, faults_of_runs
 from tests.support.runs import CONFIGS, OURS
+from tests.support.strategies import flags_of
 
 LLAMA = (
     "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
@@ -126,7 +127,7 @@ class Rehearsals:
     def sound(self, strategy: str, model: str, processes: int | None) -> Runs:
         key = (strategy, model, processes)
         if key not in self._sound:
-            flags = [f"--config={CONFIGS}/quickstart.yaml", f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+            flags = [f"--config={CONFIGS}/quickstart.yaml", *flags_of(strategy)]
             flags += [f"--model.architecture={model}", "--data.prompts=[]", "--steps=6", f"--timeout={IDLE_S}"]
             flags += [f"--processes={processes}"] if processes else []
             own, rest = own_flags().parse_known_args(flags)

@@ -26,6 +26,7 @@ from dist_template.rehearsal.runs import RunFailed, Runs
 from dist_template.rehearsal.shrink import fewer, fold_strategy, shrink
 from dist_template.tools.rehearse import main
 from tests.support.runs import CONFIGS, OURS, Workers
+from tests.support.strategies import flags_of
 
 
 def rehearse(*flags: str) -> int:
@@ -51,7 +52,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2_tp_ep", "hsdp", "zero2_offload", "zero3"])  # what the others are made of
 def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/{strategy}.yaml"]
+    files = [f"--config={CONFIGS}/pretrain.yaml", *flags_of(strategy)]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
     printed = capsys.readouterr().out
     assert code == 0, printed
@@ -61,8 +62,9 @@ def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytes
 @pytest.mark.slow
 def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
     """Qwen3's query and key norms, which transformers 5.23 sums anew in each micro-batch (parallel/replicated.py)."""
-    files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/qwen3", "strategy/tp")]
-    assert rehearse(*files, "--devices=2", "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
+    files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")]
+    files += ["--model.architecture.model_type=qwen3", "--model.architecture.head_dim=32", "--devices=2"]
+    assert rehearse(*files, "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
 
 
 def test_sizes_that_do_not_fit_are_told_without_running(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -27,6 +27,7 @@ from dist_template.observe.history.goodput import describe, read
 from tests import PROJECT
 from tests.support.injury import STEP_S, Training, corrupt, kill
 from tests.support.line import PACKAGE
+from tests.support.strategies import flags_of
 
 PERIOD_S = 60.0  # one fault in each
 STEP = 0.1  # seconds that a step takes at least: a small model's steps stand for a large one's
@@ -44,7 +45,7 @@ def argv(folder: Path, steps: int, strategy: str) -> list[str]:
         )
     return [
         "fit",
-        f"--config={PROJECT}/configs/strategy/{strategy}.yaml",
+        *flags_of(strategy),
         f"--run.root={folder}/runs",
         "--run.report=false",
         "--data.source=TextFiles",

@@ -14,7 +14,8 @@ import torch
 from dist_template.checkpoint import commit, manifest
 from dist_template.checkpoint.formats import read_full
 from dist_template.rehearsal.record import RunRecord
-from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers
+from tests.support.runs import SMALL_LLAMA, Workers
+from tests.support.strategies import flags_of
 
 STEPS = 8
 EXIT_CODE = 99  # of a rank that `crash` ends
@@ -140,7 +141,7 @@ class Trainings:
     def run(self, strategy: str, run_id: str, *flags: str, **options: Any) -> RunRecord:
         """A command on two processes; one of the same `run_id` as before is a relaunch of that run."""
         number = len(list(self.folder.glob(f"{run_id}-*")))
-        chosen = [f"--config={CONFIGS}/strategy/{strategy}.yaml", *flags]
+        chosen = [*flags_of(strategy), *flags]
         if strategy == "zero3":  # or so small a model would stay whole on every rank
             chosen.append("--trainer.strategy.init_args.param_persistence_threshold=16")
         with Workers(2) as workers:

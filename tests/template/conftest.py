@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,12 @@ class BakedProject:
 
     @property
     def digests(self) -> dict[str, tuple[str, bool]]:
-        """Content hash and executable bit of every file."""
-        return {
-            name: (hashlib.sha256(path.read_bytes()).hexdigest(), bool(path.stat().st_mode & 0o100))
-            for name, path in self.files.items()
-        }
+        """Content hash, without the lines that name the template's folder, and executable bit of every file."""
+        found = {}
+        for name, path in self.files.items():
+            lines = [line for line in path.read_bytes().splitlines() if b"file://" not in line]
+            found[name] = (hashlib.sha256(b"\n".join(lines)).hexdigest(), bool(path.stat().st_mode & 0o100))
+        return found
 
     def read(self, name: str) -> str:
         return (self.path / name).read_text(encoding="utf-8")
@@ -60,3 +63,21 @@ def bake(tmp_path: Path) -> Bake:
 def default(tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
     """The project that the default answers give; tests only read it."""
     return bake_into(tmp_path_factory.mktemp("default"))
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A git repository with what would be committed here now, in one commit that is tagged v1."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True)
+    if names.returncode:
+        pytest.skip("this is not a git checkout")
+    folder = tmp_path_factory.mktemp("git") / "template"
+    for name in filter(None, names.stdout.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    who = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org"]
+    for command in (["init", "-q"], ["add", "--all"], [*who, "commit", "-q", "-m", "all"], ["tag", "v1"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return folder

@@ -11,17 +11,22 @@ import sys
 import textwrap
 import tomllib
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from dist_template.parallel.mesh import MeshStrategy
+from dist_template.parallel.zero import ZeroStrategy
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
+STRATEGY = {key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -116,7 +121,8 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     flags = [flag for code in blocks(page, "bash") for flag in re.findall(rf"--({key})", code)]
     named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", FENCE.sub("", text_of(page)))
     for found in {*flags, *named}:
-        assert found in keys or found.startswith("model.architecture."), f"{name_of(page)} names {found}"
+        of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
+        assert found in keys or of_strategy or found.startswith("model.architecture."), f"{name_of(page)} names {found}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -140,7 +146,7 @@ def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any,
         parser.parse_string(text)
 
 
-def test_the_diagnosis_page_names_every_finding_and_every_planted_fault(reference: ModuleType) -> None:
+def test_the_diagnosis_page_names_every_finding_and_every_planted_fault() -> None:
     """In its tables; of the rules what they yield, of the faults what the project's own test makes."""
     cells = re.findall(r"^\| `([\w.]+)` \|", text_of(DOCS / "diagnosis.md"), re.MULTILINE)
     rules = "".join(

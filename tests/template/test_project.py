@@ -12,12 +12,12 @@ import pytest
 
 from .conftest import BakedProject, bake_into
 
-OUTER_MAKE = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG"}
+OUTER = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG", "PYTHONPATH"}
 
 
 def make(project: BakedProject, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    # Not the variables of a `make test` that this test runs under.
-    settings = {key: value for key, value in os.environ.items() if key not in OUTER_MAKE}
+    # Without the variables of a `make test` that this test runs under, and without this checkout's src/.
+    settings = {key: value for key, value in os.environ.items() if key not in OUTER}
     return subprocess.run(
         ["make", *arguments],
         cwd=project.path,
@@ -62,7 +62,7 @@ def test_setup_stops_before_it_fetches_cuda_for_a_machine_without_a_gpu(
     tools.mkdir()
     (tools / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tools / "python3").chmod(0o755)
-    for name in ("bash", "sh", "grep", "uname", "touch", "make"):
+    for name in ("bash", "sh", "grep", "uname", "touch", "make", "test"):
         found = subprocess.run(["which", name], capture_output=True, text=True, check=True).stdout.strip()
         (tools / name).symlink_to(found)
     done = make(project, "setup", path=str(tools))

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .conftest import PACKAGE, ROOT, SOURCE, Bake, BakedProject
+from .conftest import PACKAGE, ROOT, SOURCE, BakedProject
 
 SKIPPED = {".git", ".venv", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache"}
+LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+KERNELS = {"flash", "liger"}  # extras for GPUs, which constraints.txt does not pin
 IMAGES = {".png", ".gif", ".svg"}
 
 
@@ -22,7 +24,7 @@ def texts(folder: Path) -> list[Path]:
 
 TEXTS = texts(ROOT)
 PYTHON = [path for path in TEXTS if path.suffix == ".py"]
-COPIED = [*texts(PACKAGE), *texts(SOURCE / "configs"), *texts(SOURCE / "launch")]
+COPIED = [path for name in (PACKAGE.name, "configs", "launch", "tests") for path in texts(SOURCE / name)]
 
 
 def ids(paths: list[Path]) -> list[str]:
@@ -62,7 +64,7 @@ def test_lightning_excludes_its_malicious_releases_wherever_it_is_required() -> 
                 if re.search(r"\b(pytorch-)?lightning\s*[=<>~!]=?\s*\d", line):
                     assert "!=2.6.2" in line and "!=2.6.3" in line, f"{path}: {line}"
                     found += 1
-    assert found == 3  # lightning and pytorch-lightning in constraints.txt, lightning in pyproject.toml
+    assert found == 3  # lightning and pytorch-lightning in constraints.txt, lightning in the library's pyproject.toml
 
 
 def test_every_requirement_is_pinned_once_and_without_an_address() -> None:
@@ -71,10 +73,12 @@ def test_every_requirement_is_pinned_once_and_without_an_address() -> None:
     names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in pins]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+(,!=[\d.]+)*", line) for line in pins)
     assert len(set(names)) == len(names)
+    extras = LIBRARY["optional-dependencies"]
+    required = [*LIBRARY["dependencies"], *(each for name in extras.keys() - KERNELS for each in extras[name])]
     project = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
-    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+    for requirement in [*required, *project["dependencies"], *project["optional-dependencies"]["dev"]]:
         name = re.match(r"[\w.-]+", requirement)
-        assert name and name.group().lower() in names, f"{requirement} has no pin"
+        assert name and name.group().lower() in {*names, "dist-template"}, f"{requirement} has no pin"
 
 
 def test_no_file_names_a_package_registry() -> None:
@@ -106,34 +110,22 @@ def assert_tree_is_current(root: Path, paths: set[str], must_list: set[str]) -> 
 
 def test_tree_in_the_projects_readme_is_current(default: BakedProject) -> None:
     inner = default.path / default.package
-    package = {path for path in inner.glob("*.py") if path.name != "__init__.py"}
-    package |= {path for path in inner.iterdir() if path.is_dir()}
-    for folder in ("text", "parallel", "checkpoint", "callbacks", "cluster", "history", "report", "tools", "rehearsal"):
-        package |= {path for path in (inner / folder).glob("*.py") if path.name != "__init__.py"}
-    top = {path for path in default.path.iterdir() if not path.name.startswith(".")}
-    top |= {path for path in (default.path / "configs").iterdir()}
-    must_list = {path.relative_to(default.path).as_posix() for path in package | top}
+    listed = {path for path in inner.glob("*.py") if path.name != "__init__.py"}
+    listed |= {path for path in default.path.iterdir() if not path.name.startswith(".")}
+    listed |= {path for path in (default.path / "configs").iterdir()}
+    must_list = {path.relative_to(default.path).as_posix() for path in listed}
     assert_tree_is_current(default.path, tree_in(default.read("README.md")), must_list)
 
 
-def test_every_page_that_the_project_names_is_in_it(default: BakedProject) -> None:
-    """What a comment or string calls docs/…, and what a page or the README links to."""
-    named = []
-    for name, path in default.files.items():
-        text = path.read_text(encoding="utf-8")
-        if not name.startswith("docs/"):
-            named += [(name, page) for page in re.findall(r"(?<![\w/])docs/[\w/.-]*\w", text)]
-        if name.endswith(".md"):
-            for target in re.findall(r"\]\((?!https:)([^)#\s]+)", re.sub("```.*?```", "", text, flags=re.DOTALL)):
-                assert (path.parent / target).exists(), f"{name} links to {target}"
-    assert {"README.md", "my_trainer/__main__.py"} <= {name for name, _ in named}
-    assert not [each for each in named if not (default.path / each[1]).exists()]
-
-
-def test_the_pages_have_the_projects_own_names(bake: Bake) -> None:
-    project = bake(project_name="Other Name")
-    text = "".join(project.read(name) for name in project.files if name.startswith("docs/"))
-    assert "python -m other_name" in text and not re.search("my[-_]trainer", text)
+def test_every_page_that_is_named_exists(default: BakedProject) -> None:
+    """What a comment or string of project and library calls docs/…, and what the project's README links to."""
+    texts = {name: path.read_text(encoding="utf-8") for name, path in default.files.items() if name != "README.md"}
+    texts |= {str(path): path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
+    named = [(name, page) for name in texts for page in re.findall(r"(?<![\w/])docs/[\w/.-]*\w", texts[name])]
+    assert len(named) > 3 and not [each for each in named if not (ROOT / each[1]).exists()]
+    links = re.findall(r"\]\(([^)#\s]+)", default.read("README.md"))
+    assert len(links) > 10 and all(link.startswith(f"{ROOT.as_uri()}/docs/") for link in links)
+    assert not [link for link in links if not Path(link.removeprefix("file://")).exists()]
 
 
 def test_tree_in_the_templates_readme_is_current() -> None:

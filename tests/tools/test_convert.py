@@ -12,7 +12,8 @@ from dist_template.checkpoint import commit
 from dist_template.checkpoint.formats import format_of, read_full
 from dist_template.rehearsal.record import RunRecord
 from dist_template.tools import convert
-from tests.support.runs import CONFIGS, Workers, only_run, run
+from tests.support.runs import Workers, only_run, run
+from tests.support.strategies import flags_of
 
 # How it was written, into what it is converted, who goes on from that.
 CELLS = [
@@ -36,7 +37,7 @@ class Trainings:
         return self._whole[strategy]
 
     def __call__(self, name: str, strategy: str, *extra: str) -> RunRecord:
-        argv = ["fit", *self.flags, f"--config={CONFIGS}/strategy/{strategy}.yaml", "--trainer.devices=2"]
+        argv = ["fit", *self.flags, *flags_of(strategy), "--trainer.devices=2"]
         if strategy == "zero3":  # or so small a model would stay whole on every rank
             argv += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
         with Workers(2) as workers:

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.tools.traffic import STRATEGIES, Setting
 from tests.support.collectives import CountCollectives, read_sent, summed
-from tests.support.runs import CONFIGS, Workers, run
+from tests.support.runs import Workers, run
+from tests.support.strategies import NAMES, flags_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -44,9 +45,8 @@ def build(architecture: dict[str, Any], vocab_size: int) -> Any:
 
 
 def test_every_strategy_that_sends_differently_is_in_the_model_and_in_the_cases() -> None:
-    shipped = {path.stem for path in CONFIGS.glob("strategy/*.yaml")}
-    same = {name for name in shipped if name.endswith(("_offload", "_nvme"))}  # over the network as without
-    assert STRATEGIES.keys() == CASES.keys() == shipped - same
+    same = {name for name in NAMES if name.endswith(("_offload", "_nvme"))}  # over the network as without
+    assert STRATEGIES.keys() == CASES.keys() == set(NAMES) - same
 
 
 def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() -> None:
@@ -84,7 +84,7 @@ def test_a_training_sends_what_the_model_says(
     argv = [
         "fit",
         *flags,
-        f"--config={CONFIGS}/strategy/{strategy}.yaml",
+        *flags_of(strategy),
         *more,
         f"--model.architecture={architecture}",
     ]

@@ -39,12 +39,12 @@ def other_strategies(setup: Setup) -> Iterator[str]:
             f" --trainer.strategy.class_path {name}"
         )
     elif name.lower().startswith("deepspeed") or isinstance(strategy, DeepSpeedStrategy):
-        files = "zero1.yaml, zero2.yaml, zero2_offload.yaml, zero3.yaml or zero3_offload.yaml"
+        files = "zero2.yaml (with stage: 1 for ZeRO-1) or zero3.yaml"
         yield f"trainer.strategy {name!r} is replaced by ZeroStrategy: use configs/strategy/{files}"
     elif name.lower().startswith(("fsdp", "modelparallel")) or isinstance(
         strategy, FSDPStrategy | ModelParallelStrategy
     ):
-        files = "fsdp2.yaml, fsdp2_offload.yaml, hsdp.yaml, fsdp2_tp.yaml or tp.yaml"
+        files = "fsdp2.yaml, hsdp.yaml, fsdp2_tp.yaml or tp.yaml"
         yield f"trainer.strategy {name!r} is replaced by MeshStrategy: use configs/strategy/{files}"
     elif any(word in name for word in ("spawn", "fork", "notebook")):
         yield f"trainer.strategy {name!r} would lose the model's trainer on the way to its processes: set ddp"

@@ -229,8 +229,8 @@ def _offload(memory: Held) -> Iterator[Cause]:
     elif cut.kind == "whole":
         other = Cut("zero", cut.ranks, stage=2, bucket=200_000_000, offload_optimizer=True)
         sentence = f"ZeRO stage 2 with optimizer state in host memory: {slow}"
-        file = "configs/strategy/zero2_offload.yaml"
-        yield _cause(memory, sentence, "config", "ddp", file, memory.saves(cut=other))
+        cause = _cause(memory, sentence, "config", "ddp", "configs/strategy/zero2.yaml", memory.saves(cut=other))
+        yield replace(cause, changes=[*cause.changes, Change(f"{STRATEGY}.offload_optimizer", None, True)])
 
 
 def _shorter(memory: Held) -> Iterator[Cause]:

@@ -1,0 +1,192 @@
+"""The library is a package of its own: what is in it, what it needs, and where a generated project gets it from."""
+
+from __future__ import annotations
+
+import ast
+import glob
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+from .conftest import ROOT, BakedProject, bake_into
+from .test_project import make
+
+LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = LIBRARY["version"]
+
+
+def pip(*arguments: str, cwd: Path = ROOT) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    settings = os.environ | {"PWD": str(cwd)}  # as a shell does it
+    done = subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pin_of(project: Path) -> str:
+    lines = (project / "constraints.txt").read_text().splitlines()
+    return "\n".join(line for line in lines if line.startswith("dist-template"))
+
+
+def test_the_version_is_the_one_that_a_project_asks_for(default: BakedProject) -> None:
+    assert json.loads((ROOT / "cookiecutter.json").read_text())["_version"] == VERSION
+    project = tomllib.loads(default.read("pyproject.toml"))["project"]
+    assert project["dependencies"] == [f"dist-template[all]~={VERSION.rpartition('.')[0]}"]
+
+
+def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"  # where pip leaves its build/ folder
+    shutil.copytree(repository, source)
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    library = {path.relative_to(source / "src").as_posix() for path in (source / "src" / "dist_template").rglob("*.*")}
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == library
+    assert {"dist_template/py.typed", "dist_template/__init__.py"} <= library
+    assert {Path(name).suffix for name in library} == {".py", ".typed", ".css", ".js"}
+
+
+def test_what_is_imported_with_the_library_is_required_by_it() -> None:
+    """Imports at the top of a module; what an extra brings is imported where it is used."""
+    required = {re.match(r"[\w.-]+", each).group().lower() for each in LIBRARY["dependencies"]}  # ty: ignore
+    owners = importlib.metadata.packages_distributions()
+    found: dict[str, str] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                found[str(node.module).split(".")[0]] = str(path)
+            elif isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0]: str(path) for alias in node.names}
+    lacking = {
+        name: path
+        for name, path in found.items()
+        if name not in sys.stdlib_module_names and not required & {owner.lower() for owner in owners.get(name, [])}
+    }
+    assert "torch" in found and lacking == {}
+
+
+# ---- where a project gets it from ---------------------------------------------------------------------------------
+
+
+def bake_from(address: str, folder: Path, checkout: str | None = None, published: bool = False) -> BakedProject:
+    """Clones the template into `folder`, away from the clones of whoever runs the tests, and generates a project."""
+    settings = folder / "cookiecutter.yaml"
+    settings.write_text(f"cookiecutters_dir: {folder / 'clones'}\nreplay_dir: {folder / 'replay'}\n")
+    answers, out = {"_published": published}, str(folder / "out")
+    path = cookiecutter(
+        address, checkout=checkout, no_input=True, extra_context=answers, config_file=str(settings), output_dir=out
+    )
+    return BakedProject(Path(path), "my_trainer")
+
+
+def test_a_project_from_a_folder_uses_the_library_in_that_folder(default: BakedProject, tmp_path: Path) -> None:
+    assert pin_of(default.path) == f"dist-template @ {ROOT.as_uri()}/"
+    command = [sys.executable, "-m", "cookiecutter", ".", "--no-input", "--default-config", "-o", str(tmp_path)]
+    settings = os.environ | {"PWD": str(ROOT)}  # as a shell does it
+    subprocess.run(command, cwd=ROOT, env=settings, check=True, capture_output=True)
+    assert pin_of(tmp_path / "my-trainer") == pin_of(default.path)
+    assert f"-e '{ROOT.as_uri()}/'" in make(default, "--dry-run", "setup").stdout
+
+
+def test_a_project_from_git_pins_the_tag_or_the_commit(repository: Path, tmp_path: Path) -> None:
+    address = f"git+file://localhost{repository}"
+    by_tag = pin_of(bake_from(address, tmp_path, "v1").path)
+    assert by_tag == f"dist-template @ {address}@v1"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True).stdout.strip()
+    shutil.rmtree(tmp_path / "out")
+    project = bake_from(address, tmp_path)
+    assert pin_of(project.path) == f"dist-template @ {address}@{commit}"
+    lock = tmp_path / "lock.txt"
+    lock.write_text(by_tag)
+    plan = pip("install", "--dry-run", "--no-deps", "--no-build-isolation", "--ignore-installed", "-r", str(lock))
+    assert f"Would install dist-template-{VERSION}" in plan
+    assert "localhost" in project.read("README.md") and f"/blob/{commit}/docs/index.md)" in project.read("README.md")
+
+
+@pytest.mark.parametrize(
+    ("asked", "pinned", "pages"),
+    [
+        ("https://me:secret@example.org/my/repo.git", "https://example.org/my/repo.git", "https://example.org/my/repo"),
+        ("git@example.org:my/repo.git", "ssh://git@example.org/my/repo.git", "https://example.org/my/repo"),
+    ],
+)
+def test_an_address_becomes_one_that_pip_reads_and_holds_no_password(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, pinned: str, pages: str
+) -> None:
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")  # git goes to the local repository, and believes in the address
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.file://localhost{repository}.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", asked)
+    project = bake_from(asked, tmp_path, "v1")
+    assert pin_of(project.path) == f"dist-template @ git+{pinned}@v1"
+    assert f"[Documentation]({pages}/blob/v1/docs/index.md)" in project.read("README.md")
+
+
+def test_a_published_version_is_pinned_by_its_number(repository: Path, tmp_path: Path) -> None:
+    subprocess.run(["git", "tag", "--force", f"v{VERSION}"], cwd=repository, check=True, capture_output=True)
+    address = f"git+file://localhost{repository}"
+    project = bake_from(address, tmp_path, f"v{VERSION}", published=True)
+    assert pin_of(project.path) == f"dist-template=={VERSION}"
+    assert f"'dist-template=={VERSION}'" in make(project, "--dry-run", "setup").stdout
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_installed(tmp_path: Path) -> None:
+    project = bake_into(tmp_path)
+    lock = project.path / "constraints.txt"
+    lock.write_text(lock.read_text().replace(ROOT.as_uri(), "file:///nowhere"))
+    done = make(project, "setup")
+    assert done.returncode and "pins dist-template to file:///nowhere/, which this machine does not have" in done.stdout
+
+
+# ---- vendor and wheels --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["folder", "git"])
+def test_vendor_copies_the_librarys_source_and_pins_the_copy(repository: Path, tmp_path: Path, kind: str) -> None:
+    address = f"git+file://localhost{repository}" if kind == "git" else str(repository)
+    project = bake_from(address, tmp_path)
+    done = make(project, "vendor", f"RUN={sys.executable}")  # with RUN nothing is installed
+    assert done.returncode == 0, done.stdout
+    copy = project.path / "vendor" / "dist-template"
+    assert {path.name for path in copy.iterdir()} == {"pyproject.toml", "README.md", "LICENSE", "src"}
+    for path in (repository / "src").rglob("*.*"):
+        assert (copy / path.relative_to(repository)).read_bytes() == path.read_bytes()
+    assert pin_of(project.path) == "dist-template @ file://${PWD}/vendor/dist-template/"
+    assert "-e ./vendor/dist-template\n" in make(project, "--dry-run", "setup").stdout
+    lock = tmp_path / "lock.txt"
+    lock.write_text(pin_of(project.path))
+    plan = ["install", "--dry-run", "--no-deps", "--no-build-isolation", "--ignore-installed"]
+    assert f"Would install dist-template-{VERSION}" in pip(*plan, "-r", str(lock), cwd=project.path)
+    again = make(project, "vendor", f"RUN={sys.executable}")
+    assert again.returncode and "vendor/ has the library already" in again.stdout
+
+
+def test_wheels_are_all_that_setup_uses_where_they_are(default: BakedProject, repository: Path, tmp_path: Path) -> None:
+    project = bake_from(f"git+file://localhost{repository}", tmp_path)
+    assert "'dist-template @ git+" in make(project, "--dry-run", "setup").stdout
+    (project.path / "wheels").mkdir()
+    (project.path / "wheels" / "dist_template-1-py3-none-any.whl").touch()
+    plan = make(project, "--dry-run", "setup").stdout
+    installs = [line for line in plan.splitlines() if "pip install --quiet" in line and "--dry-run" not in line]
+    assert len(installs) == 3 and all("--no-index --find-links wheels" in line for line in installs)
+    assert "git+" not in plan and installs[-1].endswith(" dist-template")
+
+
+def test_dockerfile_copies_what_there_is(default: BakedProject) -> None:
+    text = default.read("Dockerfile")
+    sources = [word for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    sources = [word for word in sources if not word.startswith("--")]
+    assert {"constraints.txt", "Makefile", "my_trainer", "configs"} <= set(sources)
+    for source in sources:  # [x] at the end: may be missing, and COPY takes the others of its line
+        assert glob.glob(source, root_dir=default.path) or source in ("wheel[s]", "vendor/dist-templat[e]"), source
+    targets = re.findall(r"make (\w+)", text)
+    assert targets == ["setup"] and make(default, "--dry-run", *targets).returncode == 0
+    assert make(default, "-n", "setup", "TORCH_CUDA=1", "TORCH_INDEX=x").stdout.count("--index-url 'x'") >= 1
