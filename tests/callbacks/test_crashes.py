@@ -234,13 +234,13 @@ UNDER_A_LIMIT = """
 import resource, sys
 import psutil
 from tests.support.line import command
-from dist_template.callbacks.facts import Facts
-writes = Facts.on_fit_start
+from dist_template.callbacks.record import Record
+writes = Record.on_fit_start
 def limit(self, trainer, module):
     writes(self, trainer, module)
     most = psutil.Process().memory_info().vms + int(float(sys.argv[1]) * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-Facts.on_fit_start = limit
+Record.on_fit_start = limit
 sys.exit(command(sys.argv[2:]))
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.callbacks.inputs import Inputs
+from dist_template.callbacks.training_log import Inputs
 from dist_template.model.metrics import MetricBuffer
 from tests.callbacks.test_numerics import spoil
 from tests.support.runs import logged, only_run, run

@@ -19,10 +19,9 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback
 
 from dist_template.callbacks import preemption
-from dist_template.callbacks.preemption import Preemption
+from dist_template.callbacks.preemption import Preemption, Vote
 from dist_template.checkpoint import commit
 from dist_template.cli.parser import as_launched
-from dist_template.cluster.vote import Vote
 from dist_template.errors import InputError
 from dist_template.rehearsal.record import RunRecord
 from tests.support.injury import children
@@ -171,7 +170,7 @@ def test_every_signal_to_any_ranks_at_any_time_loses_no_step(runs: Runs) -> None
         asked = Signal(ranks, last + 1 if hook != "on_train_start" else 0, number, hook, chance.uniform(0, 1))
         record = runs.fit(f"trial{trial}", *flags, run_id="whole2", callbacks=[asked], prelude=agree_often)
         assert not record.ok, f"the run was too short: step {last} after {trial} of {len(trials)} signals"
-        assert min(record.rows(), default=last + 1) == last + 1, "none twice, none left out"
+        assert min(record.rows(), default=last + 1) == last + 1, "none twice, none skipped"
         last = stopped(record, number.name)
         assert last == max(record.rows(), default=last), (ranks, hook, record.answers)
     assert same_weights(runs.fit("end", *flags, run_id="whole2").check(), whole)

@@ -46,7 +46,7 @@ def test_a_network_without_generate_trains_and_predict_says_so(
     steps = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]
     assert run("fit", *flags, *steps) == 0
     out = capsys.readouterr().out
-    sentence = "Network has no generate: write LanguageModule.generate for it"
+    sentence = "Network has no generate: write LanguageModule.generate"
     assert out.count(sentence) == 1, "in two validations"
     assert set(logged(only_run(tmp_path), "eval/loss")) == {0, 2, 4}
     assert run("predict", *flags, f"--ckpt_path={newest(only_run(tmp_path))}") == 2

@@ -77,7 +77,7 @@ def test_on_a_full_disk_training_goes_on_or_stops_and_the_older_checkpoint_stand
     first, left = small_disk / manifest.name(1), sorted(path.name for path in small_disk.glob("*ckpt*"))
     if choice == "continue":
         record.check()
-        assert log.count("; training goes on\n") == 2, "after steps 2 and 3"
+        assert log.count("; training continues\n") == 2, "after steps 2 and 3"
         assert left == [manifest.name(4), manifest.name(5)]
     else:
         assert all(answer.startswith("Ended: step00000002.ckpt was not saved") for answer in record.answers.values())

@@ -100,7 +100,8 @@ def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(flag
     assert run("prepare", *flags) == 0
     (tmp_path / "sitecustomize.py").write_text(STUCK)
     env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
-    env |= {"PYTHON": sys.executable, "PYTHONPATH": f"{tmp_path}:{PROJECT}", "NPROC": "2", "MAX_RESTARTS": "0"}
+    env |= {"PYTHON": sys.executable, "PYTHONPATH": f"{tmp_path}:{env['PYTHONPATH']}"}
+    env |= {"NPROC": "2", "MAX_RESTARTS": "0"}
     argv = ["fit", *flags, "--trainer.strategy=ddp", "--watchdog.start_timeout_s=4"]
     command = ["bash", str(PROJECT / "launch" / "torchrun.sh"), *argv]
     pipe = subprocess.PIPE

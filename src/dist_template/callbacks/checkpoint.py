@@ -1,4 +1,4 @@
-"""When checkpoints are written, and which are kept: the last ones for resuming, the best ones for keeping."""
+"""Checkpoint callbacks: when checkpoints are written, and which are kept: the last for resuming, and the best."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .random_state import validation_may_follow
 
 
 class LastCheckpoint(Checkpoint):
-    """`step<N>.ckpt`, every so many optimizer steps and at the end; what a run goes on from.
+    """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
-    The newest are kept, and one in each `keep_every_hours`; an older one is deleted once a newer one is committed, so
+    The newest are kept, and one in each `keep_every_hours`. An older one is deleted after a newer one is committed, so
     the disk must hold one more than is kept.
 
     Args:
         every_n_steps: Optimizer steps between two checkpoints.
-        keep: How many of the newest to keep, 1 at least. With 2 a damaged one costs no more than its steps.
-        keep_every_hours: Length of the periods in each of which the first checkpoint is kept for good. 0: none is.
-        on_failed_save: What a full or failing disk does: continue, with a warning, and try again when the next one is
-            due; or stop, with exit code 1. At the last step it stops in any case.
-        asynchronous: Write while training goes on. Weights and moments are copied into host memory during the next
-            forward and backward pass; what is left of that the optimizer's step waits for, under DeepSpeed for all of
-            it. The copy takes the size of this rank's part of the checkpoint. A failure is told when the next one is
+        keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its steps.
+        keep_every_hours: Length of the periods of which the first checkpoint is kept permanently. 0: none is.
+        on_failed_save: Reaction to a full or failing disk: continue, with a warning, and try again when the next one is
+            due; or stop, with exit code 1. At the last step it always stops.
+        asynchronous: Write in the background. Weights and optimizer state are copied to host memory during the next
+            forward and backward pass, and the optimizer step waits for the rest of the copy (under DeepSpeed for all of
+            it). The copy has the size of this rank's part of the checkpoint. A failure is reported when the next one is
             due. Not with state on NVMe. false: training waits until all is written.
         dirpath: The folder, on a file system that all nodes share.
     """
@@ -58,13 +58,13 @@ class LastCheckpoint(Checkpoint):
         self.folder = Path(dirpath)
         self.saved_step = 0  # there is nothing to save before the first step
         self._saver: BackgroundSaver | None = None
-        self._underway: Path | None = None  # what it saves
+        self._pending: Path | None = None  # what it saves
 
     def save_now(self, trainer: L.Trainer) -> bool:
-        """Save at a step boundary, unless this step is saved already; collective. Whether it is, on return.
+        """Saves at a step boundary, unless this step is saved already. Returns whether it is saved. Collective.
 
         Raises:
-            Ended: it is not, and on_failed_save is "stop".
+            Ended: the save failed, and on_failed_save is "stop".
         """
         self._settle(trainer)
         if trainer.global_step != self.saved_step:
@@ -74,14 +74,14 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trainer.global_step
         if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
-            self.saved_step = step  # training goes on from it
+            self.saved_step = step  # training resumes from it
         if trainer.is_global_zero:
             commit.clear(self.folder)
         if self.asynchronous:
             self._saver = BackgroundSaver(trainer.strategy)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        # Gradients gathered so far in an accumulation window are in no checkpoint: a save there could not be resumed.
+        # A checkpoint has no accumulated gradients: a save inside an accumulation window could not be resumed.
         is_boundary = not trainer.fit_loop._should_accumulate()
         if not is_boundary or trainer.global_step % self.every_n_steps or _is_dry(trainer):
             return
@@ -89,9 +89,9 @@ class LastCheckpoint(Checkpoint):
             self.save_now(trainer)
         elif trainer.global_step != self.saved_step:
             self._settle(trainer)
-            self._underway = self.folder / manifest.name(trainer.global_step)
+            self._pending = self.folder / manifest.name(trainer.global_step)
             _flush_loggers(trainer)
-            self._saver.start(trainer, self._underway)
+            self._saver.start(trainer, self._pending)
             if _is_followed_by_others(trainer):
                 self._saver.copied()
 
@@ -102,7 +102,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._settle(trainer)
         if trainer.global_step != self.saved_step and not _is_dry(trainer):
-            self._save(trainer, stops=True)  # nothing comes after it that would try again
+            self._save(trainer, stops=True)  # there is no later save that would try again
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         if self._saver is not None:
@@ -119,20 +119,20 @@ class LastCheckpoint(Checkpoint):
         self._conclude(trainer, path, lambda: commit.save(trainer, path), stops)
 
     def _settle(self, trainer: L.Trainer) -> None:
-        """Wait for the save in the background, if there is one; on all ranks at the same step."""
-        if self._saver is not None and self._underway is not None:
-            path, self._underway = self._underway, None
+        """Waits for the save in the background, if there is one; on all ranks at the same step."""
+        if self._saver is not None and self._pending is not None:
+            path, self._pending = self._pending, None
             self._conclude(trainer, path, self._saver.wait, stops=self.on_failed_save == "stop")
 
     def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool) -> None:
-        """Have `path` saved, and delete what it outdates; or tell that it could not be."""
+        """Calls `save` for `path` and deletes older checkpoints, or reports why it failed."""
         try:
             save()
         except commit.SaveError as error:
             sentence = _failure(path, error)
             if stops:
                 raise Ended(Exit.FAILED, f"{sentence}; training stops") from error
-            rank_zero_warn(f"{sentence}; training goes on")
+            rank_zero_warn(f"{sentence}; training continues")
             return
         self.saved_step = manifest.step_of(path)
         _announce(trainer, path)
@@ -142,58 +142,58 @@ class LastCheckpoint(Checkpoint):
 
 
 def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:
-    """Which checkpoints beside `saved`, the one just committed, are not to be kept.
+    """Returns the checkpoints to delete after `saved` was committed.
 
-    Those of later steps are left from before training went back to an earlier one; a restart must not take them.
+    Those of later steps are from before training went back to an earlier step; a restart must not load them.
     """
     steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
     now = manifest.step_of(saved)
-    whole = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]  # newest first
-    kept = {saved, *whole[:keep]}
+    valid = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]  # newest first
+    kept = {saved, *valid[:keep]}
     if keep_every_hours:
         period = keep_every_hours * 3600
-        kept |= set({manifest.read(path)["time"] // period: path for path in whole}.values())
+        kept |= set({manifest.read(path)["time"] // period: path for path in valid}.values())
     return [path for path in steps if path not in kept]
 
 
 def _is_followed_by_others(trainer: Any) -> bool:
-    """Whether something other than the next batch may come now: validation may run on averaged weights, in place."""
+    """Returns whether a validation or an epoch's end may come next; a callback may average the weights for it."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validation_may_follow(trainer)
 
 
 def _is_dry(trainer: Any) -> bool:
-    """Whether it only tries a few batches and writes nothing (--trainer.fast_dev_run)."""
+    """Returns whether this is a trial of a few batches that writes nothing (--trainer.fast_dev_run)."""
     return bool(trainer.fast_dev_run)
 
 
 def _flush_loggers(trainer: L.Trainer) -> None:
-    """A run that is killed goes on after this step: nothing up to it may only be in memory."""
+    """Flushes the loggers: a killed run resumes after this step, and must have its metrics up to it on disk."""
     for logger in trainer.loggers:
         logger.save()
 
 
 def _announce(trainer: L.Trainer, path: Path) -> None:
-    """`path` has been committed: loggers may want it."""
+    """Tells loggers that upload checkpoints that `path` is committed."""
     for logger in trainer.loggers:
         if isinstance(logger, WandB):
             logger.on_checkpoint(path)
 
 
 def _failure(path: Path, error: commit.SaveError) -> str:
-    """What failed, and what there is instead, by rank 0's look at the disk; the same sentence on all ranks."""
+    """Returns what failed, the free space and the newest valid checkpoint: the same sentence on all ranks."""
     sentence = ""
     if weights.is_rank_zero():
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         mount = next(one for one in (folder, *folder.parents) if one.is_mount())
         free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free on the file system at {mount}"
         newest = commit.newest(path.parent)
-        stands = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
-        sentence = f"{path.name} was not saved, {error} ({free}); {stands}"
+        valid = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
+        sentence = f"{path.name} was not saved, {error} ({free}); {valid}"
     return weights.broadcast(sentence)
 
 
 class BestCheckpoint(Checkpoint):
-    """`best-step<N>.ckpt`, the checkpoints with the best validations.
+    """Keeps `best-step<N>.ckpt`, the checkpoints with the best validation results.
 
     Args:
         monitor: The validation metric that decides.
@@ -229,7 +229,7 @@ class BestCheckpoint(Checkpoint):
         try:
             commit.save(trainer, path, score=score)
         except commit.SaveError as error:
-            rank_zero_warn(f"{_failure(path, error)}; training goes on")
+            rank_zero_warn(f"{_failure(path, error)}; training continues")
             return
         _announce(trainer, path)
         if trainer.is_global_zero:
@@ -237,7 +237,7 @@ class BestCheckpoint(Checkpoint):
                 commit.remove(worse)
 
     def _is_among_the_best(self, score: float) -> bool:
-        """Of what is in the folder, so that it holds through restarts too; a score that is no number never is."""
+        """Compares with the checkpoints in the folder, so that it holds across restarts; NaN never is."""
         kept = manifest.ranked(self.folder, self.mode)[: self.keep]
         return score == score and (len(kept) < self.keep or self._rank(score) < self._rank(self._score(kept[-1])))
 

@@ -1,4 +1,4 @@
-"""Balances a mixture of experts at the end of each optimizer step, and measures how evenly it uses its experts."""
+"""Balances a mixture of experts after each optimizer step, and measures how evenly its experts are used."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
 from .training_log import logs
 
-LOADS = "moe/loads"  # tokens of each expert, on their way to all ranks
+LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 
 
 class Experts(Callback):
     """Logs the load of the experts, and has their routers balanced (balance.py) after each optimizer step.
 
-    moe/layer_<n>/*, moe/expert_load_max_over_mean of the most uneven layer and moe/unused_experts are figures of the
-    optimizer step that ends in a log step, over all its micro-batches and ranks. Each layer's choice is read from the
-    call of its experts, on the device, before expert parallelism sends tokens to other ranks. Knows the experts of
-    transformers 5 (stacked tensors, called with the indices of the chosen experts); others have no moe/*. They drop no
-    token, so there is no dropped share.
+    moe/layer_<n>/*, moe/expert_load_max_over_mean of the least even layer and moe/unused_experts are over all
+    micro-batches and ranks of the optimizer step that is logged. Each layer's routing is read from the call of its
+    experts, on the device, before expert parallelism sends tokens to other ranks. Supports the experts of transformers
+    5 (stacked tensors, called with the indices of the chosen experts), which drop no token; others have no moe/*.
 
     Balancing needs the loads of every optimizer step: one all-reduce, started before the last micro-batch's backward
-    pass and waited for after the optimizer's step. Where nothing balances, only log steps are counted, and the first
-    micro-batch, so that a compiled block is compiled for counting and for not counting in the first two steps.
+    pass and waited for after the optimizer step. Without balancing, only log steps are counted, and the first
+    micro-batch, so that a compiled block is compiled with and without counting in the first two steps.
     """
 
     def __init__(self) -> None:
@@ -103,6 +102,6 @@ class Experts(Callback):
 
 
 def _layer_name(module: str, i: int) -> str:
-    """layer_<n>, n as the model numbers its layers, else as they come."""
+    """Returns layer_<n>, with the number from the module's name, or else its position."""
     numbers = re.findall(r"\.(\d+)\.", f"{module}.")
     return f"layer_{int(numbers[0]) if numbers else i:02d}"

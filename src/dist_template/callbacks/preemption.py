@@ -1,38 +1,40 @@
-"""The job must go: all ranks stop at one step boundary, with everything saved, and exit with Exit.REQUEUE."""
+"""Preemption: all ranks stop at the same step boundary, save, and exit with Exit.REQUEUE."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import lightning as L
+import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.launch import RUN_ID
 from ..cluster.signals import asked, job_started
-from ..cluster.vote import Vote
 from ..errors import Ended, Exit, InputError
 from .checkpoint import LastCheckpoint
 
-TIME_IS_UP = 1  # among signals' numbers; SIGHUP, whose number it is, asks for nothing
-EVERY_S = 0.25  # the ranks ask each other about so often, and not at every step of a quick model
+TIME_IS_UP = 1  # shares a number with SIGHUP, which is not handled
+EVERY_S = 0.25  # about the time between two votes; a step may be much shorter
 
 
 class Preemption(Checkpoint):
-    """Stop on SIGTERM or SIGUSR1 to any process of the run, and before the job's time is up.
+    """Stops on SIGTERM or SIGUSR1 to any process of the run, and when the job's time is up.
 
-    A `Checkpoint` to Lightning, which calls those last: all others have seen the step that is saved.
+    It is a `Checkpoint`, because Lightning calls those last: all other callbacks have run for the step that is saved.
 
-    During a validation too: it is left, and a resume makes up for it. Lightning's own handlers, which
-    broadcast or save inside the handler and so deadlock unless every rank gets the signal in the same step, never run.
+    A validation is interrupted, and repeated by the resumed run. Lightning's own signal handlers never run: they
+    broadcast or save inside the handler, which deadlocks unless every rank gets the signal in the same step.
 
     Args:
-        max_time: Of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75, so leave time for
-            a step and a save before the scheduler's own limit. `--trainer.max_time` means the same. null: no limit.
+        max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75. Leave time
+            for a step and a save before the scheduler's own limit. Same as `--trainer.max_time`. null: no limit.
     """
 
     def __init__(self, max_time: str | timedelta | dict[str, int] | None = None) -> None:
@@ -40,10 +42,9 @@ class Preemption(Checkpoint):
         try:
             limit_s = Timer(max_time).time_remaining()
         except MisconfigurationException as error:
-            raise InputError(f"preemption.max_time {max_time!r} is no time; give DD:HH:MM:SS") from error
+            raise InputError(f"preemption.max_time {max_time!r} is not a time; give DD:HH:MM:SS") from error
         self._ends = float("inf") if limit_s is None else job_started() + limit_s
-        self._until_cast = 1  # boundaries
-        self._since_cast, self._last_cast = 0, 0.0
+        self._restart_votes()
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         vars(trainer._signal_connector)["register_signal_handlers"] = _nothing
@@ -54,7 +55,7 @@ class Preemption(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         asked.is_answered = True
-        self._begin()
+        self._restart_votes()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not trainer.fit_loop._should_accumulate():
@@ -65,47 +66,91 @@ class Preemption(Checkpoint):
             self._at_boundary(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._begin()
+        self._restart_votes()
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._begin()
+    on_validation_end = on_validation_start
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         asked.is_answered = False  # the last checkpoint is written
         self._vote.close()
 
-    def _begin(self) -> None:
-        """Anew, with boundaries of another length."""
-        self._until_cast, self._since_cast, self._last_cast = 1, 0, time.monotonic()
+    def _restart_votes(self) -> None:
+        """Votes at the next boundary: training and validation have boundaries of different length."""
+        self._until_vote, self._since_vote, self._last_vote = 1, 0, time.monotonic()  # boundaries, boundaries, seconds
 
     def _at_boundary(self, trainer: L.Trainer) -> None:
-        """Every rank comes here equally often."""
-        self._until_cast -= 1
-        self._since_cast += 1
-        if self._until_cast > 0:
+        """Votes about every EVERY_S seconds. Every rank calls it equally often."""
+        self._until_vote -= 1
+        self._since_vote += 1
+        if self._until_vote > 0:
             return
         now = time.monotonic()
-        pace = round(self._since_cast * EVERY_S / max(now - self._last_cast, 1e-6))  # boundaries in EVERY_S
-        why, self._until_cast = self._vote.cast([self._reason(), min(pace, 100)])
-        self._since_cast, self._last_cast = 0, now
-        if why:
-            self._end(trainer, why)
+        pace = round(self._since_vote * EVERY_S / max(now - self._last_vote, 1e-6))  # boundaries in EVERY_S
+        reason, self._until_vote = self._vote.cast([self._reason(), min(pace, 100)])
+        self._since_vote, self._last_vote = 0, now
+        if reason:
+            self._end(trainer, reason)
 
     def _reason(self) -> int:
         return asked.number or (TIME_IS_UP if time.time() >= self._ends else 0)
 
-    def _end(self, trainer: L.Trainer, why: int) -> None:
+    def _end(self, trainer: L.Trainer, reason: int) -> None:
         self._vote.close()
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
-        saved = any(saver.save_now(trainer) for saver in savers)  # trainer.enable_checkpointing false: there is none
-        cause = f"preemption.max_time {self.max_time} is up" if why == TIME_IS_UP else signal.Signals(why).name
+        saved = any(saver.save_now(trainer) for saver in savers)  # no saver with trainer.enable_checkpointing false
+        cause = f"preemption.max_time {self.max_time} is up" if reason == TIME_IS_UP else signal.Signals(reason).name
         raise Ended(
             Exit.REQUEUE,
-            f"{cause}: stopped {'and saved ' if saved else ''}after step {trainer.global_step}. The same command goes"
-            f" on from {'there' if saved else 'the newest checkpoint'}; where no scheduler gives it the run's name,"
-            f" with {RUN_ID}={os.environ.get(RUN_ID)}.",
+            f"{cause}: stopped {'and saved ' if saved else ''}after step {trainer.global_step}. The same command"
+            f" resumes from {'there' if saved else 'the newest checkpoint'}; without a scheduler that sets the run's"
+            f" name, set {RUN_ID}={os.environ.get(RUN_ID)}.",
         )
 
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+class Vote:
+    """The maximum over all ranks of a few integers, with one vote of delay, so that no rank waits.
+
+    A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at least a step's time
+    to complete; every rank reads the same result at the same vote. If training's process group is on GPUs, the votes
+    use a gloo group of their own, whose creation is collective. On CPUs they share training's group, because each gloo
+    group wakes up a hundred times a second.
+
+    Args:
+        size: How many integers, of 64 bits.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._is_alone = not dist.is_initialized()
+        shares = self._is_alone or dist.get_backend() == dist.Backend.GLOO
+        self._group = None if shares else dist.new_group(backend="gloo")
+        self._box = torch.zeros(size, dtype=torch.int64)
+        self._work: Any = None
+
+    def cast(self, numbers: Sequence[int]) -> list[int]:
+        """Gives this rank's numbers; every rank must vote equally often.
+
+        Returns:
+            The maxima of the vote before; zeros at the first.
+
+        Raises:
+            RuntimeError: a rank is lost.
+        """
+        self._wait()
+        agreed = self._box.numpy().tolist()  # through NumPy, which the test that counts device reads ignores
+        self._box = torch.tensor(numbers, dtype=torch.int64)
+        if not self._is_alone:
+            self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, self._group, async_op=True)
+        return agreed
+
+    def close(self) -> None:
+        """Waits for the last vote: a process that exits during a collective may be aborted."""
+        self._wait()
+        self._work = self._group = None
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()

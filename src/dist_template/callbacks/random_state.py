@@ -1,7 +1,7 @@
-"""Training's random state, kept through interruptions: a resumed run draws the dropout that it would have drawn.
+"""Random state in checkpoints: a resumed run has the dropout that an uninterrupted run would have.
 
-Lightning saves no random state. The ranks' states may differ, and a checkpoint keeps one rank's dictionary: so all
-states are gathered into it.
+Lightning saves no random state. Ranks' states may differ, and a checkpoint keeps one rank's dictionary, so all states
+are gathered into it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
 
 
 class RandomState(Callback):
-    """Save and restore the state of torch's, CUDA's, Python's and NumPy's generators on every rank.
+    """Saves and restores the state of torch's, CUDA's, Python's and NumPy's generators on every rank.
 
-    The stream is training's own: it goes on after a validation as if there had been none, and over an epoch's end. A
-    run that resumes on another number of ranks starts new streams, from the seed, the step and the data-parallel rank,
-    and says so.
+    Training has its own stream, which continues after a validation as if there had been none, and across epochs. A run
+    that resumes on another number of ranks starts new streams, from the seed, the step and the data-parallel rank, and
+    prints a warning.
     """
 
     def __init__(self) -> None:
-        self._state: Callable[[], dict[str, Any]] | None = None  # when training stopped drawing; None: as it is now
+        self._state: Callable[[], dict[str, Any]] | None = None  # from when training last drew; None: the current state
         self._restores = False  # before the next batch
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -40,7 +40,7 @@ class RandomState(Callback):
             self._state, self._restores = None, False
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        # An epoch's loader draws a seed for its workers, and a resumed run's has drawn it already.
+        # An epoch's loader draws a seed for its workers; after a resume it has done so before.
         self._restores = True
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -50,7 +50,7 @@ class RandomState(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if validation_may_follow(trainer):
-            self._keep()  # others draw next: taking it in each step would cost 25 µs
+            self._keep()  # validation draws next; keeping the state in each step would cost 25 µs
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._keep()
@@ -59,7 +59,7 @@ class RandomState(Callback):
         self._state = self._state or _get_state()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._restores = True  # its loaders have drawn from the same generator before it began
+        self._restores = True  # its loaders drew from the same generator before it started
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         state = self._state or _get_state()
@@ -73,16 +73,16 @@ class RandomState(Callback):
         else:
             rank_zero_warn(
                 f"The checkpoint holds the random state of {len(states)} ranks and there are {trainer.world_size} now:"
-                " dropout and other draws go on with new states. Samples are not affected."
+                " dropout and other draws use new states. Samples are not affected."
             )
             torch.manual_seed(self._new_seed(trainer, checkpoint["global_step"]))
             self._state, self._restores = _get_state(), True
 
     @staticmethod
     def _new_seed(trainer: L.Trainer, step: int) -> int:
-        """Of this rank; ranks that share a batch (tensor parallelism) share it too."""
-        dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
-        sequence = np.random.SeedSequence([torch.initial_seed(), step, dealt["rank"]])
+        """Returns this rank's seed; ranks that share a batch (tensor parallelism) share the seed."""
+        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
+        sequence = np.random.SeedSequence([torch.initial_seed(), step, sampler["rank"]])
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -93,13 +93,13 @@ def validation_may_follow(trainer: Any) -> bool:
 
 
 def _get_state() -> Callable[[], dict[str, Any]]:
-    """The state as it is now, taken in microseconds; the result turns it into what a checkpoint may hold."""
+    """Copies the current state in microseconds; the result converts it to the plain types of a checkpoint."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False))
 
 
 def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any) -> dict[str, Any]:
-    """In tensors and plain types."""
+    """Converts the states to tensors and plain types."""
     version, internal, gauss = python
     key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
     return {

@@ -1,53 +1,81 @@
-"""Empties the metric buffer at log steps: one collective, one transfer, one call per logger."""
+"""Writes training metrics at log steps: one collective, one device transfer, one call per logger."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from ..text.order import NOT_COUNTED
+
 
 def logs(trainer: Any, step: int) -> bool:
-    """Whether the metrics of the optimizer step `step` are written."""
+    """Returns whether optimizer step `step` is a log step."""
     return step % trainer.log_every_n_steps == 0 or step == trainer.estimated_stepping_batches
 
 
 class TrainingLog(Callback):
-    """Write the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
+    """Writes the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
-    Callbacks that have to do with metrics define hooks, which are called on every rank, and at log steps alone:
-    `before_log_step(trainer, module)` puts what was measured into `module.metrics`. In `on_log_step(trainer, module,
-    metrics)` those that come before this one may add to `metrics` what follows from all ranks' values in
-    `module.metrics.of_ranks`; those that come after it show them, or act upon them.
+    Callbacks with metrics define two hooks, which are called on every rank at log steps only. `before_log_step(trainer,
+    module)` puts measurements into `module.metrics`. `on_log_step(trainer, module, metrics)` of callbacks before this
+    one adds to `metrics` what follows from all ranks' values in `module.metrics.of_ranks`; of callbacks after this one
+    it shows the metrics or reacts to them.
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.fit_loop._should_accumulate() or not logs(trainer, trainer.global_step):
             return
         callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
-        _tell(callbacks, "before_log_step", trainer, pl_module)
+        _call(callbacks, "before_log_step", trainer, pl_module)
         metrics = pl_module.metrics.read(_sum_over_ranks, pl_module.device, trainer.global_rank, trainer.world_size)
         pl_module.derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         pl_module.metrics.latest = metrics
         place = callbacks.index(self)
-        _tell(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
+        _call(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-        _tell(callbacks[place:], "on_log_step", trainer, pl_module, metrics)
+        _call(callbacks[place:], "on_log_step", trainer, pl_module, metrics)
 
 
 def _sum_over_ranks(vector: Tensor) -> Tensor:
-    """Not by Lightning's `strategy.reduce`, which waits at a barrier first (2.6.6)."""
+    """Sums without Lightning's `strategy.reduce`, which waits at a barrier first (2.6.6)."""
     if dist.is_initialized():
         dist.all_reduce(vector)
     return vector
 
 
-def _tell(callbacks: list[Any], hook: str, *args: Any) -> None:
+def _call(callbacks: list[Any], hook: str, *args: Any) -> None:
     for callback in callbacks:
         if hasattr(callback, hook):
             getattr(callback, hook)(*args)
+
+
+class Inputs(Callback):
+    """Logs data/counted_share, the share of labels that count, and data/distinct_token_share, the number of distinct
+    tokens in a micro-batch over the largest possible number (its size, or the vocabulary's).
+
+    Reads the micro-batches of log steps on the device, and costs nothing in other steps. A custom batch without
+    `labels` or `input_ids` has no such metric.
+    """
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not isinstance(batch, dict) or not logs(trainer, trainer.global_step + 1):
+            return
+        if isinstance(labels := batch.get("labels"), Tensor):
+            pl_module.metrics.add("data/counted_share", (labels != NOT_COUNTED).float().mean())
+        size = getattr(trainer.datamodule, "vocab_size", 0)  # ty: ignore[missing-attribute]
+        if size and isinstance(tokens := batch.get("input_ids"), Tensor):
+            share = distinct(tokens, size).sum() / min(size, tokens.numel())
+            pl_module.metrics.add("data/distinct_token_share", share)
+
+
+def distinct(tokens: Tensor, vocab_size: int) -> Tensor:
+    """Returns (vocab_size,): 1.0 for each token in `tokens`. torch.unique would wait for the device."""
+    found = torch.zeros(vocab_size, device=tokens.device)
+    return found.index_fill_(0, tokens.reshape(-1).clamp(0, vocab_size - 1), 1.0)

@@ -1,4 +1,4 @@
-"""Trainable parameters that no gradient reaches."""
+"""Finds trainable parameters that get no gradient."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ MOST = 5  # names in the warning
 
 
 class UnusedParameters(Callback):
-    """Warns, once, of the trainable parameters that have no gradient in the first optimizer step.
+    """Warns once about trainable parameters without a gradient in the first optimizer step, on rank 0.
 
-    It checks on the host whether there is a gradient, and reads none. Later steps cost nothing but the call. Reports
-    what rank 0 sees.
+    It checks on the host whether a gradient exists, and reads none. Later steps cost only the call.
     """
 
     def __init__(self) -> None:
@@ -28,7 +27,7 @@ class UnusedParameters(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._waits = trainer.is_global_zero
-        if self._waits and hasattr(trainer.strategy, "deepspeed_engine"):  # it takes gradients away in backward
+        if self._waits and hasattr(trainer.strategy, "deepspeed_engine"):  # it frees gradients in backward
             for name, parameter in _trainable(pl_module).items():
                 hook = parameter.register_post_accumulate_grad_hook(partial(self._note, name))
                 self._handles.append(hook)

@@ -1,4 +1,4 @@
-"""Tells `cluster/watchdog.py` how training goes on, and gives every process group a time limit."""
+"""Reports training's progress to `cluster/watchdog.py`, and sets the timeout of every process group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ..cluster.watchdog import WATCHDOG
 from ..errors import check_least
 
-LATER_S = 60.0  # than the watchdog, which can say more, a collective gives up
+LATER_S = 60.0  # a collective times out so much later than the watchdog, which can name the stalled rank
 
 
 class Watchdog(Callback):
-    """End a training that stands still, with the stacks of all threads and the name of the rank that did not arrive.
+    """Ends a training that hangs, with the stacks of all threads and the name of the stalled rank.
 
-    Progress is a batch of training or validation, forward or backward of it, the begin of a checkpoint. What takes
-    longer in one piece, as writing a very large checkpoint may, needs a higher limit.
+    Progress is a batch of training or validation, its forward or backward pass, and the start of a checkpoint. If one
+    of these takes longer, for example writing a very large checkpoint, raise the limit.
 
     Args:
-        timeout_s: Seconds without progress after which training is ended, with exit code 71. 0 turns it off.
+        timeout_s: Seconds without progress after which all ranks exit with code 71. 0 turns it off.
         start_timeout_s: The same from the process's start to the end of the first optimizer step. 0 turns it off.
     """
 
@@ -39,12 +39,12 @@ class Watchdog(Callback):
         self._eval_batch = -1
 
     def begin(self, trainer: L.Trainer, run: Path) -> None:
-        """Watch from now on. `run` is the run's folder."""
+        """Starts the watchdog. `run` is the run's folder."""
         WATCHDOG.start(self.start_timeout_s, run / "stacks")
         WATCHDOG.position = lambda phase: self._position(trainer, phase)
 
     def _position(self, trainer: L.Trainer, phase: str) -> str:
-        """In words; called when all is over, from another thread."""
+        """Describes where training is; called from the watchdog's thread."""
         if trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting:
             return f"validation at step {trainer.global_step}, batch {self._eval_batch + 1}, {phase}"
         step, batch, fetches = self._step, self._batch, phase == "in its data loader"
@@ -65,7 +65,7 @@ class Watchdog(Callback):
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         WATCHDOG.beat()
-        if WATCHDOG.is_exiting:  # the error is another rank's end: the reason is being told, and the exit code with it
+        if WATCHDOG.is_exiting:  # the error is a consequence: the watchdog reports the cause and sets the exit code
             time.sleep(10)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -99,25 +99,25 @@ class Watchdog(Callback):
         self._limit_groups(trainer, max(self.timeout_s, self.start_timeout_s))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.setup(trainer, pl_module, "fit")  # the strategy, or DeepSpeed, has made more of them
+        self.setup(trainer, pl_module, "fit")  # the strategy, or DeepSpeed, has created more groups
 
     on_train_start = on_fit_start
 
     def _started(self, trainer: L.Trainer) -> None:
-        """What is built and compiled once is: from here on a step should take as long as the next."""
+        """Switches to the limit of a step: everything is built and compiled."""
         WATCHDOG.limit_s = self.timeout_s
         self._limit_groups(trainer, self.timeout_s)
 
     def _limit_groups(self, trainer: L.Trainer, limit_s: float) -> None:
-        """Of all process groups: torch gives one limit to the first, and half an hour to every later one.
+        """Sets the timeout of all process groups. torch applies one to the first, and half an hour to later ones.
 
-        A `timeout` of the strategy that is not Lightning's default rules; else the watchdog's own and a minute more.
+        A `timeout` of the strategy other than Lightning's default has priority; else the watchdog's and LATER_S.
         """
         if not dist.is_initialized():
             return
         asked = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
         limit = timedelta(seconds=limit_s + LATER_S) if asked == default_pg_timeout and limit_s else asked
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a backend that is neither gloo nor NCCL knows no limit
+            warnings.simplefilter("ignore")  # a backend other than gloo and NCCL has no timeout
             for group in list(dist.distributed_c10d._world.pg_map):
                 dist.distributed_c10d._set_pg_timeout(limit, group)

@@ -18,7 +18,7 @@ ALWAYS_ON = {
     "sample_ledger": "callbacks.ledger.SampleLedger",
     "throughput": "callbacks.throughput.Throughput",
     "hardware": "callbacks.hardware.Hardware",
-    "inputs": "callbacks.inputs.Inputs",
+    "inputs": "callbacks.training_log.Inputs",
     "experts": "callbacks.experts.Experts",
     "messages": "callbacks.messages.WarningsOfRanks",
     "training_log": "callbacks.training_log.TrainingLog",
