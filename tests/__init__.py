@@ -3,6 +3,7 @@
 Every process that a test starts finds the library, these tests and the linked project.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ for _entry in _SOURCE.iterdir():
         _link.unlink(missing_ok=True)
         _link.symlink_to(os.path.relpath(_entry, PROJECT))
 
+importlib.invalidate_caches()  # in a fresh checkout build/dev was missing when pytest put it into sys.path
 _PATHS = [str(ROOT / "src"), str(ROOT), str(PROJECT)]
 sys.path[:0] = [path for path in _PATHS if path not in sys.path]
 _INHERITED = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

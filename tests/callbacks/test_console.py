@@ -56,4 +56,4 @@ def test_health_is_ok_or_the_worst_finding_shortened(monkeypatch: pytest.MonkeyP
     assert "loss does not fall" in shown(monkeypatch, None, worst="loss does not fall")
     long = shown(monkeypatch, None, worst="the loss has not fallen since the first step of this training")
     assert long.rstrip("\n").endswith("…") and len(long.rstrip("\n").split("  ")[-1]) <= 36
-    assert "  ok" not in shown(monkeypatch, None, without=["health/errors"]), "nobody looks"
+    assert "  ok" not in shown(monkeypatch, None, without=["health/errors"]), "diagnosis is off"

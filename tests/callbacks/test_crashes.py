@@ -1,4 +1,4 @@
-"""Training that crashes: what the user reads, what is written down, and with which code it ends."""
+"""Training that crashes: what is printed, what is recorded, and the exit code."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def test_errors_that_mean_that_memory_ran_out_are_known(error: Exception, is_mem
     assert is_out_of_memory(error) == is_memory
 
 
-def test_a_crash_is_told_in_a_sentence_and_its_traceback_is_kept(
+def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert command(broken(flags)) == Exit.FAILED
-    told, folder = capfd.readouterr().err, only_run(tmp_path)
-    assert "Traceback" not in told
-    assert "step 2, micro-batch 1, forward" in told and "KeyError: 'labels'" in told
-    assert "test_crashes.py:" in told and "in breaks: raise" in told, "of the user's own files, the last lines"
-    assert f"{folder}/crash/rank0.txt" in told
+    printed, folder = capfd.readouterr().err, only_run(tmp_path)
+    assert "Traceback" not in printed
+    assert "step 2, micro-batch 1, forward" in printed and "KeyError: 'labels'" in printed
+    assert "test_crashes.py:" in printed and "in breaks: raise" in printed, "of the user's own files, the last lines"
+    assert f"{folder}/crash/rank0.txt" in printed
     text = (folder / "crash" / "rank0.txt").read_text()
     assert text.startswith("Traceback") and "KeyError: 'labels'" in text
     (record,) = read_run(folder).crashes
@@ -97,15 +97,15 @@ def test_a_crash_is_told_in_a_sentence_and_its_traceback_is_kept(
     assert "Traceback (most recent call last)" in capfd.readouterr().err
 
 
-def test_memory_that_ran_out_is_told_with_what_would_free_some(
+def test_memory_that_ran_out_is_reported_with_what_would_free_some(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = {"error": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2.00 GiB"}
     assert command(broken(flags, **memory, step=1)) == Exit.FAILED, "a step had fitted: it may be chance"
-    told = capfd.readouterr().err
-    assert "Traceback" not in told and "2 GiB more were asked for" in told
-    assert "--data.micro_batch_size 1 " in told and "now 2, frees" in told
-    assert "8 accumulated in place of 4" in told and "--model.blocks.checkpointing full" in told
+    printed = capfd.readouterr().err
+    assert "Traceback" not in printed and "2 GiB more were asked for" in printed
+    assert "--data.micro_batch_size 1 " in printed and "now 2, frees" in printed
+    assert "8 accumulated in place of 4" in printed and "--model.blocks.checkpointing full" in printed
     (first,) = [each for each in diagnose(read_run(only_run(tmp_path))) if each.rule == "out_of_memory"]
     assert first.level == "error" and first.causes[0].changes[0].to == 1
 
@@ -133,12 +133,12 @@ def test_a_diagnosis_that_fails_leaves_the_traceback(
 
     monkeypatch.setattr(crash, "diagnose", fails)
     assert command(broken(flags)) == Exit.FAILED
-    told = capfd.readouterr().err
-    assert "Traceback" in told and "KeyError: 'labels'" in told and "in the diagnosis" not in told
+    printed = capfd.readouterr().err
+    assert "Traceback" in printed and "KeyError: 'labels'" in printed and "in the diagnosis" not in printed
 
 
-def test_ranks_that_crash_alike_are_told_once_and_others_too(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    def told_of(rank: int, message: str, kind: str = "other", attempt: str = "1") -> bool:
+def test_ranks_that_crash_alike_are_reported_once_and_others_too(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    def reported(rank: int, message: str, kind: str = "other", attempt: str = "1") -> bool:
         path = tmp_path / "crash" / f"rank{rank}.json"
         path.parent.mkdir(exist_ok=True)
         record = {"rank": rank, "host": "node", "message": message, "kind": kind, "attempt": attempt, "time": 1.0}
@@ -149,12 +149,12 @@ def test_ranks_that_crash_alike_are_told_once_and_others_too(tmp_path: Path, cap
         assert crash.tell(error) == Exit.FAILED
         return f"rank {rank} on node" in capfd.readouterr().err
 
-    assert told_of(1, "row 17 is empty")
-    assert not told_of(0, "row 3 is empty"), "the same, with other numbers"
-    assert told_of(2, "another error")
-    assert told_of(0, "row 3 is empty", attempt="2"), "after a restart"
-    assert told_of(3, "1 GiB of CUDA memory", "out_of_memory")
-    assert not told_of(4, "2 GiB of something else", "out_of_memory"), "ranks run out of memory in different places"
+    assert reported(1, "row 17 is empty")
+    assert not reported(0, "row 3 is empty"), "the same, with other numbers"
+    assert reported(2, "another error")
+    assert reported(0, "row 3 is empty", attempt="2"), "after a restart"
+    assert reported(3, "1 GiB of CUDA memory", "out_of_memory")
+    assert not reported(4, "2 GiB of something else", "out_of_memory"), "ranks run out of memory in different places"
 
 
 def test_an_attempt_after_the_crash_ends_the_finding(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_run_that_fell_silent_with_its_memory_full_may_have_been_killed(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken_rank", [0, 1])
-def test_each_rank_writes_down_its_own_error(flags: list[str], tmp_path: Path, broken_rank: int) -> None:
+def test_each_rank_records_its_own_error(flags: list[str], tmp_path: Path, broken_rank: int) -> None:
     run("prepare", *flags)
     flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp"]
     with Workers(2) as workers:
@@ -201,18 +201,18 @@ def test_each_rank_writes_down_its_own_error(flags: list[str], tmp_path: Path, b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, -1])
-def test_two_processes_tell_of_a_crash_once(flags: list[str], tmp_path: Path, rank: int) -> None:
+def test_two_processes_report_a_crash_once(flags: list[str], tmp_path: Path, rank: int) -> None:
     """As a user starts them; with -1 both crash."""
     run("prepare", *flags)
     flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp"]
     environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
     argv = [sys.executable, "-m", PACKAGE, *broken(flags, rank=rank)]
     ended = subprocess.run(argv, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=120)
-    told = ended.stdout + ended.stderr
+    printed = ended.stdout + ended.stderr
     assert ended.returncode == Exit.FAILED
-    assert told.count("KeyError: 'labels'") == 1 and "Traceback" not in told, told
-    assert "training crashed" not in told, "as a finding too"
-    assert told.count("the traceback is in") == 1
+    assert printed.count("KeyError: 'labels'") == 1 and "Traceback" not in printed, printed
+    assert "training crashed" not in printed, "as a finding too"
+    assert printed.count("the traceback is in") == 1
     assert set(crashes(only_run(tmp_path))) == {0, 1}
 
 
@@ -224,8 +224,8 @@ def test_the_launcher_restarts_what_had_fitted_and_nothing_else(flags: list[str]
         argv = broken([*flags, "--trainer.strategy=ddp"], **memory, step=step)
         with Training(tmp_path / f"at{step}", argv, NPROC="2", MAX_RESTARTS="1") as training:
             assert training.end() == code, training.log.read_text()
-        told = training.log.read_text()
-        assert told.count("ERROR    out of memory") == starts and "Traceback" not in told, told
+        printed = training.log.read_text()
+        assert printed.count("ERROR    out of memory") == starts and "Traceback" not in printed, printed
         folder = tmp_path / "runs" / "default" / f"at{step}" / "crash"
         assert len(list(folder.glob("rank1*.json"))) == starts, "of the attempt before, too"
 

@@ -27,9 +27,9 @@ def test_what_is_done_again_was_lost_and_the_gap_is_restart(tmp_path: Path) -> N
     second = {"attempt": 137.0, "time": 160.0, "from_step": 15, "step": 25, "start": 5, "productive": 10}
     second |= {"checkpoint": 3, "validation": 5}
     again = {"attempt": 161.0, "time": 170.0, "from_step": 10, "step": 12, "start": 5, "productive": 4}
-    whole = read(lines(tmp_path, early, killed, second))
+    total = read(lines(tmp_path, early, killed, second))
     # 5 of 20 steps were done again: a quarter of 20 s. From 130 to 137 nothing lived; then 5 s to the first batch.
-    assert whole == {
+    assert total == {
         "productive": 25,
         "start": 6,
         "restart": 12,
@@ -38,9 +38,9 @@ def test_what_is_done_again_was_lost_and_the_gap_is_restart(tmp_path: Path) -> N
         "validation": 5,
         "lost": 5,
     }
-    assert sum(whole.values()) == 160 - 100
-    assert share(whole) == pytest.approx(25 / 60)
-    assert describe(whole).startswith("42% of 60 s productive, start 6 s, restart 12 s")
+    assert sum(total.values()) == 160 - 100
+    assert share(total) == pytest.approx(25 / 60)
+    assert describe(total).startswith("42% of 60 s productive, start 6 s, restart 12 s")
     # From step 10: all that the second attempt did is lost, and 10 of the first's 20 steps.
     both = read(lines(tmp_path, killed, second, again))
     assert (both["productive"], both["lost"]) == (pytest.approx(10 + 4), pytest.approx(10 + 10))

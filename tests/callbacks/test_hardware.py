@@ -1,4 +1,4 @@
-"""Memory and GPU figures. There is no GPU here: NVIDIA's library is a fake that answers as its header says."""
+"""Memory and GPU figures. There is no GPU here: NVML is a fake that follows its header."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_a_gpu_is_asked_by_its_uuid_and_answers_in_our_units(sample: Callable[[A
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_the_gpu_does_not_tell_is_left_out_and_said(sample: Callable[[Any], dict[str, float]]) -> None:
+def test_figures_that_a_gpu_lacks_are_omitted_with_a_warning(sample: Callable[[Any], dict[str, float]]) -> None:
     with pytest.warns(UserWarning, match="no gpu/power_w: .*Not Supported"):
         assert sample(fake(nvmlDeviceGetPowerUsage=refuse)).keys() == GPU.keys() - {"gpu/power_w"}
     with pytest.warns(UserWarning, match="no gpu/. metrics"):
         assert sample(fake(nvmlInit=refuse)) == {}
 
 
-def test_a_gpu_that_never_answers_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_never_answers_blocks_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
     monkeypatch.setitem(sys.modules, "pynvml", fake(nvmlDeviceGetPowerUsage=lambda _: answers.wait(60) or 0))
@@ -90,7 +90,7 @@ def test_a_gpu_that_never_answers_keeps_nobody_waiting(monkeypatch: pytest.Monke
     answers.set()
 
 
-def test_ranks_are_joined_and_unknown_ones_passed_over() -> None:
+def test_ranks_are_reduced_without_unknown_values() -> None:
     nan = float("nan")
     of_ranks = {"memory/peak_share": [0.5, 0.9], "gpu/temperature_c": [70.0, nan], "gpu/power_w": [nan, nan]}
     metrics: dict[str, float] = {}

@@ -61,7 +61,7 @@ class Signal(Callback):
 
 
 class Runs:
-    """Runs of one command on `num` processes: whole, or stopped and started again."""
+    """Runs of one command on `num` processes: uninterrupted, or stopped and resumed."""
 
     def __init__(self, folder: Path, flags: list[str], num: int = 2) -> None:
         self.folder, self.flags, self.num = folder, [*flags, *SMALL], num
@@ -95,8 +95,8 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_none_is_lost(runs: Runs)
     assert 7 < last < 20, first.answers
     assert commit.newest(first.run / "checkpoints") == first.run / f"checkpoints/step{last:08}.ckpt"
     second = runs.fit("second", run_id="first").check()
-    whole = runs.fit("whole").check()
-    assert min(second.rows()) == last + 1 and same_weights(second, whole)
+    reference = runs.fit("reference").check()
+    assert min(second.rows()) == last + 1 and same_weights(second, reference)
 
 
 @pytest.mark.slow
@@ -104,18 +104,18 @@ def test_a_validation_is_left_and_done_again_after_the_resume(runs: Runs) -> Non
     """Its step may be saved already; the learning rate depends on its result."""
     plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
     flags = [*plateau, "--last_checkpoint.every_n_steps=5", "--trainer.val_check_interval=5", "--data.seq_len=8"]
-    whole = runs.fit("whole", *flags).check()
+    reference = runs.fit("reference", *flags).check()
     asked = Signal({0}, 10, signal.SIGUSR1, "on_validation_batch_start")
     first = runs.fit("first", *flags, callbacks=[asked])
     assert stopped(first, "SIGUSR1") == 10 and 10 not in first.eval(), first.answers
     second = runs.fit("second", *flags, run_id="first").check()
-    assert second.eval() == {step: metrics for step, metrics in whole.eval().items() if step >= 10}
-    assert second.learning_rate == {step: rate for step, rate in whole.learning_rate.items() if step > 10}
-    assert same_weights(second, whole)
+    assert second.eval() == {step: metrics for step, metrics in reference.eval().items() if step >= 10}
+    assert second.learning_rate == {step: rate for step, rate in reference.learning_rate.items() if step > 10}
+    assert same_weights(second, reference)
 
 
 @pytest.mark.slow
-def test_time_that_is_up_stops_all_ranks(runs: Runs) -> None:
+def test_the_time_limit_stops_all_ranks(runs: Runs) -> None:
     record = runs.fit("timed", "--preemption.max_time=00:00:00:03", "--trainer.max_steps=100000")
     assert stopped(record, "preemption.max_time 00:00:00:03 is up"), record.answers
 
@@ -162,18 +162,18 @@ def agree_often() -> None:
 def test_every_signal_to_any_ranks_at_any_time_loses_no_step(runs: Runs) -> None:
     """One run that is stopped again and again, in training and in validation; every rank ends with the others."""
     flags = ["--trainer.max_steps=400", "--last_checkpoint.every_n_steps=50", DROPOUT]
-    whole, chance, last = runs.fit("whole", *flags).check(), random.Random(0), 0
+    reference, chance, last = runs.fit("reference", *flags).check(), random.Random(0), 0
     hooks = ["on_train_batch_start", "on_validation_start", "on_train_start"]
     trials = list(itertools.product([{0}, {1}, {0, 1}], [signal.SIGTERM, signal.SIGUSR1], hooks))
     chance.shuffle(trials)
     for trial, (ranks, number, hook) in enumerate(trials):
         asked = Signal(ranks, last + 1 if hook != "on_train_start" else 0, number, hook, chance.uniform(0, 1))
-        record = runs.fit(f"trial{trial}", *flags, run_id="whole2", callbacks=[asked], prelude=agree_often)
+        record = runs.fit(f"trial{trial}", *flags, run_id="stopped_run", callbacks=[asked], prelude=agree_often)
         assert not record.ok, f"the run was too short: step {last} after {trial} of {len(trials)} signals"
         assert min(record.rows(), default=last + 1) == last + 1, "none twice, none skipped"
         last = stopped(record, number.name)
         assert last == max(record.rows(), default=last), (ranks, hook, record.answers)
-    assert same_weights(runs.fit("end", *flags, run_id="whole2").check(), whole)
+    assert same_weights(runs.fit("end", *flags, run_id="stopped_run").check(), reference)
 
 
 def each_for_itself() -> None:

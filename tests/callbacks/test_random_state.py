@@ -1,4 +1,4 @@
-"""Dropout goes on after an interruption, and after a validation, as if there had been none."""
+"""Dropout continues after an interruption, and after a validation, as if there had been none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draws() -> tuple[float, float, float]:
 
 
 def resume(checkpoint: dict[str, Any], rank: int, world_size: int) -> tuple[float, float, float]:
-    """What training draws first on a rank of a run that goes on from `checkpoint`."""
+    """Returns what training draws first on a rank of a run that resumes from `checkpoint`."""
     callback = RandomState()
     callback.setup(trainer(rank, world_size), None, "fit")
     callback.on_load_checkpoint(trainer(rank, world_size), None, checkpoint)

@@ -1,4 +1,4 @@
-"""A network of one's own: what only shows something ends no training, `predict` says a sentence, scalars are named."""
+"""A custom network: errors in what only shows something end no training, `predict` refuses, scalars are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The launcher's exit code says what to do next: its workers here are one line of shell each."""
+"""The launcher's exit code, with workers that are one line of shell each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     [
         ([0, 0], Exit.DONE),
         ([75, 75], Exit.REQUEUE),
-        ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had left
+        ([75, -6], Exit.REQUEUE),  # the peer was aborted because this one had exited
         ([1, 65], Exit.NON_FINITE),
         ([75, 2], Exit.BAD_INPUT),
         ([1, 69, -6], Exit.OUT_OF_MEMORY),  # the peers' errors are about the one that had no memory left
@@ -39,7 +39,7 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
         ([3], Exit.FAILED),
     ],
 )
-def test_one_code_stands_for_all_processes(codes: list[int], code: Exit) -> None:
+def test_one_code_is_made_of_all_processes(codes: list[int], code: Exit) -> None:
     assert Exit.of_all(codes) == code
 
 
@@ -80,7 +80,7 @@ class Launched:
         return len((self.folder / "starts.0").read_text().splitlines())
 
     @property
-    def said(self) -> str:
+    def printed(self) -> str:
         return self.capfd.readouterr().err
 
 
@@ -96,27 +96,27 @@ def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("code", [Exit.BAD_INPUT, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.MISMATCH])
-def test_who_decided_to_end_is_not_started_again(launched: Launched, code: Exit) -> None:
+def test_a_process_that_exits_by_decision_is_not_restarted(launched: Launched, code: Exit) -> None:
     assert launched.run(f"exit {code:d}", f"exit {code:d}") == code
-    assert launched.starts == 1 and launched.said == "", "rank 0 has said why"
+    assert launched.starts == 1 and launched.printed == "", "rank 0 has printed why"
 
 
 @pytest.mark.slow
-def test_torchruns_own_agent_would_start_them_again(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_own_agent_restarts_it(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun.Agent, "_monitor_workers", torchrun.LocalElasticAgent._monitor_workers)
     launched.run("exit 2")
     assert launched.starts == 3
 
 
-def test_killed_workers_are_started_again_and_then_relaunched(launched: Launched) -> None:
+def test_killed_workers_are_restarted_and_then_relaunched(launched: Launched) -> None:
     assert launched.run("kill -9 $$$$", "exec sleep 60", restarts=1) == Exit.REQUEUE
     assert launched.starts == 2
-    told = launched.said
-    assert "rank 0 was killed by SIGKILL; restarting, 0 more left" in told and "no restart is left" in told
-    assert "Traceback" not in told and "=====" not in told
+    printed = launched.printed
+    assert "rank 0 was killed by SIGKILL; restarting, 0 more left" in printed and "no restart is left" in printed
+    assert "Traceback" not in printed and "=====" not in printed
 
 
-def test_a_failure_is_started_again_and_then_final(launched: Launched) -> None:
+def test_a_failure_is_restarted_and_then_final(launched: Launched) -> None:
     assert launched.run("exit 1", "exit 1", restarts=1) == Exit.FAILED
     assert launched.starts == 2
 
@@ -125,7 +125,7 @@ def test_a_failure_is_started_again_and_then_final(launched: Launched) -> None:
 def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> None:
     begun = time.monotonic()
     assert launched.run("exec sleep 60", "exit 2", shutdown_timeout_s=1) == Exit.BAD_INPUT
-    assert launched.starts == 1 and "rank 1 exited with code 2" in launched.said
+    assert launched.starts == 1 and "rank 1 exited with code 2" in launched.printed
     assert time.monotonic() - begun < 25, "rank 0 would sleep for 60 s, and torchrun wait for 30"
 
 
@@ -154,8 +154,8 @@ def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pyte
 
     monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lost)
     assert launched.run("exec sleep 60") == Exit.REQUEUE
-    told = launched.said
-    assert "the rendezvous is lost" in told and "relaunch" in told and "Traceback" not in told
+    printed = launched.printed
+    assert "the rendezvous is lost" in printed and "relaunch" in printed and "Traceback" not in printed
 
 
 NEVER_ANSWERS = """

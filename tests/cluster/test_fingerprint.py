@@ -38,7 +38,7 @@ OWN: dict[str, Any] = {
 
 
 def compare(*of_ranks: dict[str, Any], ignore: list[str] | None = None) -> list[Ended | None]:
-    """How each rank's comparison ends; each rank has OWN, with the changes given for it."""
+    """Returns how each rank's comparison ends; each rank has OWN, with the changes given for it."""
     ends: list[Ended | None] = [None] * len(of_ranks)
 
     store = dist.HashStore()
@@ -180,7 +180,7 @@ def test_the_comparison_takes_less_than_50_ms(two: list[str], tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: Path) -> None:
-    """Started as a user may start them by hand, each with its own line."""
+    """Started manually, each process with its own command."""
     port = _free_port()
     env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
     env |= {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "by-hand", "WORLD_SIZE": "2"}
@@ -192,12 +192,12 @@ def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: P
         command = [sys.executable, "-m", PACKAGE, *two, f"--data.seed={rank}"]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=of_rank, cwd=PROJECT, stdout=pipe, stderr=pipe, text=True))
-    told = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [Exit.MISMATCH] * 2, told
-    rows = [line.split() for line in "".join(told).splitlines() if line.startswith("  ")]
+    printed = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [Exit.MISMATCH] * 2, printed
+    rows = [line.split() for line in "".join(printed).splitlines() if line.startswith("  ")]
     assert ["config.data.seed", "0", "0"] in rows and ["config.data.seed", "1", "1"] in rows
     assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
-    assert "".join(told).count("the ranks' environments differ") == 1
+    assert "".join(printed).count("the ranks' environments differ") == 1
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_where_nobody_has_set_the_threads_each_process_has_its_share(two: list[s
 
 
 class Threads(Callback):
-    """Write down how many threads torch has, and what processes that this one starts are told."""
+    """Records torch's number of threads, and OMP_NUM_THREADS for child processes."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"

@@ -1,4 +1,4 @@
-"""A rank that hangs under the real launcher: noticed, told, and training again, without a person."""
+"""A rank that hangs under the real launcher: the hang is detected and reported, and training restarts by itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_rank_that_stands_still_is_replaced_within_ten_seconds_of_the_limit(fl
         assert LIMIT_S - 0.5 < took_s < LIMIT_S + AGAIN_S + SLACK_S
         kill(training.launcher.pid, signal.SIGTERM)
         assert training.end(20) == Exit.REQUEUE
-        told = re.findall(r"^no progress for 4 s: (.*?):", training.log.read_text(), re.MULTILINE)
-        assert told == ["rank 0 is unresponsive"]
+        printed = re.findall(r"^no progress for 4 s: (.*?):", training.log.read_text(), re.MULTILINE)
+        assert printed == ["rank 0 is unresponsive"]
     stacks = tmp_path / "runs" / "default" / "hung" / "stacks"
     assert {file.name for file in stacks.iterdir()} == {"rank1.txt", "summary.txt"}

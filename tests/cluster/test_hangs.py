@@ -1,4 +1,4 @@
-"""A rank that stands still is noticed, named and ended with the others, wherever it stands."""
+"""A hang is detected in any phase, the stalled rank is named, and all ranks exit."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ BUSY_S = 20.0  # for a machine on which everything is slow; a collective's own l
 
 
 class HangAt(Callback):
-    """Stand still in a hook, from its `call`-th call on this rank on.
+    """Hangs in a hook, at its `call`-th call on this rank.
 
     Args:
-        rank: Which does; the others go on until they need it.
+        rank: The rank that hangs; the others continue until they need it.
         hook: A callback's or the module's, by name.
         folder: Where the time is written down.
         stops: By SIGSTOP, as a debugger or an overfull machine would, and not by sleeping.
@@ -108,10 +108,10 @@ def check_all_ended(record: RunRecord, folder: Path, limit_s: float = LIMIT_S, s
     for rank in record.answers.keys() - {stopped}:
         assert "most recent call first" in record.log(rank), "in the log"
         assert "most recent call first" in (stacks / f"rank{rank}.txt").read_text(), "in the run's folder"
-    told = "".join(record.log(rank) for rank in record.answers)
+    printed = "".join(record.log(rank) for rank in record.answers)
     print(f"noticed and ended after {took_s:.2f} s")
     assert limit_s <= took_s + 0.5 and took_s <= limit_s + BUSY_S
-    (sentence,) = set(re.findall(r"^no progress for [\d.]+ s: .*", told, re.MULTILINE))
+    (sentence,) = set(re.findall(r"^no progress for [\d.]+ s: .*", printed, re.MULTILINE))
     assert sentence in (stacks / "summary.txt").read_text()
     return sentence
 

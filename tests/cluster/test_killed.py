@@ -1,4 +1,4 @@
-"""Killed ranks under the real launcher: the run goes on by itself, to the weights that it would have had."""
+"""Killed ranks under the real launcher: the run resumes by itself, and ends with an uninterrupted run's weights."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(flags: list[str
     steps = 30 * KILLS
     argv = ["fit", *flags, "--trainer.strategy=ddp", f"--trainer.max_steps={steps}", "--trainer.val_check_interval=500"]
     argv += [f"--last_checkpoint.every_n_steps={EVERY}", "--trainer.log_every_n_steps=50"]
-    with Training(tmp_path / "whole", argv, NPROC="2") as whole:
-        assert whole.end() == Exit.DONE, whole.log.read_text()[-3000:]
+    with Training(tmp_path / "reference", argv, NPROC="2") as reference:
+        assert reference.end() == Exit.DONE, reference.log.read_text()[-3000:]
     chance = random.Random(KILLS)
     waits, lost = [], []
     with Training(tmp_path / "hurt", argv, NPROC="2", MAX_RESTARTS=str(KILLS)) as hurt:
@@ -63,7 +63,7 @@ def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(flags: list[str
         assert hurt.end(300) == Exit.DONE, hurt.log.read_text()[-3000:]
     print(f"\n{KILLS} kills: first batch after {min(waits):.1f} to {max(waits):.1f} s, {max(lost)} steps lost at most")
     assert max(lost) <= EVERY
-    assert same(newest(tmp_path, "hurt"), newest(tmp_path, "whole"))
+    assert same(newest(tmp_path, "hurt"), newest(tmp_path, "reference"))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a rank that ends leaves behind, and what ranks do without one that never started."""
+"""Child processes of a rank that exits, and ranks that wait for one that never started."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Looping(Dataset):
         while True:
             pass
 
-batches = iter(DataLoader(Looping(), num_workers=1, worker_init_fn=signals.spare))
+batches = iter(DataLoader(Looping(), num_workers=1, worker_init_fn=signals.isolate_worker))
 time.sleep(float(sys.argv[1]))
 os._exit(71)  # as the watchdog does
 """
@@ -107,12 +107,12 @@ def test_a_rank_zero_that_never_starts_under_torchrun_is_named_at_the_limit(flag
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=env, cwd=PROJECT, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:
-        told = process.communicate(timeout=100)[0]
+        printed = process.communicate(timeout=100)[0]
     finally:
         for pid in children(process.pid).values():
             os.kill(pid, 9)
         process.kill()
-    assert process.returncode == Exit.REQUEUE, told
-    lines = [line for line in told.splitlines() if line.strip()]
-    assert [line for line in lines if "rank 0 of 2 did not connect within 4 s" in line], told
-    assert len(lines) <= 4 and "frame #" not in told, told
+    assert process.returncode == Exit.REQUEUE, printed
+    lines = [line for line in printed.splitlines() if line.strip()]
+    assert [line for line in lines if "rank 0 of 2 did not connect within 4 s" in line], printed
+    assert len(lines) <= 4 and "frame #" not in printed, printed

@@ -69,7 +69,7 @@ def test_a_second_process_is_refused_while_the_first_lives(
     assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ") and RUN_ID in why
     assert path.read_bytes() == before
     process.kill()
-    time.sleep(0.1)  # nobody has waited for it: a zombie
+    time.sleep(0.1)  # its parent has not waited for it: a zombie
     assert lock.take(tmp_path) is None
     assert json.loads(path.read_text())["pid"] == os.getpid()
 

@@ -1,4 +1,4 @@
-"""launch/slurm.sh puts a job back into the queue when that helps; srun and scontrol are played by two scripts."""
+"""launch/slurm.sh requeues a job if that helps; two scripts replace srun and scontrol."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_job_is_requeued_where_that_helps(tmp_path: Path, code: int, earlier: 
     command = ["bash", str(PROJECT / "launch" / "slurm.sh"), "fit", "--config", "x.yaml"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False, timeout=20).returncode == code
     called = (tmp_path / "srun.called").read_text().split()
-    assert called[0] == "slurm-7", "a requeued job goes on in its folder"
+    assert called[0] == "slurm-7", "a requeued job resumes in its folder"
     assert called[-6:] == [PACKAGE, "fit", "--config", "x.yaml", "--trainer.devices=2", "--trainer.num_nodes=3"]
     asked = tmp_path / "scontrol.called"
     assert (asked.read_text().split() == ["requeue", "7"]) if requeued else not asked.exists()

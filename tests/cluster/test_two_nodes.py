@@ -41,7 +41,7 @@ def seconds(what: str, until: Callable[[], bool], limit_s: float) -> None:
     print(f"{what}: {time.monotonic() - begun:.1f} s")
 
 
-def begun_anew(training: Training) -> Callable[[], bool]:
+def restarted(training: Training) -> Callable[[], bool]:
     """Whether rank 0 has had a first batch since now."""
     lives = len({step.life for step in training.steps()})
     return lambda: len({step.life for step in training.steps()}) > lives
@@ -58,31 +58,31 @@ def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path)
     with a, b:
         a.reach(10)
 
-        anew = begun_anew(a)
+        again = restarted(a)
         kill(next(iter(b.ranks().values())))
-        seconds("a worker killed, to the first batch on both", anew, 30)
+        seconds("a worker killed, to the first batch on both", again, 30)
         assert len(a.ranks()) == len(b.ranks()) == 1
         a.reach(a.steps()[-1].step + 25)
 
-        anew = begun_anew(a)
+        again = restarted(a)
         hosts.cut()
-        seconds("the link cut (watchdog 10 s), to the first batch on one node", anew, 60)
+        seconds("the link cut (watchdog 10 s), to the first batch on one node", again, 60)
         seconds("  and to the other's exit", lambda: b.launcher.poll() is not None, 60)
         assert b.launcher.returncode == Exit.REQUEUE
 
         hosts.cut(whole=True)
-        anew = begun_anew(a)
+        again = restarted(a)
         b.start()
-        seconds("the link mended and the node relaunched, to the first batch on both", anew, 40)
+        seconds("the link mended and the node relaunched, to the first batch on both", again, 40)
         a.reach(a.steps()[-1].step + 25)
 
-        anew = begun_anew(a)
+        again = restarted(a)
         hosts.kill(1)
-        seconds("a node killed, to the first batch on the other", anew, 40)
+        seconds("a node killed, to the first batch on the other", again, 40)
 
-        anew = begun_anew(a)
+        again = restarted(a)
         b.start()
-        seconds("the node relaunched, to the first batch on both", anew, 40)
+        seconds("the node relaunched, to the first batch on both", again, 40)
         a.reach(a.steps()[-1].step + 25)
 
         hosts.kill(0)

@@ -1,4 +1,4 @@
-"""The watch over one process, and what it makes of the ranks' places."""
+"""The watchdog of one process, and how it finds the stalled rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_process_that_never_gives_back_pythons_lock_is_ended_too() -> None:
+def test_a_process_that_never_releases_the_gil_is_ended_too() -> None:
     started = time.monotonic()
     ended = python(
         "from dist_template.cluster.watchdog import WATCHDOG\nWATCHDOG.start(1)\n"
@@ -64,6 +64,6 @@ command.run(["fit"], OURS)
         ({0: (7, "a", True), 1: (7, "b", True)}, "no rank is behind the others; rank 0: a, f:1; rank 1: b, f:1"),
     ],
 )
-def test_who_is_behind(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
-    told = {r: {"beats": b, "place": place, "waits": waits, "line": "f:1"} for r, (b, place, waits) in words.items()}
-    assert find_stalled(told, [])["sentence"] == sentence
+def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
+    printed = {r: {"beats": b, "place": place, "waits": waits, "line": "f:1"} for r, (b, place, waits) in words.items()}
+    assert find_stalled(printed, [])["sentence"] == sentence

@@ -67,7 +67,7 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def spare(_: int) -> None:
+def isolate_worker(_: int) -> None:
     """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit when it exits.
 
     They cannot ignore SIGTERM, by which the DataLoader ends them. torch's workers notice the exit of their rank only

@@ -28,7 +28,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from ..cluster.signals import spare
+from ..cluster.signals import isolate_worker
 from .build import build_cache
 from .cache import CacheError, Corpus, Recipe, open_cache
 from .limits import check_numbers, check_rows
@@ -231,7 +231,7 @@ class PackedText(L.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),  # Lightning copies with non_blocking, which waits if it is not pinned
             persistent_workers=self.num_workers > 0,  # of evaluation: to start them anew takes longer than to evaluate
-            worker_init_fn=spare,
+            worker_init_fn=isolate_worker,
         )
 
     # ---- resuming ------------------------------------------------------------------------------------------
