@@ -74,7 +74,7 @@ def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
     from trainer_dev.module import LanguageModule
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dist_template.model.head import sums_over_tokens
+    from dist_template.model.head import ChunkedLoss, hidden_states
     from tests.model.test_speed import peak_bytes
 
     vocabulary = VOCABULARY // 16 if options.quick else VOCABULARY
@@ -92,7 +92,12 @@ def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
             return model(input_ids=tokens, use_cache=False).logits
 
         model.zero_grad()
-        (sums_over_tokens(forward, model, tokens, sums, chunk)["loss"] / tokens.numel()).backward()
+        chunked_loss = ChunkedLoss(model, sums, chunk)
+        if chunk:
+            loss = chunked_loss(hidden_states(model, forward), tokens)["loss"]
+        else:
+            loss = sums(forward(), tokens)["loss"]
+        (loss / tokens.numel()).backward()
 
     steps = {
         "whole": partial(step, sums, None),

@@ -43,11 +43,11 @@ def test_liger_has_the_sums_and_gradients_of_torch(liger: None, bias: bool, voca
         model = Head(vocabulary, 8)
         if bias:
             model.output.bias = torch.nn.Parameter(torch.randn(vocabulary))
-        arguments = model, labels, LanguageModule().sums, None, kernel
-        loss, hits = head.sums_over_tokens(partial(model, tokens), *arguments).values()
+        chunked_loss = head.ChunkedLoss(model, LanguageModule().sums, None, kernel)
+        loss, hits = chunked_loss(head.hidden_states(model, partial(model, tokens)), labels).values()
         (loss / 17).backward()
         with torch.no_grad():
-            again, _ = head.sums_over_tokens(partial(model, tokens), *arguments).values()
+            again, _ = chunked_loss(head.hidden_states(model, partial(model, tokens)), labels).values()
         assert torch.allclose(loss, again)
         found.append((loss, hits, *(p.grad for p in model.parameters())))
     for of_torch, of_liger in zip(*found, strict=True):
@@ -72,6 +72,5 @@ def test_what_liger_lacks_is_told_before_a_model_is_built(monkeypatch: pytest.Mo
     monkeypatch.setattr(head, "find_spec", lambda name: name)
     with pytest.raises(InputError, match="loss_kernel liger needs a GPU: set torch"):
         head.check_kernel("liger", CPU)
-    module = torch.nn.Linear(2, 2)
     with pytest.raises(InputError, match="needs an output layer, Linear has none: set torch"):
-        head.sums_over_tokens(lambda: torch.zeros(1), module, torch.zeros(1, 1), LanguageModule().sums, None, "liger")
+        head.ChunkedLoss(torch.nn.Linear(2, 2), LanguageModule().sums, None, "liger")

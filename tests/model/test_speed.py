@@ -17,7 +17,7 @@ from trainer_dev.module import LanguageModule
 from transformers import AttentionInterface
 
 from dist_template.errors import InputError
-from dist_template.model.head import sums_over_tokens
+from dist_template.model.head import ChunkedLoss, hidden_states
 from dist_template.model.kernels import cast_experts, known_documents
 from dist_template.model.optim import OptimConfig, build_optimizer
 from dist_template.text.rows import PackedRows
@@ -55,8 +55,12 @@ class Head(nn.Module):
 
 
 def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
-    """As `LanguageModule.training_step`."""
-    sums = sums_over_tokens(lambda: model(tokens), model, tokens, LanguageModule().sums, chunk)
+    """What `LanguageModule.training_step` does."""
+    chunked_loss = ChunkedLoss(model, LanguageModule().sums, chunk)
+    if chunked_loss.takes(tokens):
+        sums = chunked_loss(hidden_states(model, lambda: model(tokens)), tokens)
+    else:
+        sums = LanguageModule().sums(model(tokens), tokens)
     if sums["loss"].requires_grad:
         (sums["loss"] / tokens.numel()).backward()
     return tuple(sums.values())

@@ -1,16 +1,17 @@
-"""The output layer and the loss, some tokens at a time: the (B, T, V) logits of a micro-batch never exist.
+"""Loss over a large vocabulary, chunk by chunk: the (B, T, V) logits of a micro-batch are never all in memory.
 
-With a large vocabulary logits and what backward makes of them, 12 bytes each, outweigh the rest of a step: 51 GB for
-32,768 tokens and a vocabulary of 131,072. Here the output layer is called as ever, once, so that FSDP2's and ZeRO's
-hooks around it gather its weight once; inside of that call it computes, for one chunk after the other, logits, loss
-and at once the gradients. These are all that is kept: a sum of losses has one gradient to come, a number by which
-backward multiplies. So nothing is computed twice, three matrix products as without chunks (the idea of Liger's
-fused_linear_cross_entropy, arXiv:2410.10989; its kernels need a GPU, this is plain torch, which reads nothing on the
-host; Liger reads two numbers). `model.loss_kernel liger` takes Liger's own, in the same place.
+Logits and what backward makes of them take 12 bytes for each token and vocabulary entry: 51 GB for 32,768 tokens and a
+vocabulary of 131,072. Here the backbone runs first and the output layer afterwards, on one chunk of tokens at a time:
+logits, loss and at once the gradients. Only the gradients are kept. A sum of losses has one gradient to come, a number
+that backward multiplies them by, so nothing is computed twice (the idea of Liger, arXiv:2410.10989, in plain torch).
 
-Weights' gradients are added up over chunks in float32. Results differ from whole logits by rounding.
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) also takes the loss in chunks, but it returns cross entropy
+alone: no accuracy, no edited `loss` or `sums`.
 
-Shapes: B sequences, T tokens, N tokens of a chunk, D width, V vocabulary, S sums.
+The weight's gradient is added up over the chunks in float32. Results differ from those of all tokens at once by
+rounding.
+
+Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of a chunk, S sums.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ import os
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..errors import InputError
+from ..weights import is_partitioned_by_zero
 
 Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
 Kernel = Literal["torch", "liger"]
 
 
 def check_kernel(kernel: Kernel, device: torch.device) -> None:
-    """Before a model is built.
+    """Checks the key `model.loss_kernel` before a model is built.
 
     Raises:
         InputError: Liger is not installed, or has no kernels for `device`.
@@ -42,108 +44,134 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
         raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 
 
-def sums_over_tokens(
-    forward: Callable[[], Tensor],
-    model: nn.Module,
-    labels: Tensor,
-    sums: Sums,
-    chunk: int | None,
-    kernel: Kernel = "torch",
-) -> dict[str, Tensor]:
-    """`sums` over all tokens of a micro-batch, in chunks where it has more tokens than `chunk`.
+def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
+    """Runs `forward`, which calls `model`, without its output layer; returns that layer's input, (B, T, D).
 
-    Args:
-        forward: Runs `model` and returns its logits, (B, T, V).
-        model: One without an output layer of its own (`get_output_embeddings`) is not cut into chunks.
-        labels: (B, T).
-        sums: Of logits (1, N, V) and labels (1, N), to () each by name. The first is minimized; the others are metrics
-            and get no gradient. What the first depends on beside the output layer's input and weights has none either.
-        chunk: N. None: all at once.
-        kernel: liger computes cross entropy and right guesses itself, in chunks of its choice, and asks no `sums`.
+    The layer's hooks run as ever, so FSDP2 and ZeRO see a normal forward pass. The layer computes one token, and a
+    hook returns its input in place of the logits.
 
     Raises:
-        InputError: the model does something with the logits after its output layer; or has none, which Liger needs.
+        InputError: `forward` does something with the logits, which would be missing from the loss.
     """
-    names = ["loss", "token_accuracy"]  # Liger's
+    given: list[Tensor] = []
 
-    def values(logits: Tensor, of_it: Tensor) -> tuple[Tensor, ...]:
-        named = sums(logits, of_it)
-        names[:] = named
-        minimized, *metrics = named.values()
-        # Nothing keeps a graph that backward does not free; a count has none, and `detach` is an operation.
-        return minimized, *(metric.detach() if metric.requires_grad else metric for metric in metrics)
+    def shorten(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        given.append(inputs[0])
+        return (inputs[0][:, :1],)
 
-    if kernel == "torch" and (not chunk or labels.numel() <= chunk):
-        return _named(names, values(forward(), labels))
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if kernel == "liger" and not hasattr(head, "weight"):
-        raise InputError(f"model.loss_kernel liger needs an output layer, {type(model).__name__} has none: set torch")
-    if head is None:
-        return _named(names, values(forward(), labels))
-    layer, kept, states, size = head.forward, [], [], chunk or labels.numel()
-
-    def in_chunks(hidden: Tensor) -> Tensor:
-        result = _by_liger(head, hidden, labels) if kernel == "liger" else by_torch(hidden)
-        kept.append(result)  # alive, so that no other tensor gets its address
-        states.append(_state(result))
-        return result
-
-    def by_torch(hidden: Tensor) -> Tensor:
-        num = -(-labels.numel() // size)  # of equal size: compiled sums are compiled for one shape
-        rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
-        parts = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
-        trained = [p for p in head.parameters() if p.requires_grad]
-        if torch.is_grad_enabled():
-            return _GradientsAtOnce.apply(lambda part, of_it: values(layer(part), of_it), parts, hidden, *trained)
-        return _total(values(layer(part), of_it) for part, of_it in parts)
-
-    with patch.object(head, "forward", in_chunks):
+    head = model.get_output_embeddings()
+    hooks = (
+        head.register_forward_pre_hook(shorten),  # the last one: FSDP2's and ZeRO's have prepared the input
+        head.register_forward_hook(lambda *_: given[-1], prepend=True),  # the first one: theirs get the hidden states
+    )
+    try:
         returned = forward()
-    if states != [_state(returned)]:
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if [_state(hidden) for hidden in given] != [_state(returned)]:
         raise InputError(
             f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
             " set model.loss_chunk null and model.loss_kernel torch"
         )
-    return _named(names, returned.unbind())
+    return returned
 
 
-def _named(names: list[str], values: Iterable[Tensor]) -> dict[str, Tensor]:
-    return dict(zip(names, values, strict=True))
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Differs after every operation. To compare values would be to wait for the device."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
-def _by_liger(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
-    """(2,) the loss, and right guesses, which have no gradient."""
+class ChunkedLoss(nn.Module):
+    """The output layer and the sums of the loss, on one chunk of tokens at a time.
+
+    It is a module, without parameters of its own, because ZeRO-3 gathers the "external parameters" of a module around
+    its forward and backward pass. It must be part of the LightningModule before DeepSpeed's engine is made.
+
+    Args:
+        model: A model with an output layer (`get_output_embeddings`) or without.
+        sums: Of logits (1, N, V) and labels (1, N), to () each by name. The first is minimized; the others are metrics
+            and get no gradient. What the first depends on beside the output layer's input and weights has none either.
+        size: N. None: all tokens are computed at once.
+        kernel: liger computes cross entropy and accuracy itself, in chunks of its choice, and does not call `sums`.
+
+    Raises:
+        InputError: Liger is asked for, and the model has no output layer.
+    """
+
+    def __init__(self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch") -> None:
+        super().__init__()
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        if kernel == "liger" and not hasattr(head, "weight"):
+            raise InputError(
+                f"model.loss_kernel liger needs an output layer, {type(model).__name__} has none: set torch"
+            )
+        self._unregistered = (head,)  # as a submodule its weights would get a second name in checkpoints
+        self.sums, self.size, self.kernel = sums, size, kernel
+        for weight in [] if head is None else head.parameters():
+            if is_partitioned_by_zero(weight):
+                import deepspeed
+
+                deepspeed.zero.register_external_parameter(self, weight)
+
+    def takes(self, labels: Tensor) -> bool:
+        """Whether a micro-batch with these labels has more tokens than a chunk."""
+        (head,) = self._unregistered
+        return self.kernel == "liger" or bool(head is not None and self.size and labels.numel() > self.size)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """`hidden` (B, T, D), from `hidden_states`, and labels (B, T) to the sums by name."""
+        (head,) = self._unregistered
+        if isinstance(head, FSDPModule):
+            head.unshard()  # does nothing if the forward pass kept the weights, as transformers' plans ask
+        if self.kernel == "liger":
+            return _by_liger(head, hidden, labels)
+        num = -(-labels.numel() // (self.size or labels.numel()))  # of equal size: compiled for one shape
+        rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
+        chunks = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
+        names: list[str] = []
+
+        def values(part: Tensor, of_it: Tensor) -> tuple[Tensor, ...]:
+            named = self.sums(head.forward(part), of_it)  # `forward`: the hooks' work is done, for all chunks
+            names[:] = named
+            return tuple(named.values())
+
+        trained = [weight for _, weight in head.named_parameters() if weight.requires_grad]
+        if torch.is_grad_enabled():
+            totals = _GradientsAtOnce.apply(values, chunks, hidden, *trained)
+        else:
+            totals = _total(values(*chunk) for chunk in chunks)
+        return dict(zip(names, totals.unbind(), strict=True))
+
+
+def _by_liger(head: Any, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
     from liger_kernel.transformers import functional  # ty: ignore[import-not-found]
 
     flat = labels.flatten()
     options = {"reduction": "sum", "accum_dtype": torch.float32, "return_predicted_tokens": True}
-    told = functional.liger_fused_linear_cross_entropy(
+    result = functional.liger_fused_linear_cross_entropy(
         hidden.flatten(0, -2), head.weight, flat, getattr(head, "bias", None), **options
     )
-    return torch.stack([told.loss, (told.predicted_tokens == flat).sum().to(told.loss)])
+    return {"loss": result.loss, "token_accuracy": (result.predicted_tokens == flat).sum()}
 
 
 def _total(results: Iterable[tuple[Tensor, ...]]) -> Tensor:
-    """(S,) in float32, of all chunks."""
+    """(S,) in float32, over all chunks."""
     return torch.stack([torch.stack([each.float() for each in sums]) for sums in results]).sum(0)
-
-
-def _state(tensor: Tensor) -> tuple[int, int]:
-    """Another after every operation: address and version, because to look at values is to wait for the device."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 class _GradientsAtOnce(torch.autograd.Function):
     """(S,) sums of which only the first has a gradient, computed on the way."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Any, parts: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Any, chunks: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
         results, of_hidden, of_weights = [], [], []
         with torch.enable_grad():
-            for part, labels in parts:
+            for part, labels in chunks:
                 part = part.detach().requires_grad_()
-                results.append(sums(part, labels))
-                gradient, *gradients = torch.autograd.grad(results[-1][0], [part, *weights])
+                minimized, *metrics = sums(part, labels)
+                gradient, *gradients = torch.autograd.grad(minimized, [part, *weights])
+                results.append((minimized.detach(), *(metric.detach() for metric in metrics)))
                 of_hidden.append(gradient)
                 if not of_weights:
                     of_weights = [g.float() for g in gradients]
@@ -152,7 +180,7 @@ class _GradientsAtOnce(torch.autograd.Function):
                         of_all += g
         ctx.gradients = torch.cat(of_hidden, dim=1).view_as(hidden), of_weights
         ctx.dtypes = [weight.dtype for weight in weights]
-        return _total(results).detach()
+        return _total(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

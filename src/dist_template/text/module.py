@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
-from ..model.head import Kernel, check_kernel, sums_over_tokens
+from ..model.head import ChunkedLoss, Kernel, check_kernel, hidden_states
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 
@@ -22,9 +22,8 @@ class TextModule(TrainingModule):
     """Base class of a language model's module: `forward` gives logits, `loss` a value per token.
 
     Args:
-        loss_chunk: Tokens whose logits exist at a time: with a large vocabulary they hold more memory than all else.
-            Has an effect on micro-batches of more tokens. null: all at once, for a model that changes its logits after
-            the output layer.
+        loss_chunk: Tokens whose logits are in memory at a time, in micro-batches of more tokens. null: all, for a model
+            that changes its logits after the output layer.
         loss_kernel: What computes the loss. liger: Liger's fused kernel, a package of its own for GPUs, in chunks that
             it chooses; it computes cross entropy itself and does not call `loss` and `sums`.
         sample_tokens: Tokens that `generate` writes for a prompt.
@@ -52,6 +51,7 @@ class TextModule(TrainingModule):
             super().configure_model()
             if self.blocks.compile:  # one pass over the logits forward, one backward, instead of a dozen
                 self.sums = torch.compile(self.sums)
+            self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk, self.loss_kernel)
 
     # ---- loss and metrics ----------------------------------------------------------------------------------------
 
@@ -64,9 +64,11 @@ class TextModule(TrainingModule):
         return {"loss": cross_entropy.sum(), "token_accuracy": (logits.detach().argmax(-1) == labels).sum()}
 
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns `sums` over a whole micro-batch. Only the first is differentiable."""
-        how = self.sums, self.loss_chunk, self.loss_kernel
-        return sums_over_tokens(lambda: self(batch), self.model, batch["labels"], *how)
+        """Returns `sums` over all tokens of a micro-batch. Only the first is differentiable."""
+        if not self.chunked_loss.takes(batch["labels"]):
+            return self.sums(self(batch), batch["labels"])
+        hidden = hidden_states(self.model, lambda: self(batch))
+        return self.chunked_loss(hidden, batch["labels"])
 
     def derive(self, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics:
