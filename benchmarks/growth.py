@@ -4,7 +4,7 @@ CPU time of an optimizer step against the number of metrics, callbacks, paramete
 entries of the vocabulary, and steps so far. The first four and the lengths use a model of vectors, whose step takes
 what the loop takes; a slope is a straight line fitted in each round, and is told as a ratio to the same run's
 hand-written loop or to its slope. What a step sends is counted on two to four processes and set against the cost model
-of `parallel/traffic.py`, which goes on to 1,024.
+of `benchmarks/traffic.py`, which goes on to 1,024.
 
 Targets: a metric costs at most a tenth of one by `self.log`; tensors, tokens and vocabulary cost no more than by hand;
 5,000 steps leave time and memory where they were.
@@ -261,11 +261,11 @@ def drift(task: Task, options: Options) -> list[Figure]:
 
 def counted(task: Task, options: Options) -> list[Figure]:
     """Bytes that a rank really sends in a step, over the cost model's."""
-    from dist_template.tools.traffic import STRATEGIES, Collective, Setting
     from tests.support.collectives import CountCollectives, read_sent, summed
     from tests.support.runs import Workers
 
     from .loops.task import data_flags
+    from .traffic import STRATEGIES, Collective, Setting
 
     configs, found = ROOT / "build" / "dev" / "configs" / "strategy", []
     for strategy, sizes in list(COUNTED.items())[: 1 if options.quick else None]:

@@ -13,12 +13,11 @@ import matplotlib as mpl
 import torch
 from torch import nn
 
-from dist_template.tools.traffic import STRATEGIES, Setting
-
 from . import ROOT
 from .__main__ import PARTS
 from .arms import Comparison
 from .record import read, table
+from .traffic import STRATEGIES, Setting
 
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 HEAD = """# Results

@@ -54,7 +54,7 @@ PRIVATE = {
     "checkpoint.sharded": 3, "checkpoint.zero": 6, "cli.fit": 2, "cluster.subprocess_launcher": 2,
     "cluster.fingerprint": 1, "model.head": 1, "model.kernels": 4, "model.metrics": 4,
     "observe.loggers.tensorboard": 4, "parallel.blocks": 7, "parallel.zero_step": 3,
-    "rehearsal.details": 2, "rehearsal.stages": 2, "text.order": 1, "tools.convert": 2,
+    "rehearsal.details": 2, "rehearsal.stages": 2, "text.order": 1,
     "tools.deepspeed_config": 1,
 }  # fmt: skip
 MOCKS = {"checkpoint.zero", "parallel.mesh"}  # the same for unittest.mock

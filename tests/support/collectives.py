@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_template.tools.traffic import Collective
+from benchmarks.traffic import Collective
 
 # torch's operators, in place and functional, and which of their arguments is the whole tensor.
 OPERATORS = {

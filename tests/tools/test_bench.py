@@ -29,13 +29,12 @@ def test_a_configuration_for_many_ranks_is_measured_on_one_device_and_leaves_not
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     many = [f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=8", "--data.global_batch_size=64"]
-    short = ["--steps=2", "--rounds=1", "--only=micro_batch", "--nodes=4", "--devices=8"]
+    short = ["--steps=2", "--rounds=1", "--only=micro_batch"]
     assert run("bench", *flags, *many, *short) == 0
     out, _ = capfd.readouterr()
     assert "micro-batches of 2 x 32 tokens, as configured" in out
     assert re.search(r"over the bare loop +\d\.\d+ \(\d", out) and re.search(r"waiting for data +\d", out)
     assert re.search(r"--data.micro_batch_size=4 +\d\.\d+ \(", out) and "compile" not in out, "only what was asked for"
-    assert re.search(r"on 32 ranks.*\n  ddp +[\d.]+ GB in 62 messages", out), "2 x 31, one bucket"
     assert not any(scratch.iterdir()) and not (tmp_path / "runs").exists()
     assert run("bench", *flags, "--steps=6", "--rounds=1", "--only=none") == 2
     assert "training ended after 20 steps, bench needs 24" in capfd.readouterr().err

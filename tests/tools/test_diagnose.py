@@ -49,7 +49,7 @@ def test_without_a_fault_it_says_what_was_looked_at(tmp_path: Path, capsys: pyte
     assert "nothing found: " in (out := capsys.readouterr().out) and "metrics of steps 0 to 400" in out
     (run / "facts.json").unlink()
     assert main(["diagnose", str(run)]) == 0
-    assert "there is no facts.json" in capsys.readouterr().out
+    assert "facts.json missing" in capsys.readouterr().out
 
 
 def test_json_is_for_programs(slow: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_without_a_folder_it_takes_the_newest_under_runs(
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(tmp_path)]) == 2
-    assert f"error: {tmp_path} is no run's folder" in capsys.readouterr().err
+    assert f"error: {tmp_path} is not a run folder" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_configuration_is_not_a_run(

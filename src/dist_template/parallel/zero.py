@@ -29,7 +29,6 @@ from ..checkpoint.resume import is_zeros_own, load_foreign
 from ..checkpoint.untrusted import as_data
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
-from .build_locks import clear_stale_build_locks
 from .zero_step import ZeroPrecision, trace_whole_forwards
 
 for expected in (
@@ -170,9 +169,6 @@ class ZeroStrategy(DeepSpeedStrategy):
         autocast = self.given.get("torch_autocast", {}).get("enabled", False)
         self.precision_plugin = ZeroPrecision(self.precision_plugin.precision, autocast)
         super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's own refuses what is no GPU
-        if self.local_rank == 0:
-            clear_stale_build_locks()
-        self.barrier()
 
     def setup_distributed(self) -> None:
         if self.root_device.type != "cpu":

@@ -1,4 +1,4 @@
-"""`deepspeed-config`: print the JSON that DeepSpeed would get, for its launcher or for another program."""
+"""`deepspeed-config`: prints the JSON that DeepSpeed would get, for its launcher or for another program."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from . import sizes
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Print `argv`'s DeepSpeed configuration, every value filled in; starts no process and reads no data.
+    """Prints the resolved DeepSpeed configuration of `argv`; starts no process and reads no data.
 
     Raises:
-        InputError: the strategy is none of DeepSpeed's, or its file conflicts with the rest of the configuration.
+        InputError: the strategy is not ZeroStrategy, or its file conflicts with the rest of the configuration.
     """
-    what = "Print the JSON that DeepSpeed would get, for its launcher or for another program."
-    own, flags = sizes.parser("deepspeed-config", what).parse_known_args(argv[1:])
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which is for the JSON alone
+    own, flags = sizes.parser("deepspeed-config", str(__doc__)).parse_known_args(argv[1:])
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout, which must hold the JSON alone
         from ..cli.fit import parse
 
         config = _complete_config(parse([argv[0], *flags, *sizes.as_flags(own)], project))
@@ -43,7 +42,7 @@ def _complete_config(cli: Any) -> dict[str, Any]:
     data.check(processes)
     return trainer.strategy.complete_config(
         Settings(
-            accelerator="cpu" if trainer.accelerator == "cpu" else "cuda",  # auto is meant for where it will run
+            accelerator="cpu" if trainer.accelerator == "cpu" else "cuda",  # auto: the machine of the real run
             precision=_convert_precision_to_unified_args(trainer.precision) or "32-true",
             gradient_clip_val=trainer.gradient_clip_val or 0.0,
             num_steps=trainer.max_steps if trainer.max_steps > 0 else None,
@@ -55,7 +54,7 @@ def _complete_config(cli: Any) -> dict[str, Any]:
 
 
 def _number_of(devices: Any) -> int:
-    """How many devices a node's `trainer.devices` names."""
+    """Returns the number of devices per node that `trainer.devices` stands for."""
     import torch
 
     if isinstance(devices, list):

@@ -1,4 +1,4 @@
-"""`diagnose`: what is wrong with a run, what shows it, and which flag to type. Reads its folder; needs no network."""
+"""`diagnose`: reports what is wrong with a run, the evidence, and which flag to change. Reads the run folder only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..project import Project, program
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Print the findings of each run given, the worst first.
+    """Prints the findings of each given run, the most severe first.
 
     Raises:
         InputError: there is no such run.
@@ -38,41 +38,41 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def newest(folder: Path) -> Path:
-    """`folder`, if it is a run's; else the run below it that was written to last.
+    """Returns `folder` if it is a run folder, otherwise the run below it that was written last.
 
     Raises:
-        InputError: it is none, and holds none.
+        InputError: there is no run.
     """
     if is_run(folder) and not (folder / CONFIG).exists():
-        raise InputError(f"{folder} has no {CONFIG}, by which most rules judge; give the folder of a run that has one")
+        raise InputError(f"{folder} has no {CONFIG}, which most rules need; give the folder of a run that has one")
     if is_run(folder):
         return folder
     runs = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if (path / CONFIG).exists()]
     if not runs:
-        raise InputError(f"{folder} is no run's folder, and has none in it; give runs/<name>/<id>")
+        raise InputError(f"{folder} is not a run folder and contains none; give runs/<name>/<id>")
     return max(runs, key=lambda run: max((run / name).stat().st_mtime for name in OF_A_RUN if (run / name).exists()))
 
 
 def _as_dict(history: History, findings: list[Finding]) -> dict[str, Any]:
-    told = [finding.as_dict() for finding in findings]
-    return {"run": str(history.folder), "step": _steps(history)[1], "findings": told}
+    listed = [finding.as_dict() for finding in findings]
+    return {"run": str(history.folder), "step": _steps(history)[1], "findings": listed}
 
 
 def _as_text(history: History, findings: list[Finding], everything: bool) -> str:
     first, last = _steps(history)
     end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
     title = f"{history.folder}: step {last}" + (f" of {end}" if end > 0 else "")
-    looked = f"{len(RULES)} rules looked at {len(history.metrics.names)} metrics of steps {first} to {last}"
+    checked = f"{len(RULES)} rules checked {len(history.metrics.names)} metrics of steps {first} to {last}"
     lacks = [name for name in (FILE, FACTS) if not (history.folder / name).exists()]
-    looked += f"; there is no {' and no '.join(lacks)}, so not all could tell" if lacks else ""
+    checked += f"; {' and '.join(lacks)} missing, so some rules were skipped" if lacks else ""
     if not findings:
-        return f"{title}\nnothing found: {looked}"
+        return f"{title}\nnothing found: {checked}"
     counts = Counter(finding.level for finding in findings)
-    told = ", ".join(f"{counts[level]} {level}" + "s" * (counts[level] > 1) for level in LEVELS if counts[level])
-    return f"{title}: {told}\n\n{as_text(findings, everything=everything)}\n\n{looked}"
+    summary = ", ".join(f"{counts[level]} {level}" + "s" * (counts[level] > 1) for level in LEVELS if counts[level])
+    return f"{title}: {summary}\n\n{as_text(findings, everything=everything)}\n\n{checked}"
 
 
 def _steps(history: History) -> tuple[int, int]:
-    """The first and the last that something was logged of; 0 and 0 where nothing was."""
+    """Returns the first and last step with a metric; (0, 0) if there is none."""
     steps = [step for name in history.metrics.names for step in history.metrics[name].steps[[0, -1]].tolist()]
     return (min(steps), max(steps)) if steps else (0, 0)

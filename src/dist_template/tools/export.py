@@ -1,8 +1,8 @@
-"""`export`: any strategy's checkpoint becomes a Hugging Face folder, proven to compute what was trained.
+"""`export`: converts a checkpoint of any strategy to a Hugging Face folder, and verifies its logits.
 
-The checkpoint is read whole, in one process, and loaded strictly into the model that the same configuration builds;
-`save_pretrained` writes it, because a model's layout in memory is not the one on disk (experts are stacked in memory);
-what was written is loaded again and must give the same logits, to the last bit.
+One process reads the full checkpoint and loads it strictly into the model that the same configuration builds.
+`save_pretrained` writes the folder, because a model's layout in memory differs from the one on disk (experts are
+stacked in memory). The folder is loaded again and must give bit-identical logits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..project import Project
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Write the folder that `--output` names.
+    """Writes the folder that `--output` names.
 
     Raises:
         InputError: the checkpoint cannot be read or is another model's, the folder is taken, or the disk is full.
@@ -49,12 +49,12 @@ def main(argv: list[str], project: Project) -> None:
 
 
 class Export(WithoutTrainer):
-    """The training's keys and three more."""
+    """Adds three keys to those of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.add_argument(
-            "--checkpoint", required=True, help="Any strategy's; or `last`, or `best`: the newest run's."
+            "--checkpoint", required=True, help="A checkpoint of any strategy; or `last` or `best` of the newest run."
         )
         parser.add_argument("--output", required=True, help="The folder to write; it must be new or empty.")
         parser.add_argument(
@@ -63,10 +63,10 @@ class Export(WithoutTrainer):
 
 
 def chosen_checkpoint(cli: WithoutTrainer) -> Path:
-    """What `--checkpoint` names, verified.
+    """Returns the verified checkpoint that `--checkpoint` names.
 
     Raises:
-        InputError: there is none, or it is damaged.
+        InputError: it does not exist, or it is damaged.
     """
     settings: Any = cli.config
     path = Path(settings.checkpoint)
@@ -77,7 +77,7 @@ def chosen_checkpoint(cli: WithoutTrainer) -> Path:
 
 
 def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
-    """`module.model`, built for `data`, with the weights of `path`, ready to compute.
+    """Returns `module.model`, built for `data`, with the weights of `path`, in evaluation mode.
 
     Raises:
         InputError: the checkpoint is another model's.
@@ -91,13 +91,13 @@ def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
 
 @contextmanager
 def written_at_once(output: Path) -> Generator[Path]:
-    """A folder to write into, which becomes `output` when all has gone well, and vanishes otherwise.
+    """Yields a temporary folder, which is renamed to `output` on success and removed otherwise.
 
     Raises:
         InputError: the disk is full, or the folder cannot be written.
     """
     folder = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
     try:
         folder.mkdir(parents=True)
         yield folder
@@ -109,10 +109,10 @@ def written_at_once(output: Path) -> Generator[Path]:
 
 
 def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
-    """Write a transformers model and prove it; the proof in words.
+    """Writes a transformers model and compares its logits; returns the result in words.
 
     Raises:
-        InputError: what is loaded back does not compute the same.
+        InputError: the written model gives other logits.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -133,27 +133,29 @@ def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
     difference = largest_difference(logits(load(), tokens), logits(model, tokens))
     if difference != 0:
         raise InputError(
-            f"the folder's logits differ from the model's by up to {difference:.1e}: {type(model).__name__}'s"
-            " save_pretrained does not keep what the model computes with; see build_model in module.py"
+            f"the folder's logits differ from the model's by up to {difference:.1e}: save_pretrained of"
+            f" {type(model).__name__} does not save all that its forward uses; see build_model in module.py"
         )
     rounded = largest_difference(logits(model, tokens), trained)
     return f"largest difference to the trained model's logits {rounded:g}" + (", by rounding" if rounded else "")
 
 
 def write_weights(model: nn.Module, dtype: torch.dtype, folder: Path) -> str:
-    """Write a model that transformers does not know, as its tensors by name."""
+    """Writes a model that is not from transformers, as tensors by name."""
     from safetensors.torch import load_model, save_model
 
     save_model(model.to(dtype), str(folder / "model.safetensors"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     load_model(model, folder / "model.safetensors")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    return f"model.safetensors alone: {type(model).__name__} is no transformers model, module.py's build_model makes it"
+    return (
+        f"model.safetensors alone: {type(model).__name__} is not from transformers; build_model in module.py makes it"
+    )
 
 
 @torch.no_grad()
 def logits(model: Any, tokens: Tensor) -> Tensor:
-    """(B, T, V) in float32."""
+    """Returns (B, T, V) logits in float32."""
     return model(input_ids=tokens, use_cache=False).logits.float()
 
 

@@ -1,4 +1,4 @@
-"""`prepare`: tokenize once, by one process, so that no rank ever tokenizes while others wait in a collective."""
+"""`prepare`: tokenizes the data once, in one process, before training: other ranks would wait in a collective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..project import Project
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Fill the token cache for `argv`'s configuration and print what is in it; quick when it is there already.
+    """Writes the token cache of a configuration and prints a summary; an existing cache is checked only.
 
     Raises:
         InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare` is at work.

@@ -1,4 +1,4 @@
-"""`report`: a page about a run, or about several over each other, and its Markdown summary."""
+"""`report`: writes a page about one or more runs. `compare`: the same for several, and prints their differences."""
 
 from __future__ import annotations
 
@@ -7,46 +7,42 @@ import os
 from pathlib import Path
 
 from ..errors import InputError
-from ..observe.diagnosis.finding import Finding
-from ..observe.history.run import History
-from ..observe.report.plotly_js import PlotlyJs
+from ..observe.report.files import HTML, names_of, write
+from ..observe.report.sections import of_several
+from ..observe.report.tables import Table
 from ..project import Project, program
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Write report.html and report.md about the runs that `argv` names.
+    """Writes report.html and report.md about the runs that `argv`, of verb `report` or `compare`, names.
 
     Raises:
-        InputError: one is no run's folder, or the page cannot be written.
+        InputError: one is no run folder, or the page cannot be written; `compare` has less than two runs.
     """
-    parser = argparse.ArgumentParser(prog=program("report"), description=__doc__, allow_abbrev=False)
-    add_arguments(parser)
-    arguments = parser.parse_args(argv[1:])
-    _, findings, page = make(arguments.runs, arguments.output, arguments.plotly)
-    for folder, found in zip(arguments.runs, findings, strict=True):
-        print(f"{folder}: {found[0].line if found else 'no findings'}")
-    print(f"written to {page} and {page.with_suffix('.md').name}")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verb, *flags = argv
+    parser = argparse.ArgumentParser(prog=program(verb), description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="a run's folder, runs/<name>/<id>")
-    where = "where to write; default: the run's folder, of several runs the folder that all are in"
+    where = "where to write; default: the run's folder, of several runs the folder that contains all"
     parser.add_argument("--output", type=Path, help=where)
-    how = "where the page loads plotly.js from, see run.plotly; default: as the first run has it"
+    how = "where the page loads plotly.js from, see run.plotly; default: as in the first run"
     parser.add_argument("--plotly", choices=("shared", "inline", "cdn"), help=how)
-
-
-def make(
-    runs: list[Path], output: Path | None, plotly: PlotlyJs | None = None
-) -> tuple[list[History], list[list[Finding]], Path]:
-    """What was read and found, and the page that was written."""
-    from ..observe.report.files import HTML, write
-
+    given = parser.parse_args(flags)
+    runs: list[Path] = given.runs
+    if verb == "compare" and len(runs) < 2:
+        raise InputError(f"compare got one run, {runs[0]}; give two or more, or use `report`")
     if len({run.resolve() for run in runs}) < len(runs):
         raise InputError("a run is given twice; give each once")
-    output = output or Path(os.path.commonpath([run.absolute() for run in runs]))
+    output = given.output or Path(os.path.commonpath([run.absolute() for run in runs]))
     try:
-        histories, findings = write(runs, output, plotly)
+        histories, findings = write(runs, output, given.plotly)
     except OSError as error:
         raise InputError(f"the report cannot be written into {output}: {error}; give --output") from error
-    return histories, findings, output / HTML
+    if verb == "compare":
+        for section in of_several(histories, names_of(histories)):
+            print(f"\n{section.title}")
+            print("\n\n".join(part.as_text() for part in section.parts if isinstance(part, Table)))
+        print(f"\ncurves are in {output / HTML}")
+        return
+    for folder, found in zip(runs, findings, strict=True):
+        print(f"{folder}: {found[0].line if found else 'no findings'}")
+    print(f"written to {output / HTML} and report.md")

@@ -1,4 +1,4 @@
-"""What a tool asks beside fit's keys: how large the real run is."""
+"""Flags of a tool besides those of fit: the number of nodes and devices of the real run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..project import program
 
 
 def parser(verb: str, what: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Of `verb`'s own flags, which are taken out of the command before fit's keys are read."""
+    """Returns the parser of the flags of `verb`; the rest of the command is parsed as for fit."""
     made = argparse.ArgumentParser(
         prog=program(verb),
         usage=f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
@@ -22,6 +22,6 @@ def parser(verb: str, what: str, epilog: str = "") -> argparse.ArgumentParser:
 
 
 def as_flags(own: argparse.Namespace) -> list[str]:
-    """The sizes as fit's flags; they come last, or a --config file would override them."""
+    """Returns the sizes as flags of fit, to be given last: a later --config file would override them."""
     given = {"num_nodes": own.nodes, "devices": own.devices}
     return [f"--trainer.{key}={size}" for key, size in given.items() if size]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.tools.traffic import STRATEGIES, Setting
+from benchmarks.traffic import STRATEGIES, Setting
 from tests.support.collectives import CountCollectives, read_sent, summed
 from tests.support.runs import Workers, run
 from tests.support.strategies import NAMES, flags_of

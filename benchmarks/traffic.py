@@ -5,7 +5,7 @@ scattered, and both twice when it is all-reduced; an all-to-all sends as much as
 send as many bytes in fewer messages.
 
 Left out is what does not grow with the model: the count of tokens, the gradient norm, votes, metrics at log steps; and
-a model's buffers. Every parameter is taken to be trained. `tests/tools/test_traffic.py` sets these numbers against
+a model's buffers. Every parameter is taken to be trained. `tests/template/test_traffic.py` sets these numbers against
 the collectives that two and four processes really do.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from ..model.flops import find_experts, text_config
-from ..parallel.blocks import find_blocks
+from dist_template.model.flops import find_experts, text_config
+from dist_template.parallel.blocks import find_blocks
 
 MIB = 2**20
 
