@@ -77,23 +77,17 @@ def normalized(package: str) -> str:
 
 def driver() -> str | None:
     """Returns the version of the NVIDIA driver, or None without one."""
-    try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    return found.group() if found else "unknown"
+    text = _read(DRIVER)
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found.group() if found else "unknown" if text else None
 
 
 def _git_state() -> dict[str, str | None]:
     """Returns the commit, and a digest of the changes to tracked files (None without changes)."""
-    status = git("status", "--porcelain=v2", "--branch", "--untracked-files=no")
-    if status is None:
-        return {"git_commit": None, "git_diff": None}
-    lines = status.splitlines()
+    lines = (git("status", "--porcelain=v2", "--branch", "--untracked-files=no") or "").splitlines()
     commit = next((line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")), None)
-    if all(line.startswith("#") for line in lines):
-        return {"git_commit": commit, "git_diff": None}
-    return {"git_commit": commit, "git_diff": digest(git("diff", "HEAD"))}
+    has_changes = any(not line.startswith("#") for line in lines)
+    return {"git_commit": commit, "git_diff": digest(git("diff", "HEAD")) if has_changes else None}
 
 
 def digest(value: Any) -> str:
@@ -125,6 +119,6 @@ def memory_limit() -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

@@ -68,12 +68,13 @@ class SameEnvironment(Callback):
             InputError: on every rank, if rank 0 was refused the run's folder.
             Ended: on every rank, if they differ.
         """
-        own = {group: self._without_ignored(group, value) for group, value in own.items() if group not in self.ignore}
+        own = self._without_ignored(own)
         rendezvous.publish("digests", {group: digest(value) for group, value in own.items()})
         if rendezvous.rank == 0:
-            differ: list[str] = [] if self.refusal else self._differing(rendezvous.gather("digests"))
-            rendezvous.broadcast("outcome", [self.refusal, differ])
-            refusal = self.refusal
+            refusal, digests = self.refusal, [] if self.refusal else rendezvous.gather("digests")
+            groups = sorted(set().union(*digests))
+            differ = [group for group in groups if len({of_rank.get(group) for of_rank in digests}) > 1]
+            rendezvous.broadcast("outcome", [refusal, differ])
         else:
             refusal, differ = rendezvous.receive("outcome")
         if refusal:
@@ -88,15 +89,11 @@ class SameEnvironment(Callback):
             raise Ended(Exit.MISMATCH, f"rank {rendezvous.rank}: environments differ; rank 0 prints the table")
         raise Ended(Exit.MISMATCH, table(rendezvous.gather("values")))
 
-    def _without_ignored(self, group: str, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: one for name, one in value.items() if f"{group}.{name}" not in self.ignore}
-
-    @staticmethod
-    def _differing(digests: list[dict[str, str]]) -> list[str]:
-        groups = sorted(set().union(*digests))
-        return [group for group in groups if len({of_rank.get(group) for of_rank in digests}) > 1]
+    def _without_ignored(self, facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        kept = {name: value for name, value in facts.items() if prefix + name not in self.ignore}
+        if prefix:
+            return kept
+        return {g: self._without_ignored(v, f"{g}.") if isinstance(v, dict) else v for g, v in kept.items()}
 
 
 def own_facts(run: Path, config: dict[str, Any], datamodule: Any) -> dict[str, Any]:
