@@ -24,14 +24,17 @@ demo: $(OUT)/.my-trainer  ## generate a project with the default answers under b
 	$(MAKE) --no-print-directory -C '$(DEMO)' train RUN='$(CURDIR)/.venv/bin/python'
 	@echo "demo: to go on, cd $(DEMO) and type one of the commands above"
 
-test: $(READY)  ## every test: the template's, then the default project's own
+test: $(READY)  ## the tests of the library and the template, then those of the default project
 	.venv/bin/python -m pytest tests
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
 	$(MAKE) --no-print-directory -C build/test/my-trainer test-all RUN='$(CURDIR)/.venv/bin/python'
 
+test-all: $(READY)  ## every test, the nightly ones too
+	.venv/bin/python -m pytest -m "" tests
+
 test-quick: $(READY) dev  ## the tests that take a few minutes, the project's run in place
-	.venv/bin/python -m pytest -m "not slow" tests
+	.venv/bin/python -m pytest -m "not slow and not nightly" tests
 	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python'
 
 dev:  ## link the un-rendered project into build/dev, its package named trainer_dev, to run it in place
@@ -71,4 +74,4 @@ $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,miss
 	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
 	@touch '$@'
 
-.PHONY: help demo test test-quick dev check bench docs clean missing
+.PHONY: help demo test test-all test-quick dev check bench docs clean missing

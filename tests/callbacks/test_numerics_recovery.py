@@ -24,6 +24,7 @@ from dist_template.tools.audit import audit, read_attempts
 from tests.parallel.test_parity import MODELS, PROCESSES, assert_close
 from tests.support.runs import Workers
 from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 BAD_STEP = 5
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
@@ -130,7 +131,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["ddp", "fsdp2_ep", "zero3"]))
 def test_a_step_with_nan_on_one_rank_is_left_out_and_told(train: Train, strategy: str) -> None:
     spoil = partial(spoil_loss, BAD_STEP, rank=1, micro_batch=0)
     run = train(strategy, "skip", spoil, "--numerics.on_non_finite=skip").check()
@@ -152,7 +153,7 @@ def test_a_step_with_nan_on_one_rank_is_left_out_and_told(train: Train, strategy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2_ep", "zero1", "zero2", "zero3"], daily=["fsdp2_ep", "zero2"]))
 def test_an_infinite_gradient_with_a_finite_loss_stops_all_ranks(train: Train, strategy: str) -> None:
     run = train(strategy, "stop", partial(spoil_gradient, BAD_STEP, rank=0))
     assert len(run.answers) == PROCESSES[strategy]

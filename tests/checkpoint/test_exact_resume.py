@@ -28,6 +28,7 @@ from dist_template.text.order import ConsumedSamples
 from tests.support.faults_of_runs import random_state_not_saved
 from tests.support.runs import Workers, logged, only_run, run
 from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
@@ -143,7 +144,7 @@ def _exact(value: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["ddp", "fsdp2", "zero3"]))
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_killed_run_goes_on_bit_identically(train: Trainings, strategy: str, cell: str) -> None:
     """Losses, gradient norms, learning rates, rows and random state of every rank, weights after each step."""
@@ -154,7 +155,7 @@ def test_a_killed_run_goes_on_bit_identically(train: Trainings, strategy: str, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["ddp", "fsdp2", "zero3"]))
 @pytest.mark.parametrize("varied", [False, True], ids=["plain", "varied"])
 def test_it_ends_with_the_same_weights(train: Trainings, strategy: str, varied: bool) -> None:
     whole, *_, end = train.whole(strategy, varied), *train.legs(strategy, varied).values()

@@ -19,6 +19,7 @@ from dist_template.checkpoint.formats import read_full
 from dist_template.errors import InputError
 from tests.support.injury import corrupt
 from tests.support.saves import COMMITTED, EXIT_CODE, STEPS, Trainings, assert_same, crash, equal, points
+from tests.support.tiers import tiers
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +47,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
 # ---- killed inside a save ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["fsdp2"]))
 def test_a_kill_at_any_point_of_a_save_leaves_the_newest_valid_checkpoint_to_go_on_from(
     train: Trainings, elsewhere: Path, strategy: str
 ) -> None:
@@ -99,7 +100,7 @@ def test_without_the_guard_a_killed_save_is_a_mixture_of_two_steps(train: Traini
 # ---- damaged afterwards --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["ddp", "fsdp2"]))
 def test_forty_damages_to_a_trained_checkpoint_are_refused(train: Trainings, tmp_path: Path, strategy: str) -> None:
     """200 over the five strategies."""
     draw = random.Random(strategy)

@@ -22,6 +22,7 @@ from dist_template.errors import Exit
 from dist_template.rehearsal.record import RunRecord
 from tests.support.runs import SMALL_LLAMA, Workers, run
 from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 LIMIT_S = 3.0
 BUSY_S = 20.0  # for a machine on which everything is slow; a collective's own limit would be 60 s more than LIMIT_S
@@ -135,12 +136,11 @@ CASES = [
     ("zero3", 2, 0, STEP),
     ("zero3", 2, 1, STOP),
 ]
-QUICK = [("fsdp2", 2, 1, STEP)]
 
 
 @pytest.mark.parametrize(
     ("strategy", "num", "rank", "where"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    tiers(CASES, daily=[("fsdp2", 2, 1, STEP), ("ddp", 2, 1, LOADER), ("zero2", 2, 0, STOP)]),
 )
 def test_a_rank_that_hangs_is_named_and_all_end(
     strategy: str, num: int, rank: int, where: str, prepared: list[str], tmp_path: Path

@@ -31,6 +31,7 @@ from dist_template.text.sources import TextFiles
 from dist_template.text.tokenizers import Bytes
 from tests.support import saves
 from tests.support.runs import newest
+from tests.support.tiers import tiers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
@@ -233,7 +234,9 @@ def test_no_single_interruption_changes_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", [BY_STEPS, BY_EPOCHS, IN_STEPS], ids=["by_steps", "by_epochs", "in_steps"])
+@pytest.mark.parametrize(
+    "limits", tiers([BY_STEPS, BY_EPOCHS, IN_STEPS], daily=[BY_EPOCHS]), ids=["by_steps", "by_epochs", "in_steps"]
+)
 def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: Path) -> None:
     def wanted(once: list[Stop]) -> Iterable[Chain]:
         few = around_the_first_boundary(once)

@@ -16,6 +16,7 @@ from dist_template.rehearsal.record import RunRecord
 from tests.callbacks.test_experts import DEEPSEEK, SPARSE, TINY
 from tests.parallel.test_parity import SHORT, PauseAfter, Trainings, assert_close, train  # noqa: F401  (`train` is a fixture)
 from tests.support.runs import newest
+from tests.support.tiers import tiers
 
 ROWS, TOKENS, EXPERTS, CHOSEN = 2, 32, 8, 2
 
@@ -174,7 +175,7 @@ def one(train: Trainings) -> RunRecord:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_ep", "tp", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "fsdp2_ep", "tp", "zero3"], daily=["fsdp2_ep", "zero3"]))
 def test_every_strategy_balances_as_one_process(train: Trainings, one: RunRecord, strategy: str) -> None:  # noqa: F811
     assert_same_balance(train("deepseek_v3", strategy, *BOTH), one)
 

@@ -21,6 +21,7 @@ from dist_template.checkpoint.formats import read_full
 from dist_template.rehearsal.record import RunRecord
 from tests.support.runs import Workers, newest
 from tests.support.strategies import NAMES, flags_of
+from tests.support.tiers import tiers
 
 MODELS = {
     "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
@@ -35,13 +36,10 @@ PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep"}
 SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
-QUICK = [("deepseek_v3", "fsdp2")]  # what `make test` runs of it
 CASES = [
-    pytest.param(model, strategy, marks=() if (model, strategy) in QUICK else pytest.mark.slow)
-    for model in MODELS
+    pytest.param("deepseek_v3", strategy, marks=() if strategy == "fsdp2" else pytest.mark.slow)
     for strategy in PROCESSES
-    if model == "deepseek_v3" or strategy not in FOR_EXPERTS
-]
+] + tiers([("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS], daily=())
 GLOBAL_BATCH, ACCUMULATION = 8, 2
 CLIP = 0.8
 
@@ -206,7 +204,7 @@ def test_a_training_goes_on_from_strategy_to_strategy(train: Trainings) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", PROCESSES)
+@pytest.mark.parametrize("strategy", tiers(PROCESSES, daily=["ddp", "fsdp2_ep", "zero3"]))
 def test_a_checkpoint_is_tested_and_predicted_from(train: Trainings, strategy: str) -> None:
     checkpoint = newest(train("deepseek_v3", strategy).run)
     tested = train.test("deepseek_v3", strategy)
@@ -215,7 +213,7 @@ def test_a_checkpoint_is_tested_and_predicted_from(train: Trainings, strategy: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", SHARDING)
+@pytest.mark.parametrize("strategy", tiers(SHARDING, daily=["fsdp2_ep", "zero3"]))
 def test_a_checkpoint_is_exported(train: Trainings, strategy: str, tmp_path: Path) -> None:
     checkpoint = newest(train("deepseek_v3", strategy).run)
     exported = tmp_path / "exported"
@@ -240,7 +238,10 @@ def test_reducing_gradients_once_changes_no_number(train: Trainings, strategy: s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "checkpointing"),
-    [*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in ("fsdp2", "tp", "zero2"))],
+    tiers(
+        [*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in ("fsdp2", "tp", "zero2"))],
+        daily=[("fsdp2", "full"), ("zero3", "full"), ("zero2", "selective")],
+    ),
 )
 def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: str, checkpointing: str) -> None:
     flags = [f"--model.blocks.checkpointing={checkpointing}", "--model.blocks.checkpoint_every=2", SHORT]
@@ -273,7 +274,7 @@ def test_the_loss_in_chunks_changes_no_number(train: Trainings, model: str, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["one", *SHARDING])
+@pytest.mark.parametrize("strategy", tiers(["one", *SHARDING], daily=["fsdp2", "zero3"]))
 def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy: str) -> None:
     exact = train("deepseek_v3", "one")
     rounded = train("deepseek_v3", strategy, "--trainer.precision=bf16-mixed")
