@@ -9,12 +9,12 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=SIGUSR1@300
-# The same command under Slurm, one task per GPU. SIGUSR1 comes 300 s before the time is up: the tasks save and exit with
-# 75, and the job goes back into the queue, as it does when a task is killed or hangs. Not when its input is bad.
+# Starts a command under Slurm, one task per GPU. SIGUSR1 arrives 300 s before the time limit: the tasks save and exit
+# with 75, and the job is requeued, as when a task is killed or hangs. It is not requeued for bad input.
 #   mkdir -p runs && sbatch --nodes=4 launch/slurm.sh fit --config configs/pretrain.yaml
 # Submit from the project's folder.
 #   PYTHON        interpreter (default: .venv/bin/python)
-#   MAX_REQUEUES  after so many, a job that crashed is not requeued again; a preempted one is (default: 10)
+#   MAX_REQUEUES  how often a crashed job is requeued; a preempted one always is (default: 10)
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch: sbatch launch/slurm.sh fit --config <file>}"
 
@@ -26,12 +26,12 @@ fi
 packages=(*/__main__.py)
 package=${packages[0]%/__main__.py}
 
-# A requeued job keeps its number, so it goes on in the folder it began; its clock starts anew.
+# A requeued job keeps its number, and so its folder; its time limit starts again.
 export DIST_RUN_ID=${DIST_RUN_ID:-slurm-$SLURM_JOB_ID}
 export DIST_JOB_STARTED=$(date +%s)
 
-# When one task has ended the others have 60 s to end by themselves, with the same code; --kill-on-bad-exit would kill
-# them while they save. srun exits with the highest code. Flags stand after the --config files, which would override them.
+# When one task has exited, the others have 60 s to exit with the same code; --kill-on-bad-exit would kill them while
+# they save. srun returns the highest code. The flags come after the --config files, which would override them.
 code=0
 srun --kill-on-bad-exit=0 --wait=60 "${PYTHON:-.venv/bin/python}" -m "$package" "$@" \
     --trainer.devices="$SLURM_NTASKS_PER_NODE" --trainer.num_nodes="$SLURM_JOB_NUM_NODES" || code=$?

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# The same command under torchrun, which starts the processes again when one dies:
+# Starts a command under torchrun, which restarts the processes when one dies:
 #   launch/torchrun.sh fit --config configs/pretrain.yaml --config configs/strategy/ddp.yaml
 # On several nodes, start it on each of them with the same NNODES, RDZV_ENDPOINT and DIST_RUN_ID.
 #   NPROC             processes per node            (default: its GPUs, 1 without any)
-#   NNODES            nodes, or MIN:MAX             (default: 1; with MIN:MAX training goes on when a node is lost)
+#   NNODES            nodes, or MIN:MAX             (default: 1; with MIN:MAX training continues when a node is lost)
 #   RDZV_ENDPOINT     host:port of the first node   (default: a free port of this machine)
-#   RDZV_CONF         further rendezvous settings   (key=value,key=value; on a host that does not know its own name:
+#   RDZV_CONF         further rendezvous settings   (key=value,key=value; if a host cannot resolve its own name:
 #                                                   is_host=true on the first node, is_host=false on the others)
-#   LOCAL_ADDR        this node's address           (default: by its name)
+#   LOCAL_ADDR        this node's address           (default: from its host name)
 #   DIST_RUN_ID       name of this run's folder     (default on one node: the time)
 #   MAX_RESTARTS      restarts before giving up     (default: 3; 0 turns them off)
 #   REJOIN_TIMEOUT    seconds that a restart waits for the other nodes, then it exits with 75
-#                                                   (default: SHUTDOWN_TIMEOUT + 60, in which their processes end)
+#                                                   (default: SHUTDOWN_TIMEOUT + 60, for their processes to exit)
 #   SHUTDOWN_TIMEOUT  seconds for the processes to save after a signal, then they are killed (default: 30)
 #   PYTHON            interpreter                   (default: .venv/bin/python)
-# It exits with 75 when the same command, given again, goes on: preempted, or restarts do not help. docs: exit codes.
+# It exits with 75 if the same command resumes the run: preempted, or a restart here does not help. docs: exit codes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -39,14 +39,14 @@ export DIST_RUN_ID=${DIST_RUN_ID:-$(date +%Y%m%d-%H%M%S)}
 # (half of the restarts hung); this and the c10d rendezvous avoid it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export REJOIN_TIMEOUT=${REJOIN_TIMEOUT:-$((${SHUTDOWN_TIMEOUT:-30} + 60))}
-# A lost connection is told in a sentence; its pages of C++ frames come back with WARNING.
+# A lost connection is reported in one sentence; WARNING adds the C++ frames.
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 
-# A dead node is noticed after keep_alive_interval x keep_alive_max_attempt seconds, and after last_call_timeout more
-# the others go on without it (MIN:MAX). Measured: 19 s in all; 49 s with torchrun's own 5, 3 and 30.
+# A lost node is detected after keep_alive_interval x keep_alive_max_attempt seconds; after last_call_timeout more the
+# others continue without it (MIN:MAX). Measured: 19 s in total; 49 s with torchrun's own 5, 3 and 30.
 conf=keep_alive_interval=2,keep_alive_max_attempt=2,last_call_timeout=3${RDZV_CONF:+,$RDZV_CONF}
 
-# The processes learn from their environment how many they are, at each start anew.
+# The environment tells the processes their number, at each restart again.
 exec "$python" -m dist_template.cluster.torchrun \
     --nnodes="$nnodes" --nproc-per-node="${NPROC:-$((gpus > 0 ? gpus : 1))}" \
     --max-restarts="${MAX_RESTARTS:-3}" --monitor-interval=0.1 \
