@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from .. import weights
 from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
+from ..compat.lightning import accumulates, validation_may_follow
 from ..errors import Ended, Exit, InputError, check_least
 from ..observe.loggers.wandb import WandB
-from .random_state import validation_may_follow
 
 
 class LastCheckpoint(Checkpoint):
@@ -82,7 +82,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         # A checkpoint has no accumulated gradients: a save inside an accumulation window could not be resumed.
-        is_boundary = not trainer.fit_loop._should_accumulate()
+        is_boundary = not accumulates(trainer)
         if not is_boundary or trainer.global_step % self.every_n_steps or _is_dry(trainer):
             return
         if self._saver is None:

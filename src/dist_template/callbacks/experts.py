@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from ..compat.lightning import accumulates
 from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
 from .training_log import logs
@@ -57,11 +58,11 @@ class Experts(Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if self._handles:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
-            if self._balancer.needs_loads and not trainer.fit_loop._should_accumulate():
+            if self._balancer.needs_loads and not accumulates(trainer):
                 self._balancer.begin_reduction()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._handles and self._balancer.needs_loads and not trainer.fit_loop._should_accumulate():
+        if self._handles and self._balancer.needs_loads and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
                 pl_module.metrics.put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.finish_step(self._numerics and self._numerics.skipped)

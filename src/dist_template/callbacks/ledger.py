@@ -22,6 +22,7 @@ import lightning as L
 from lightning.pytorch import Callback
 
 from .. import weights
+from ..compat.lightning import accumulates
 from ..errors import InputError
 
 FLUSH_S = 1.0
@@ -66,7 +67,7 @@ class SampleLedger(Callback):
         self._flush()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._file is None or trainer.fit_loop._should_accumulate():
+        if self._file is None or accumulates(trainer):
             return
         rows = trainer.datamodule.window_rows  # ty: ignore[missing-attribute]
         if not all(rows):

@@ -26,6 +26,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..compat.lightning import accumulates
+from ..compat.torch import loss_scale
 from ..errors import Ended, Exit, check_least
 from ..layout import total_norm
 from ..observe.diagnosis.robust import MAD_TO_SIGMA
@@ -127,9 +129,9 @@ class Numerics(Callback):
             return
         loss = loss.detach().float()
         if scaler := getattr(trainer.precision_plugin, "scaler", None):
-            loss = loss / scaler._get_scale_async()
+            loss = loss / loss_scale(scaler)
         self._loss = loss if self._loss is None else self._loss + loss  # Lightning has divided by the accumulation
-        if not trainer.fit_loop._should_accumulate():
+        if not accumulates(trainer):
             self._losses, self._gathering, self._loss = self._loss, None, None
             if trainer.world_size > 1:
                 self._sent = self._losses.reshape(1)  # kept until it is sent
@@ -186,7 +188,7 @@ class Numerics(Callback):
     # ---- on the host, one step later -------------------------------------------------------------------------------
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop._should_accumulate() or self._decided is None:
+        if accumulates(trainer) or self._decided is None:
             return
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         decided, self._decided = self._decided, None

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.launch import RUN_ID
 from ..cluster.signals import asked, job_started
+from ..compat.lightning import accumulates, leave_signals_alone
 from ..errors import Ended, Exit, InputError
 from .checkpoint import LastCheckpoint
 
@@ -47,9 +48,7 @@ class Preemption(Checkpoint):
         self._restart_votes()
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        vars(trainer._signal_connector)["register_signal_handlers"] = _nothing
-        # What they leave: a broadcast and a scalar read from the device before every micro-batch.
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
+        leave_signals_alone(trainer)
         if stage == "fit":
             self._vote = Vote(2)
 
@@ -58,7 +57,7 @@ class Preemption(Checkpoint):
         self._restart_votes()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.fit_loop._should_accumulate():
+        if not accumulates(trainer):
             self._at_boundary(trainer)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -105,10 +104,6 @@ class Preemption(Checkpoint):
             f" resumes from {'there' if saved else 'the newest checkpoint'}; without a scheduler that sets the run's"
             f" name, set {RUN_ID}={os.environ.get(RUN_ID)}.",
         )
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 class Vote:

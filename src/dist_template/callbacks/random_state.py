@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from .. import weights
+from ..compat.lightning import validation_may_follow
 
 KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
 
@@ -84,12 +85,6 @@ class RandomState(Callback):
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
         sequence = np.random.SeedSequence([torch.initial_seed(), step, sampler["rank"]])
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
-
-
-def validation_may_follow(trainer: Any) -> bool:
-    """Asked at a batch's end; with a time between validations only later will tell."""
-    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    return trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher)
 
 
 def _get_state() -> Callable[[], dict[str, Any]]:

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback
 
 from .. import weights
 from ..cluster.environment import memory_limit
+from ..compat.transformers import attention_of
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..observe.history.run import FACTS, without_folder
@@ -95,7 +96,7 @@ def _model(model: Any, size: Size) -> dict[str, Any]:
         "experts": size.experts,
         "experts_per_token": size.experts_per_token,
         "vocab_size": getattr(config, "vocab_size", None),
-        "attention": getattr(config, "_attn_implementation", None),
+        "attention": attention_of(config),
     }
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from ..compat.lightning import accumulates
 from ..text.order import NOT_COUNTED
 
 
@@ -28,7 +29,7 @@ class TrainingLog(Callback):
     """
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.fit_loop._should_accumulate() or not logs(trainer, trainer.global_step):
+        if accumulates(trainer) or not logs(trainer, trainer.global_step):
             return
         callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
         _call(callbacks, "before_log_step", trainer, pl_module)

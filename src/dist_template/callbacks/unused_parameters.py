@@ -9,6 +9,7 @@ import lightning as L
 from lightning.pytorch import Callback
 from torch import nn
 
+from ..compat.lightning import accumulates
 from .console import say
 
 MOST = 5  # names in the warning
@@ -36,7 +37,7 @@ class UnusedParameters(Callback):
         self._reached.add(name)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        if not self._waits or trainer.fit_loop._should_accumulate():
+        if not self._waits or accumulates(trainer):
             return
         self._waits = False
         parameters = _trainable(pl_module)

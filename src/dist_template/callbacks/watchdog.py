@@ -15,6 +15,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..cluster.watchdog import WATCHDOG
+from ..compat.lightning import accumulates, timeout_of
+from ..compat.torch import limit_collectives, process_groups
 from ..errors import check_least
 
 LATER_S = 60.0  # a collective times out so much later than the watchdog, which can name the stalled rank
@@ -74,7 +76,7 @@ class Watchdog(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         WATCHDOG.beat()
-        if WATCHDOG.limit_s != self.timeout_s and not trainer.fit_loop._should_accumulate():
+        if WATCHDOG.limit_s != self.timeout_s and not accumulates(trainer):
             self._started(trainer)
 
     def on_validation_batch_start(
@@ -115,9 +117,9 @@ class Watchdog(Callback):
         """
         if not dist.is_initialized():
             return
-        asked = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
+        asked = timeout_of(trainer.strategy)
         limit = timedelta(seconds=limit_s + LATER_S) if asked == default_pg_timeout and limit_s else asked
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend other than gloo and NCCL has no timeout
-            for group in list(dist.distributed_c10d._world.pg_map):
-                dist.distributed_c10d._set_pg_timeout(limit, group)
+            for group in process_groups():
+                limit_collectives(group, limit)

@@ -23,14 +23,14 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from .. import weights
+from ..compat.lightning import checkpoint_of, timeout_of
+from ..compat.torch import tree_leaves, version_of
 from . import commit, sharded, zero
 
 Tensors = dict[str, Any]  # "state_dict", and the optimizers' states
@@ -88,7 +88,7 @@ class BackgroundSaver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._begun: Begun | None = None
         self._underway: Future[None] | None = None
-        timeout = getattr(strategy, "_timeout", None) or default_pg_timeout
+        timeout = timeout_of(strategy)
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
 
     def start(self, trainer: L.Trainer, path: Path) -> None:
@@ -98,7 +98,7 @@ class BackgroundSaver:
         """
         assert self._begun is self._underway is None
         path = Path(weights.broadcast(str(path)))
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint = checkpoint_of(trainer)
         write, source = self._split(trainer, checkpoint)
         self._begun = Begun(path, commit.describe(trainer), write, source, self._copy(source) if source else None)
 
@@ -186,4 +186,4 @@ def _versions(tree: Any) -> Iterator[int]:
     """Of all tensors: whatever writes one in place counts it up."""
     for tensor in tree_leaves(tree):
         if isinstance(tensor, Tensor):
-            yield (tensor.to_local() if isinstance(tensor, DTensor) else tensor)._version
+            yield version_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

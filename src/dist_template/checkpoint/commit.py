@@ -32,6 +32,7 @@ from torch.utils.serialization import config as serialization
 
 from .. import weights
 from ..cluster.watchdog import WATCHDOG
+from ..compat.lightning import checkpoint_of
 from ..errors import InputError, reason
 from . import manifest
 from .manifest import FORMAT, MANIFEST, Files, crc32, wrong_file
@@ -51,7 +52,7 @@ def save(trainer: L.Trainer, path: Path, **notes: Any) -> None:
         SaveError: on all ranks, a disk refused one of them.
     """
     path = Path(weights.broadcast(str(path)))
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    checkpoint = checkpoint_of(trainer)
     aside = begin(path)
     trouble = disk_trouble(lambda: trainer.strategy.save_checkpoint(checkpoint, aside))
     finish(path, describe(trainer) | notes, trouble)

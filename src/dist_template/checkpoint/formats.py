@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from ..compat.torch import read_unsharded
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
 from . import zero
 from .optimizer import by_name, by_name_from_flat, is_by_name
@@ -139,11 +138,10 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_distributed(path: Path) -> dict[str, Any]:
-    tensors: dict[str, Any] = {}
     with as_data():
         reader = DataReader(path)
         reader.read_metadata()  # torch would log a refusal with its stack and look for other files
-        _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        tensors = read_unsharded(reader)
         checkpoint = torch.load(path / META, map_location="cpu")
     checkpoint["state_dict"] = weights = tensors.pop("state_dict")
     states = [tensors[f"optimizer_{index}"] for index in range(len(tensors))]

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map
 
 from .. import weights
+from ..compat.lightning import torch_optimizer
+from ..compat.torch import tree_map
 from .formats import META, refuse_other_shapes, refusing_unreadable, saved_shapes
 from .optimizer import groups_of, without_moments
 from .untrusted import DataReader, as_data
@@ -33,7 +34,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
     """AdamW's moments by parameter name, each as its parameter is sharded."""
-    return get_optimizer_state_dict(module, getattr(optimizer, "_optimizer", optimizer), options=FLAT)
+    return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
 def save(checkpoint: dict[str, Any], path: Path) -> None:
@@ -57,7 +58,7 @@ def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any 
 
 def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None) -> dict[str, Any]:
     """Read `path` into `module` and `optimizers`, whatever mesh wrote it; returns the rest of it. Collective."""
-    optimizers = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+    optimizers = [torch_optimizer(optimizer) for optimizer in optimizers]
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     state |= {f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)}
     with as_data(), refusing_unreadable(path):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from ..compat.torch import metadata_path
 from ..errors import reason
 
 
@@ -41,7 +42,7 @@ class DataReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            with self.fs.create_stream(metadata_path(self, kwargs.get("rank")), "rb") as file:
                 _MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError) as error:
             if "asks for" in str(error):

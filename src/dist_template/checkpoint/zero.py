@@ -15,13 +15,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import weights
+from ..compat import deepspeed as compat
 from ..layout import whole_shape
 from .optimizer import State, merge, without_moments
 from .untrusted import as_data
@@ -89,12 +89,7 @@ def _collect(
 ) -> None:
     """Let DeepSpeed save under `path`, and have `take` each of this rank's files where it would write it."""
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    files = engine.checkpoint_engine
-    with (
-        patch.object(files, "save", lambda state_dict, path: take(state_dict, Path(path))),
-        patch.object(files, "makedirs", lambda *_, **__: None),
-        patch.object(engine, "_copy_recovery_script", lambda folder: None),  # `export` does what it does
-    ):
+    with compat.redirected_saves(engine, take):
         engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
 
 
@@ -161,11 +156,7 @@ class Partitions:
 
     def weights(self, module: dict[str, Tensor]) -> dict[str, Tensor]:
         """The fp32 weights; `module` is the model as it computes, whole under ZeRO-1 and 2, and in a model's order."""
-        from deepspeed.utils import zero_to_fp32
-
-        whole: dict[str, Tensor] = {}
-        if self.is_stage_3:
-            zero_to_fp32._zero3_merge_frozen_params(whole, len(self.ranks), self.models)
+        whole = compat.join_frozen(len(self.ranks), self.models) if self.is_stage_3 else {}
         key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
         whole |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
         for name, original in self.models[0].shared_params:
@@ -201,14 +192,8 @@ class Partitions:
 
     def _join(self, flat_groups: list[list[Tensor]]) -> dict[str, Tensor]:
         """Whole tensors by name, from each rank's flat partition of each group."""
-        from deepspeed.utils import zero_to_fp32
-
-        whole: dict[str, Any] = {}
-        if self.is_stage_3:
-            zero_to_fp32._zero3_merge_trainable_params(whole, len(self.ranks), flat_groups, self.models)
-        else:
-            paddings = self.ranks[0].get("param_alignment_paddings")
-            zero_to_fp32._zero2_merge_trainable_params(whole, len(self.ranks), flat_groups, self.models, paddings)
+        paddings = self.ranks[0].get("param_alignment_paddings")
+        whole = compat.join_trained(len(self.ranks), flat_groups, self.models, self.is_stage_3, paddings)
         return {name: tensor.contiguous() for name, tensor in whole.items()}
 
 
@@ -241,9 +226,7 @@ class Target:
             optimizer.state[flat] = {key: torch.zeros_like(flat) for key in values if key not in steps} | steps
             if not is_torchs:
                 group |= steps  # FusedAdam keeps it there
-        if hasattr(self.zero, "_lazy_init_hp_params_optimizer_state"):
-            self.zero._hp_optimizer_states_linked = False
-            self.zero._lazy_init_hp_params_optimizer_state()
+        compat.link_optimizer_state(self.zero)
 
     def set(self, name: str, key: str | None, whole: Tensor | None) -> None:
         """Set a parameter's moment `key`, or its fp32 weights for None, from rank 0's `whole`; collective."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
@@ -31,13 +30,14 @@ from ..cluster.messages import MESSAGES
 from ..cluster.redaction import redacted
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.watchdog import WATCHDOG
+from ..compat.lightning import limit_threads
 from ..compat.loop import lighten
 from ..errors import InputError, reason
 from ..model.optim import OptimConfig
 from ..observe.loggers.run_log import RunLog
 from ..observe.loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
 from ..observe.loggers.wandb import WandB  # noqa: F401
-from ..parallel import ddp  # noqa: F401  (gives "ddp" its defaults)
+from ..parallel import ddp
 from ..parallel.half import HalfParameters
 from ..parallel.mesh import MeshStrategy  # noqa: F401  (makes `class_path: MeshStrategy` known)
 from ..parallel.zero import ZeroStrategy  # noqa: F401
@@ -192,8 +192,9 @@ class CLI(LightningCLI):
         if not saves:  # Lightning would refuse the callbacks that save, and asks none of them to stop
             savers = (LastCheckpoint, BestCheckpoint)
             trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, savers)]  # ty: ignore
+        ddp.complete(self._get(self.config_init, "trainer", default={}).get("strategy"), trainer.strategy)
         if trainer.num_devices > 1:
-            _set_num_threads_if_needed(trainer.num_devices)  # by Lightning in rank 0 alone, for some of the strategies
+            limit_threads(trainer.num_devices)  # by Lightning in rank 0 alone, for some of the strategies
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = EveryFormat(self.model)
         if type(trainer.strategy.precision_plugin) is HalfPrecision:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..compat import transformers as compat
 from ..errors import InputError
 
 # (documents + 1,) int32: where each begins among the B*T tokens, and B*T; (0,) where they may see each other.
@@ -40,7 +41,7 @@ def set_attention(config: Any, attention: Attention | None) -> Any:
     if available and not available():
         raise InputError(f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or flex_attention")
     if attention:
-        config._attn_implementation = attention
+        compat.set_attention(config, attention)
     return config
 
 
@@ -57,24 +58,17 @@ def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = Fa
     Raises:
         InputError: the batch does not say where documents begin, and the kernel would let them see each other.
     """
-    from transformers import masking_utils
-
-    masks: Any = masking_utils
     bounds, (num_rows, seq_len) = batch.get(BOUNDS), batch["input_ids"].shape
-    is_flash = "flash" in (getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
+    is_flash = "flash" in (compat.attention_of(model) or "")
     if bounds is None:
         if is_flash and num_rows > 1:
             raise InputError(f"flash attention needs {BOUNDS} in a batch of yours, as text/rows.py has it; see data.py")
         yield {}
         return
     apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
-    looks = masks.find_packed_sequence_indices
-    masks.find_packed_sequence_indices = _documents if apart else _none
-    try:
+    with compat.finding_documents(_documents if apart else _none):
         varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": seq_len, "max_length_k": seq_len}
         yield varlen if is_flash and apart else {}
-    finally:
-        masks.find_packed_sequence_indices = looks
 
 
 def _documents(position_ids: Tensor) -> Tensor:
@@ -94,15 +88,14 @@ def cast_experts() -> None:
     torch's autocast does not know `grouped_mm` (pytorch#174763), and transformers follows the weights: under bf16-mixed
     experts would multiply in float32, for which a GPU has no grouped kernel, and wait for the device in each layer.
     """
-    from transformers.integrations import moe
 
-    experts: Any = moe
-    grouped_mm = experts._grouped_mm
+    def casting(grouped_mm: Any) -> Any:
+        def cast_and_multiply(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+            device = weight.device.type
+            if torch.is_autocast_enabled(device):
+                weight = weight.to(torch.get_autocast_dtype(device))
+            return grouped_mm(input, weight, offs)
 
-    def cast_and_multiply(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        device = weight.device.type
-        if torch.is_autocast_enabled(device):
-            weight = weight.to(torch.get_autocast_dtype(device))
-        return grouped_mm(input, weight, offs)
+        return cast_and_multiply
 
-    experts._grouped_mm = cast_and_multiply
+    compat.wrap_grouped_mm(casting)

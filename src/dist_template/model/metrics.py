@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.torch import version_of
 from ..errors import InputError
 
 FOLD = 64  # values of a metric that are kept apart at most; a GPU lends each 512 bytes
@@ -39,18 +40,18 @@ class MetricBuffer:
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a scalar tensor without reading it. It must not be changed in place before the next log step."""
-        if value._is_view() and value.untyped_storage().nbytes() > value.nbytes:
+        if value.untyped_storage().nbytes() > value.nbytes:
             value = value.detach().clone()  # it would keep all that it is taken of
         elif value.requires_grad:
             value = value.detach()
         self.newest[name] = value
         value = value if weight == 1.0 else value * weight
         kept = self._kept.setdefault(name, [])
-        kept.append((value, value._version))
+        kept.append((value, version_of(value)))
         self._weights[name] = self._weights.get(name, 0.0) + weight
         if len(kept) == FOLD:
             total = self._sums([name])[name]
-            kept[:] = [(total, total._version)]
+            kept[:] = [(total, version_of(total))]
 
     def put(self, name: str, value: float) -> None:
         """Note what this rank knows on the host (a time, a count); rank 0's newest value is written, not reduced."""
@@ -113,7 +114,7 @@ class MetricBuffer:
         alike: dict[Any, list[str]] = defaultdict(list)
         for name in names:
             kept = self._kept[name]
-            if any(value._version != version for value, version in kept):
+            if any(version_of(value) != version for value, version in kept):
                 raise InputError(
                     f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py"
                 )

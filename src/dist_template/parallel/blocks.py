@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ..compat.torch import EXPENSIVE, compile_checkpointed_hooks
+from ..compat.transformers import names_of_blocks
 from ..errors import InputError
 
 
@@ -39,7 +41,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     They are what transformers says must not be split, else the items of the outermost nn.ModuleLists.
     """
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = names_of_blocks(model)
     if blocks := [module for module in model.modules() if type(module).__name__ in names]:
         return blocks
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
@@ -61,9 +63,7 @@ def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
             f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an nn.ModuleList"
         )
     if config.compile and config.checkpointing != "none":
-        # A hook inside a checkpointed block may keep a tensor (balance.py keeps router logits). Without this, torch
-        # 2.13 does not compile the block: eager checkpointing would run the hook again in backward.
-        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
+        compile_checkpointed_hooks()
     for number, block in enumerate(blocks):
         if config.checkpointing != "none" and number % config.checkpoint_every == 0:
             block.forward = _checkpointed(block, block.forward, config.checkpointing == "selective")
@@ -85,21 +85,9 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], selective: bool
     return wrapped
 
 
-_PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._grouped_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
-
-
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what is dear to compute; norms, activations and rotations are cheap to compute again."""
-    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

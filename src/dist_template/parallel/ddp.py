@@ -1,4 +1,4 @@
-"""DDP is Lightning's own, by whatever name the configuration gives it; here stands what it leaves at torch's defaults.
+"""DDP is Lightning's own strategy; these options differ from torch's defaults when it is configured by name.
 
     gradient_as_bucket_view    true: gradients lie in the buckets that are sent; without accumulation 4 bytes a
                                parameter less, and in any case the copy back
@@ -13,10 +13,16 @@ larger, because each sends a rank's share of it at a time: Megatron takes 160 MB
 
 from __future__ import annotations
 
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from ..compat.lightning import set_ddp_defaults
 
 DEFAULTS = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}
 
-for entry in StrategyRegistry.values():
-    if entry["strategy"] is DDPStrategy:
-        entry["init_params"] |= DEFAULTS
+
+def complete(configured: Any, strategy: Any) -> None:
+    """Sets `DEFAULTS` where `trainer.strategy` names DDP or chose it; a `class_path` takes torch's own defaults."""
+    if isinstance(configured, str) and type(strategy) is DDPStrategy:
+        set_ddp_defaults(strategy, **DEFAULTS)

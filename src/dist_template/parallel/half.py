@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 
@@ -14,7 +15,8 @@ class HalfParameters(HalfPrecision):
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
+        dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}[self.precision]
         for parameter in module.parameters():
-            if parameter.is_floating_point() and parameter.dtype != self._desired_input_dtype:
-                parameter.data = parameter.data.to(self._desired_input_dtype)
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
         return module

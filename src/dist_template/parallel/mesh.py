@@ -19,7 +19,6 @@ from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -35,6 +34,8 @@ from ..checkpoint import sharded
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import format_of
 from ..checkpoint.resume import load_foreign
+from ..compat import transformers as compat
+from ..compat.lightning import set_mesh, start_process_group
 from ..errors import InputError, reason
 from ..layout import refuse_scalars
 from .blocks import find_blocks
@@ -127,19 +128,13 @@ class MeshStrategy(ModelParallelStrategy):
         return MeshSizes(replicate, fsdp, tp, fsdp * tp if self.ep_size == "auto" else self.ep_size)
 
     def setup_environment(self) -> None:
-        super(ModelParallelStrategy, self).setup_environment()
-        self._setup_distributed()
+        start_process_group(self, "cpu:gloo,cuda:nccl" if self.cpu_offload else None)
         sizes = self.mesh_sizes = self.sizes(self.world_size)
         dense = (1, sizes.dp_replicate, sizes.fsdp, sizes.tp)
         experts = (1, sizes.dp_replicate, sizes.fsdp * sizes.tp // sizes.ep, sizes.ep)
         device = self.root_device.type  # transformers' own function would take a GPU wherever there is one
-        self._device_mesh = init_device_mesh(device, dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        set_mesh(self, init_device_mesh(device, dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")))
         self._expert_mesh = init_device_mesh(device, experts, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
-
-    def _get_process_group_backend(self) -> str:
-        if self.cpu_offload and self.root_device.type == "cuda" and not self._process_group_backend:
-            return "cpu:gloo,cuda:nccl"  # gradients lie on the host when they are clipped
-        return super()._get_process_group_backend()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -172,12 +167,11 @@ class MeshStrategy(ModelParallelStrategy):
 
     def _shard_by_plan(self, model: Any) -> None:
         from transformers.distributed import DistributedConfig
-        from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
         from transformers.distributed.utils import TransformersDeviceMesh
 
-        from . import replicated
+        from ..compat import replicated_gradients
 
-        replicated.register()
+        replicated_gradients.register()
         sizes = self.mesh_sizes
         config = DistributedConfig(
             tp_size=sizes.tp,
@@ -195,16 +189,8 @@ class MeshStrategy(ModelParallelStrategy):
         # What is tied must be in one FSDP group, and is when no rule takes a part of it out of the root's.
         model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in tied}
 
-        def shard_tied(model: Any, *args: Any) -> Any:
-            weights.tie(ties)
-            return apply_fully_sharded_data_parallelism(model, *args)
-
         weights.untie(ties)  # tensor parallelism looks for each place's own
-        with (
-            # transformers always pins offloaded memory, and there is no pinned memory without a GPU
-            patch("transformers.distributed.fsdp.CPUOffloadPolicy", self._offload_policy),
-            patch("transformers.distributed.mixin.apply_fully_sharded_data_parallelism", shard_tied),
-        ):
+        with compat.sharding(self._offload_policy, prepare=lambda: weights.tie(ties)):
             model.maybe_distribute_model(model, config, TransformersDeviceMesh(self.device_mesh, self._expert_mesh))
         weights.tie(ties)
 

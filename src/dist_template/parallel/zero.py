@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
@@ -27,9 +28,11 @@ from ..checkpoint.commit import agreed
 from ..checkpoint.formats import refusing_unreadable
 from ..checkpoint.resume import is_zeros_own, load_foreign
 from ..checkpoint.untrusted import as_data
+from ..compat import deepspeed as compat
+from ..compat.lightning import set_deepspeed_config, start_deepspeed
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
-from .zero_step import ZeroPrecision, trace_whole_forwards
+from .zero_step import ZeroPrecision
 
 for expected in (
     ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
@@ -139,13 +142,17 @@ class ZeroStrategy(DeepSpeedStrategy):
             config["fp16"] = {name: getattr(self, name) for name in names} | config["fp16"]
         return config
 
-    def _format_config(self) -> None:
+    def _complete_config(self) -> None:
+        """Replaces what Lightning makes of the arguments, before it does."""
+        set_deepspeed_config(self, self._config_of_trainer)
+
+    def _config_of_trainer(self) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         trainer: Any = module.trainer
         asks = trainer.training and "scheduler" in self.given  # counting the steps may load the data
         steps = trainer.estimated_stepping_batches if asks else float("inf")
-        self.config = self.complete_config(
+        return self.complete_config(
             config_file.Settings(
                 accelerator=self.root_device.type,
                 precision=self.precision_plugin.precision,
@@ -179,19 +186,21 @@ class ZeroStrategy(DeepSpeedStrategy):
 
         if deepspeed.accelerator.get_accelerator().device_name() != "cpu":  # a GPU is there, and not asked for
             deepspeed.accelerator.set_accelerator(CPU_Accelerator())
-        # DeepSpeed would compile its shared-memory collectives for a minute or two; without them it takes gloo's.
-        builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
-        vars(deepspeed.ops).setdefault("__compatible_ops__", {})[builder.NAME] = False
+        compat.without_shared_memory_collectives()
         reset_seed()
         self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        start_deepspeed(self)
 
     def teardown(self) -> None:
         """Leave the process as it was, for another strategy in it."""
         super().teardown()
-        _undo_patches()
+        compat.undo_process_patches()
 
     # ---- the model ---------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: L.Trainer) -> None:
+        self._complete_config()
+        super().setup(trainer)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None]:
@@ -207,7 +216,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         import deepspeed
 
         refuse_scalars(model, "DeepSpeed")
-        self._init_config_if_needed()
+        self._complete_config()
         assert isinstance(self.config, dict)
         swapper = None  # of NVMe, one for all parameters
         half = next((d for s, d in HALF.items() if self.config.get(s, {}).get("enabled")), None)
@@ -227,7 +236,7 @@ class ZeroStrategy(DeepSpeedStrategy):
     def init_deepspeed(self) -> None:
         super().init_deepspeed()
         if self.zero_stage_3:
-            trace_whole_forwards(self.deepspeed_engine)
+            compat.trace_full_forwards(self.deepspeed_engine)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -267,12 +276,3 @@ def _materialize(tensor: Tensor, device: torch.device) -> None:
         real = nn.Parameter(real, tensor.requires_grad)
     real.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, real)
-
-
-def _undo_patches() -> None:
-    """What ZeRO-3 and DeepSpeed's autocast change for the whole process, and never change back."""
-    from deepspeed.runtime import torch_autocast
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
-
-    torch.nn.functional.linear = getattr(Patched, "linear_bk", torch.nn.functional.linear)
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False

@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from ..compat.deepspeed import is_partitioned_in_half
+from ..compat.lightning import accumulates
 from ..weights import is_partitioned_by_zero
 from . import locations
 from .forward import ForwardCall, ForwardHooks, full, locate_modules
@@ -81,7 +83,7 @@ class Details(Callback):
         self._missing = {name: ran for name, ran in self._missing.items() if trained[name].grad is None}
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._hooks and trainer.global_step and not trainer.fit_loop._should_accumulate():
+        if self._hooks and trainer.global_step and not accumulates(trainer):
             self._hooks.remove()
             torch.save(self._passes, self.folder / f"forward{trainer.global_rank}.pt")
             self._save(trainer, "draws", self._hooks.draws)
@@ -154,7 +156,7 @@ def _turn_dropout_off(note: Any) -> None:
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     """The unsharded gradient, over all ranks; None where there is none. Collective."""
-    if is_partitioned_by_zero(parameter) or hasattr(parameter, "_hp_mapping"):  # DeepSpeed's: partitioned, not in .grad
+    if is_partitioned_by_zero(parameter) or is_partitioned_in_half(parameter):  # DeepSpeed's: partitioned, not in .grad
         from deepspeed.utils import safe_get_full_grad
 
         gradient = safe_get_full_grad(parameter)

@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch import Callback
 
 from ..compat.hooks import own
+from ..compat.lightning import accumulates
+from ..compat.torch import on_optimizer_step
 from . import locations
 from .details import gradient_of
 
@@ -40,13 +42,12 @@ class GradientStages(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         optimizer: Any = trainer.optimizers[0]
-        if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            self._handle = optimizer.register_step_pre_hook(lambda *_: self._at_step(trainer, pl_module))
+        self._handle = on_optimizer_step(optimizer, lambda *_: self._at_step(trainer, pl_module))
 
     def _measured(self, trainer: Any, module: Any, hook: Callable[..., Any], label: str) -> Callable[..., Any]:
         @functools.wraps(hook)
         def measured(*args: Any, **kwargs: Any) -> Any:
-            if trainer.global_step or trainer.fit_loop._should_accumulate():
+            if trainer.global_step or accumulates(trainer):
                 return hook(*args, **kwargs)
             before = _norm(module)
             result = hook(*args, **kwargs)

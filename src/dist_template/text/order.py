@@ -25,6 +25,7 @@ import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Sampler
 
+from ..compat.torch import without_profiler_range
 from .weight import Window
 
 PADDING = -1  # an index that stands for no row: its labels are ignored
@@ -152,7 +153,7 @@ class LazyLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         batches: Any = super().__iter__()
         if not self.num_workers:  # what next() does beside this, a range for torch's profiler, is half of its time
-            batches = iter(batches._next_data, None)
+            batches = without_profiler_range(batches)
         batches = map(self.transform, batches)
         if not self.window:
             yield from batches

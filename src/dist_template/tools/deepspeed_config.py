@@ -27,8 +27,7 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def _complete_config(cli: Any) -> dict[str, Any]:
-    from lightning.fabric.connector import _convert_precision_to_unified_args
-
+    from ..compat.lightning import unified_precision
     from ..parallel.deepspeed_config import Settings, batch_sizes, hidden_size
     from ..parallel.zero import ZeroStrategy
 
@@ -43,7 +42,7 @@ def _complete_config(cli: Any) -> dict[str, Any]:
     return trainer.strategy.complete_config(
         Settings(
             accelerator="cpu" if trainer.accelerator == "cpu" else "cuda",  # auto: the machine of the real run
-            precision=_convert_precision_to_unified_args(trainer.precision) or "32-true",
+            precision=unified_precision(trainer.precision),
             gradient_clip_val=trainer.gradient_clip_val or 0.0,
             num_steps=trainer.max_steps if trainer.max_steps > 0 else None,
             optim=getattr(module, "optim", None),

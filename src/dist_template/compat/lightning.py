@@ -1,0 +1,134 @@
+"""Private names of Lightning that the library needs. Verified on lightning 2.6; tests/compat/test_names.py checks them.
+
+Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names a fallback.
+loop.py, epochs.py and hooks.py hold what concerns the training loop's speed and its position in an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.connector import _convert_precision_to_unified_args
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+
+
+def accumulates(trainer: L.Trainer) -> bool:
+    """Whether the present micro-batch ends without an optimizer step. Lightning has no public name for it."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def validation_may_follow(trainer: Any) -> bool:
+    """Whether a validation may follow the batch that ends; with a time between validations the time decides."""
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    return trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher)
+
+
+def leave_signals_alone(trainer: L.Trainer) -> None:
+    """Keeps the Trainer from handling SIGTERM: callbacks/preemption.py stops all ranks together instead.
+
+    Lightning's own way costs a broadcast and a scalar read from the device before every micro-batch.
+    """
+    vars(trainer._signal_connector)["register_signal_handlers"] = _nothing
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
+
+
+def checkpoint_of(trainer: L.Trainer) -> dict[str, Any]:
+    """Returns what `Trainer.save_checkpoint` would write: the public method writes it itself, then waits for all ranks.
+
+    Collective.
+    """
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+
+def timeout_of(strategy: Any) -> timedelta:
+    """Returns how long collectives may wait. If the name is gone: Lightning's default."""
+    return getattr(strategy, "_timeout", None) or default_pg_timeout
+
+
+def limit_threads(num_processes: int) -> None:
+    """Divides this machine's CPUs over its ranks, on each rank: Lightning does so in rank 0, for some strategies."""
+    _set_num_threads_if_needed(num_processes)
+
+
+def unified_precision(precision: Any) -> str:
+    """Returns the precision as strategies call it: "bf16" and torch's numbers have long names of Lightning's."""
+    return _convert_precision_to_unified_args(precision) or "32-true"
+
+
+def torch_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer inside Lightning's wrapper, or `optimizer` itself."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+# ---- strategies --------------------------------------------------------------------------------------------------
+
+
+def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
+    """Gives DistributedDataParallel these options where the configuration gives none, by whatever name it asks for DDP.
+
+    The public way, arguments of `DDPStrategy(...)`, does not reach `strategy: ddp`, `auto` and the names beside them.
+    """
+    strategy._ddp_kwargs = options | strategy._ddp_kwargs
+
+
+def start_process_group(strategy: ModelParallelStrategy, backend: str | None) -> None:
+    """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy makes next.
+
+    Args:
+        strategy: Has to set `mesh` afterwards.
+        backend: None leaves the choice to the configuration.
+    """
+    super(ModelParallelStrategy, strategy).setup_environment()
+    strategy._process_group_backend = strategy._process_group_backend or backend
+    strategy._setup_distributed()
+
+
+def set_mesh(strategy: ModelParallelStrategy, mesh: Any) -> None:
+    """Sets the strategy's `device_mesh`, which has no public setter."""
+    strategy._device_mesh = mesh
+
+
+def start_deepspeed(strategy: DeepSpeedStrategy) -> None:
+    """Starts DeepSpeed's process group; the public `setup_distributed` does so after it has refused CPUs."""
+    strategy._init_deepspeed_distributed()
+
+
+def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[str, Any]]) -> None:
+    """Sets DeepSpeed's configuration to what `make` returns, once, before Lightning completes its own.
+
+    Lightning (2.6) puts the accumulation and clipping into it and has no hook for more.
+    """
+    if not strategy._config_initialized:
+        strategy.config = make()
+        strategy._config_initialized = True
+
+
+class EnginePrecision(DeepSpeedPrecision):
+    """Lightning's precision plugin for an engine that is called in every micro-batch, and clips by itself.
+
+    Lightning calls the hook `on_before_optimizer_step`, and clips, after every micro-batch.
+    """
+
+    def _after_closure(self, model: L.LightningModule, optimizer: Any) -> None:
+        engine: Any = model.trainer.model
+        if engine.is_gradient_accumulation_boundary():
+            super()._after_closure(model, optimizer)
+
+    def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed clips what it has reduced. In stage 1, `.grad` holds this rank's shard until then."""
+
+    def use_dtype(self, dtype: torch.dtype) -> None:
+        """Sets the type of inputs and of new tensors, which Lightning derives from the precision's name."""
+        self._desired_dtype = dtype
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+

@@ -1,0 +1,104 @@
+"""Private names of torch that the library needs. Verified on torch 2.9 to 2.13; tests/compat/test_names.py checks them.
+
+Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names a fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+
+__all__ = ["keystr", "tree_flatten_with_path", "tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
+
+# Operations whose results activation checkpointing keeps: torch has public names for the matrix products alone.
+EXPENSIVE = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns the counter that every write in place increments. torch has no public name for it."""
+    return tensor._version
+
+
+def loss_scale(scaler: Any) -> Any:
+    """Returns a GradScaler's scale as a tensor on the device: the public `get_scale` waits for the device.
+
+    If the name is gone: the public method, which waits once per micro-batch.
+    """
+    as_tensor = getattr(scaler, "_get_scale_async", None)
+    return as_tensor() if as_tensor else scaler.get_scale()
+
+
+def without_profiler_range(batches: Any) -> Iterator[Any]:
+    """Returns a DataLoader's iterator without the profiler range around each batch, which took half of its time.
+
+    Only for an iterator without workers. If the name is gone: `batches` itself.
+    """
+    fetch = getattr(batches, "_next_data", None)
+    return iter(fetch, None) if fetch else batches
+
+
+def compile_checkpointed_hooks() -> None:
+    """Lets torch.compile accept a checkpointed block in which a hook keeps a tensor, as balance.py keeps router logits.
+
+    torch 2.13 otherwise runs the block eagerly, and the hook again in the backward pass.
+    """
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
+
+
+def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
+    """Registers `hook` before each step; None for an object that only inherits from Optimizer, as DeepSpeed's do.
+
+    Those never ran Optimizer's constructor, and registering a hook would raise AttributeError.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return optimizer.register_step_pre_hook(hook)
+    return None
+
+
+# ---- process groups ----------------------------------------------------------------------------------------------
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Returns all process groups of this rank. torch has no public list of them."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Sets how long a collective of an existing group may take. torch takes a limit publicly only for new groups."""
+    dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+# ---- distributed checkpoints ---------------------------------------------------------------------------------------
+
+
+def read_unsharded(reader: FileSystemReader) -> dict[str, Any]:
+    """Reads a distributed checkpoint as full tensors in one process, without a model that names its entries.
+
+    The public way, `dcp_to_torch_save`, writes a file, and unpickles with whatever reader it makes itself.
+    """
+    tensors: dict[str, Any] = {}
+    _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return tensors
+
+
+def metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
+    """Returns where `reader` reads the checkpoint's metadata from."""
+    return reader._get_metadata_path(rank)
