@@ -11,11 +11,18 @@ import torch
 import torch.distributed as dist
 from trainer_dev.data import DataModule
 
+from dist_template.cluster.messages import MESSAGES
 from dist_template.text.sources import TextFiles
 from dist_template.text.tokenizers import Bytes
 from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, SMALL_LLAMA
 
 torch.set_num_threads(1)  # small tensors; threads would wait for each other
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest records the warnings of a training in this process; `MESSAGES` would print them."""
+    monkeypatch.setattr(MESSAGES, "listen", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,9 @@ class WarningsOfRanks(Callback):
     and once at the end of `validate`, `test` and `predict`, which have none. cluster/messages.py keeps them until then.
     """
 
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        MESSAGES.listen()  # also to a handler of the root logger, as a user's `logging.basicConfig` makes
+
     def before_log_step(self, trainer: Any, module: Any) -> None:
         module.metrics.put_of_rank("messages", MESSAGES.num_kept)
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
-import warnings
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 HOLD_S = 120.0
 LONGEST = 2000  # characters of a warning
@@ -42,8 +42,17 @@ class Messages:
         if not self._process:
             atexit.register(self.flush)
         self._process = os.getpid()
-        warnings.showwarning = _show  # ty: ignore[invalid-assignment]
-        logging.StreamHandler.emit = _emit  # ty: ignore[invalid-assignment]
+        logging.captureWarnings(False)  # another's `catch_warnings` may have ended the capture unnoticed
+        logging.captureWarnings(True)
+        python = logging.getLogger("py.warnings")
+        python.handlers, python.propagate = [WarningPrinter()], False
+        python.setLevel(logging.WARNING)
+        if not issubclass(logging.getLoggerClass(), FilteredLogger):
+            logging.setLoggerClass(FilteredLogger)
+        known = [logging.root, *logging.root.manager.loggerDict.values()]  # some are only parts of a name
+        handlers = [handler for logger in known if isinstance(logger, logging.Logger) for handler in logger.handlers]
+        for handler in [logging.lastResort, *handlers]:
+            keep_warnings_of(handler)
 
     def keeps(self, text: str) -> bool:
         """Take `text`, unless it is for this process to print."""
@@ -90,26 +99,48 @@ def is_rank_zero() -> bool:
 
 
 MESSAGES = Messages()
-_show_as_before, _emit_as_before = warnings.showwarning, logging.StreamHandler.emit
 
 
-def _show(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    place = "/".join(Path(filename).parts[-2:])
-    if file is not None or not MESSAGES.keeps(f"{category.__name__}: {message} ({place}:{lineno})"):
-        _show_as_before(message, category, filename, lineno, file, line)
+class WarningPrinter(logging.Handler):
+    """Prints what went through `warnings`, as Python formats it, unless it is kept."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        formatted = record.getMessage()
+        if not MESSAGES.keeps(_without_source(formatted)):
+            print(formatted, end="", file=sys.stderr, flush=True)
 
 
-def _emit(handler: Any, record: logging.LogRecord) -> None:
-    is_warning = logging.WARNING <= record.levelno < logging.ERROR
-    if not (is_warning and _is_terminal(handler.stream) and MESSAGES.keeps(f"{record.name}: {record.getMessage()}")):
-        _emit_as_before(handler, record)
+class FilteredLogger(logging.Logger):
+    """Loggers that libraries make from now on: their terminal handlers pass only warnings that this process prints."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:  # noqa: N802  (logging's name)
+        keep_warnings_of(hdlr)
+        super().addHandler(hdlr)
+
+
+class NotKept(logging.Filter):
+    """Drops a handler's warnings that `MESSAGES` keeps."""
+
+    def __init__(self, handler: logging.StreamHandler) -> None:
+        super().__init__()
+        self.handler = handler
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        is_warning = logging.WARNING <= record.levelno < logging.ERROR and _is_terminal(self.handler.stream)
+        return not (is_warning and MESSAGES.keeps(f"{record.name}: {record.getMessage()}"))
+
+
+def keep_warnings_of(handler: logging.Handler | None) -> None:
+    if isinstance(handler, logging.StreamHandler) and not any(isinstance(one, NotKept) for one in handler.filters):
+        handler.addFilter(NotKept(handler))
+
+
+def _without_source(formatted: str) -> str:
+    """Returns "Category: message (folder/file.py:line)" of what `warnings.formatwarning` made, without the code."""
+    found = re.match(r"(.+?):(\d+): (.*?)(?:\n  [^\n]*)?\s*\Z", formatted, re.DOTALL)
+    if found is None:
+        return formatted.strip()
+    return f"{found[3]} ({'/'.join(Path(found[1]).parts[-2:])}:{found[2]})"
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -78,15 +78,16 @@ def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
 
 
-def start_process_group(strategy: ModelParallelStrategy, backend: str | None) -> None:
+def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:
     """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy makes next.
 
     Args:
         strategy: Has to set `mesh` afterwards.
-        backend: None leaves the choice to the configuration.
+        gpu_backend: The backend on GPUs if the configuration names none. None: Lightning's choice.
     """
     super(ModelParallelStrategy, strategy).setup_environment()
-    strategy._process_group_backend = strategy._process_group_backend or backend
+    if strategy.root_device.type == "cuda":
+        strategy._process_group_backend = strategy._process_group_backend or gpu_backend
     strategy._setup_distributed()
 
 

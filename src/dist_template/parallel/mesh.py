@@ -128,6 +128,7 @@ class MeshStrategy(ModelParallelStrategy):
         return MeshSizes(replicate, fsdp, tp, fsdp * tp if self.ep_size == "auto" else self.ep_size)
 
     def setup_environment(self) -> None:
+        # With offload, gradients are in host memory when they are clipped.
         start_process_group(self, "cpu:gloo,cuda:nccl" if self.cpu_offload else None)
         sizes = self.mesh_sizes = self.sizes(self.world_size)
         dense = (1, sizes.dp_replicate, sizes.fsdp, sizes.tp)
