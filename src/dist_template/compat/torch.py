@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["keystr", "tree_flatten_with_path", "tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
+__all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
 
 # Operations whose results activation checkpointing keeps: torch has public names for the matrix products alone.
 EXPENSIVE = {
