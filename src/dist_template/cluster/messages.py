@@ -45,7 +45,9 @@ class Messages:
         logging.captureWarnings(False)  # another's `catch_warnings` may have ended the capture unnoticed
         logging.captureWarnings(True)
         python = logging.getLogger("py.warnings")
-        python.handlers, python.propagate = [WarningPrinter()], False
+        if not any(isinstance(handler, WarningPrinter) for handler in python.handlers):
+            python.addHandler(WarningPrinter())
+        python.propagate = False
         python.setLevel(logging.WARNING)
         if not issubclass(logging.getLoggerClass(), FilteredLogger):
             logging.setLoggerClass(FilteredLogger)
