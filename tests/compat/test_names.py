@@ -1,0 +1,136 @@
+"""The private names in compat/ exist, with the parameters that the library uses: a version that drops one fails here.
+
+Names that the library reaches by an import statement need no entry: importing their file fails without them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dist_template
+from tests.support import house
+
+COMPAT = Path(dist_template.__file__).parent / "compat"
+FILES = ("lightning", "torch", "deepspeed", "transformers", "torchrun", "jsonargparse")
+
+# "module:object.attribute" of a function -> its parameters
+FUNCTIONS = {
+    "lightning.pytorch.loops.fit_loop:_FitLoop._should_accumulate": "self",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._should_check_val_fx": "self data_fetcher",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor": "self",
+    "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers": "self",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": (
+        "self weights_only"
+    ),
+    "lightning.fabric.connector:_convert_precision_to_unified_args": "precision",
+    "lightning.fabric.utilities.distributed:_set_num_threads_if_needed": "num_processes",
+    "lightning.pytorch.strategies:ModelParallelStrategy._setup_distributed": "self",
+    "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
+    "lightning.pytorch.plugins.precision:DeepSpeedPrecision._after_closure": "self model optimizer",
+    "lightning.pytorch.plugins.precision:DeepSpeedPrecision._clip_gradients": (
+        "self model optimizer clip_val gradient_clip_algorithm"
+    ),
+    "torch.distributed.checkpoint.state_dict_loader:_load_state_dict": (
+        "state_dict storage_reader process_group coordinator_rank no_dist planner"
+    ),
+    "torch.distributed.checkpoint:FileSystemReader._get_metadata_path": "self rank",
+    "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout group",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter._next_data": "self",
+    "torch.amp:GradScaler._get_scale_async": "self",
+    "torch.utils._pytree:tree_map": "func tree rests is_leaf",
+    "torch.utils._pytree:tree_leaves": "tree is_leaf",
+    "deepspeed.utils.zero_to_fp32:_zero3_merge_frozen_params": "state_dict world_size zero_model_states",
+    "deepspeed.utils.zero_to_fp32:_zero3_merge_trainable_params": (
+        "state_dict world_size fp32_flat_groups zero_model_states"
+    ),
+    "deepspeed.utils.zero_to_fp32:_zero2_merge_trainable_params": (
+        "state_dict world_size fp32_flat_groups zero_model_states param_alignment_paddings"
+    ),
+    "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script": "self save_path",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale": "self has_overflow",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._update_scale": "self has_overflow",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "self",
+    "transformers.masking_utils:find_packed_sequence_indices": "position_ids",
+    "transformers.integrations.moe:_grouped_mm": "input weight offs",
+    "transformers.distributed.mixin:apply_fully_sharded_data_parallelism": "model mesh_manager fsdp_plan ep_plan",
+}
+
+# "module:class" or "module" -> what its source reads or sets
+ATTRIBUTES = {
+    "lightning.pytorch:Trainer": "_signal_connector _checkpoint_connector",
+    "lightning.pytorch.trainer.setup": "_val_check_time_interval",
+    "lightning.pytorch.loops.fit_loop:_FitLoop": "_data_fetcher",
+    "lightning.pytorch.strategies:DDPStrategy": "_ddp_kwargs _timeout",
+    "lightning.pytorch.strategies:ModelParallelStrategy": "_device_mesh _process_group_backend _timeout",
+    "lightning.pytorch.strategies:DeepSpeedStrategy": "_config_initialized _timeout",
+    "lightning.pytorch.plugins.precision:DeepSpeedPrecision": "_desired_dtype",
+    "lightning.pytorch.core.optimizer:LightningOptimizer": "_optimizer",
+    "torch.optim:Optimizer": "_optimizer_step_pre_hooks",
+    "torch.distributed.distributed_c10d": "_world pg_map",
+    "torch._dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",
+    "deepspeed.comm.torch": "__compatible_ops__",
+    "deepspeed.runtime.zero.partition_parameters": "linear_bk",
+    "deepspeed.runtime.torch_autocast": "TORCH_AUTOCAST_INITIALIZED",
+    "deepspeed.runtime.zero.parameter_offload": "fwd_pre_hook get_param_coordinator",
+    "deepspeed.utils.tensor_fragment": "_hp_mapping",
+    "deepspeed.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
+    "transformers.configuration_utils": "_attn_implementation",
+    "transformers.modeling_utils": "_no_split_modules",
+    "transformers.distributed.fsdp": "CPUOffloadPolicy",
+}
+# Checked by importing compat/torch.py, and built-in attributes of tensors.
+IMPORTED = {"_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}
+
+
+def found(place: str) -> Any:
+    module, _, path = place.partition(":")
+    one: Any = import_module(module)
+    for name in filter(None, path.split(".")):
+        one = getattr(one, name)
+    return one
+
+
+def wrong_function(place: str, parameters: str) -> str | None:
+    """Why `place` is not a function of these parameters; None where it is."""
+    try:
+        actual = " ".join(inspect.signature(found(place)).parameters)
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    return None if actual == parameters else f"{place} takes ({actual}) and not ({parameters})"
+
+
+def missing_attributes(place: str, names: str) -> list[str]:
+    source = inspect.getsource(found(place))
+    return [name for name in names.split() if not re.search(rf"\b{name}\b", source)]
+
+
+@pytest.mark.parametrize("place", FUNCTIONS)
+def test_the_function_is_there_with_its_parameters(place: str) -> None:
+    assert wrong_function(place, FUNCTIONS[place]) is None
+
+
+@pytest.mark.parametrize("place", ATTRIBUTES)
+def test_the_attributes_are_there(place: str) -> None:
+    assert missing_attributes(place, ATTRIBUTES[place]) == []
+
+
+def test_another_signature_and_a_name_that_is_gone_are_noticed() -> None:
+    place = "torch.distributed.distributed_c10d:_set_pg_timeout"
+    assert "takes (timeout group)" in (wrong_function(place, "timeout") or "")
+    assert "no attribute '_gone'" in (wrong_function("torch:_gone", "") or "")
+    assert missing_attributes("lightning.pytorch:Trainer", "_gone") == ["_gone"]
+
+
+@pytest.mark.parametrize("file", [name for name in FILES if (COMPAT / f"{name}.py").exists()])
+def test_every_private_name_of_the_file_is_checked_here(file: str) -> None:
+    listed = IMPORTED | {part for place in FUNCTIONS for part in re.split(r"[.:]", place)}
+    listed |= {name for names in ATTRIBUTES.values() for name in names.split()}
+    used = {part for one in house.private_names(COMPAT / f"{file}.py") for part in one.split(": ")[1].split(".")}
+    used = {name for name in used if house.is_private(name)}
+    assert {name for name in used - listed if not hasattr(import_module("torch").ops.aten, name)} == set()
