@@ -80,10 +80,9 @@ class LastCheckpoint(Checkpoint):
         if self.asynchronous:
             self._saver = BackgroundSaver(trainer.strategy)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         # A checkpoint has no accumulated gradients: a save inside an accumulation window could not be resumed.
-        is_boundary = not accumulates(trainer)
-        if not is_boundary or trainer.global_step % self.every_n_steps or _is_dry(trainer):
+        if accumulates(trainer) or trainer.global_step % self.every_n_steps or trainer.fast_dev_run:
             return
         if self._saver is None:
             self.save_now(trainer)
@@ -99,9 +98,9 @@ class LastCheckpoint(Checkpoint):
         if self._saver is not None:
             self._saver.copied()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         self._settle(trainer)
-        if trainer.global_step != self.saved_step and not _is_dry(trainer):
+        if trainer.global_step != self.saved_step and not trainer.fast_dev_run:
             self._save(trainer, stops=True)  # there is no later save that would try again
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -161,11 +160,6 @@ def _is_followed_by_others(trainer: Any) -> bool:
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validation_may_follow(trainer)
 
 
-def _is_dry(trainer: Any) -> bool:
-    """Returns whether this is a trial of a few batches that writes nothing (--trainer.fast_dev_run)."""
-    return bool(trainer.fast_dev_run)
-
-
 def _flush_loggers(trainer: L.Trainer) -> None:
     """Flushes the loggers: a killed run resumes after this step, and must have its metrics up to it on disk."""
     for logger in trainer.loggers:
@@ -214,8 +208,8 @@ class BestCheckpoint(Checkpoint):
         self.keep = keep
         self.folder = Path(dirpath)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or not self.keep or _is_dry(trainer):
+    def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
@@ -239,11 +233,7 @@ class BestCheckpoint(Checkpoint):
     def _is_among_the_best(self, score: float) -> bool:
         """Compares with the checkpoints in the folder, so that it holds across restarts; NaN never is."""
         kept = manifest.ranked(self.folder, self.mode)[: self.keep]
-        return score == score and (len(kept) < self.keep or self._rank(score) < self._rank(self._score(kept[-1])))
-
-    def _rank(self, score: float) -> float:
-        return score if self.mode == "min" else -score
-
-    @staticmethod
-    def _score(path: Path) -> float:
-        return manifest.read(path)["score"]
+        if score != score or len(kept) < self.keep:
+            return score == score
+        worst = manifest.read(kept[-1])["score"]
+        return score < worst if self.mode == "min" else score > worst

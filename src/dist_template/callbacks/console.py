@@ -118,10 +118,10 @@ class Console(Callback):
 
     def _show_results(self, title: str, metrics: dict[str, float]) -> None:
         shown = "  ".join(f"{name.split('/')[1]} {figure(value)}" for name, value in metrics.items())
-        self.say(f"{title}: {shown}")
+        self.write(f"{title}: {shown}")
 
     @rank_zero_only
-    def say(self, text: str, file: TextIO | None = None) -> None:
+    def write(self, text: str, file: TextIO | None = None) -> None:
         """Prints complete lines without breaking the progress line."""
         clear = "\r\x1b[K" if self._terminal else ""
         print(clear + text, file=file, flush=True)
@@ -139,10 +139,10 @@ class Console(Callback):
         return "━" * filled + "╌" * (self.bar_width - filled) + "  "
 
 
-def say(trainer: Any, text: str, file: TextIO | None = None) -> None:
+def write_lines(trainer: Any, text: str, file: TextIO | None = None) -> None:
     """Prints complete lines on this rank, through the trainer's console if it has one."""
     console = console_of(trainer)
-    (console.say if console else partial(print, flush=True))(text, file=file)
+    (console.write if console else partial(print, flush=True))(text, file=file)
 
 
 def console_of(trainer: Any) -> Console | None:

@@ -17,7 +17,7 @@ from ..observe.diagnosis.finding import Finding
 from ..observe.history.run import History, look_again, read_run
 from ..observe.loggers.wandb import WandB
 from ..project import program
-from .console import console_of, only_shows, say
+from .console import console_of, only_shows, write_lines
 
 FILE = "findings.jsonl"
 KEPT = 2000  # entries of a metric: the rules take 20 ms over so many
@@ -100,7 +100,7 @@ class Diagnosis(Callback):
             console.worst = next((finding.title for finding in self._open if finding.level != "info"), "")
         if says and (serious := [finding for finding in new if finding.level != "info"]):
             more = f"{program('diagnose')} {self.folder}"
-            say(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
+            write_lines(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
 
     def _write(self, finding: Finding, step: int) -> None:
         line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}

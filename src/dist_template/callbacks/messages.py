@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from .. import weights
 from ..cluster.messages import MESSAGES
-from .console import say
+from .console import write_lines
 
 
 class WarningsOfRanks(Callback):
@@ -52,7 +52,7 @@ class WarningsOfRanks(Callback):
         """Collective."""
         ranks = weights.from_all_ranks(MESSAGES.take())
         if trainer.is_global_zero and (lines := told_once(ranks, MESSAGES.told)):
-            say(trainer, "\n".join(lines), file=sys.stderr)
+            write_lines(trainer, "\n".join(lines), file=sys.stderr)
 
 
 def told_once(ranks: list[list[str]], told: set[str]) -> list[str]:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.launch import RUN_ID
-from ..cluster.signals import asked, job_started
+from ..cluster.signals import job_started, stop_request
 from ..compat.lightning import accumulates, leave_signals_alone
 from ..errors import Ended, Exit, InputError
 from .checkpoint import LastCheckpoint
@@ -53,7 +53,7 @@ class Preemption(Checkpoint):
             self._vote = Vote(2)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        asked.is_answered = True
+        stop_request.is_handled = True
         self._restart_votes()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -70,7 +70,7 @@ class Preemption(Checkpoint):
     on_validation_end = on_validation_start
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        asked.is_answered = False  # the last checkpoint is written
+        stop_request.is_handled = False  # the last checkpoint is written
         self._vote.close()
 
     def _restart_votes(self) -> None:
@@ -91,7 +91,7 @@ class Preemption(Checkpoint):
             self._end(trainer, reason)
 
     def _reason(self) -> int:
-        return asked.number or (TIME_IS_UP if time.time() >= self._ends else 0)
+        return stop_request.number or (TIME_IS_UP if time.time() >= self._ends else 0)
 
     def _end(self, trainer: L.Trainer, reason: int) -> None:
         self._vote.close()

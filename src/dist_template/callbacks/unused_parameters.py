@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from ..compat.lightning import accumulates
-from .console import say
+from .console import write_lines
 
 MOST = 5  # names in the warning
 
@@ -30,11 +30,8 @@ class UnusedParameters(Callback):
         self._waits = trainer.is_global_zero
         if self._waits and hasattr(trainer.strategy, "deepspeed_engine"):  # it frees gradients in backward
             for name, parameter in _trainable(pl_module).items():
-                hook = parameter.register_post_accumulate_grad_hook(partial(self._note, name))
-                self._handles.append(hook)
-
-    def _note(self, name: str, parameter: nn.Parameter) -> None:
-        self._reached.add(name)
+                reached = partial(lambda name, _: self._reached.add(name), name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(reached))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if not self._waits or accumulates(trainer):
@@ -47,7 +44,7 @@ class UnusedParameters(Callback):
             more = f" and {len(unused) - MOST} more" if len(unused) > MOST else ""
             names = f"{', '.join(unused[:MOST])}{more}"
             advice = "They are not trained: use them in forward, or freeze them with requires_grad_(False)"
-            say(trainer, f"warning: no gradient in the first step: {names}. {advice}")
+            write_lines(trainer, f"warning: no gradient in the first step: {names}. {advice}")
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         for handle in self._handles:

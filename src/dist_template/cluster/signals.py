@@ -25,14 +25,14 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: not between fork and exec
 
 
-class _Asked:
-    """Which signal came, and whether a callback reads it."""
+class _StopRequest:
+    """The signal that was received, and whether a callback handles it."""
 
-    number = 0  # the first signal that came while there was something to save
-    is_answered = False  # by a callback that reads `number` at every step boundary
+    number = 0  # the first signal since there is something to save; 0: none
+    is_handled = False  # by a callback that reads `number` at every step boundary
 
 
-asked = _Asked()
+stop_request = _StopRequest()
 
 
 def job_started() -> float:
@@ -46,7 +46,7 @@ def listen() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=_answer, args=(read,), name="signals", daemon=True).start()
+    threading.Thread(target=_read_signals, args=(read,), name="signals", daemon=True).start()
     for number in STOP:
         signal.signal(number, _nothing)
     os.register_at_fork(after_in_child=_forget)
@@ -84,18 +84,18 @@ def isolate_worker(_: int) -> None:
             os._exit(Exit.FAILED)
 
 
-def _answer(read: int) -> None:
+def _read_signals(read: int) -> None:
     while True:
         for number in os.read(read, 64):
             if number not in STOP:
                 continue
-            if not asked.is_answered:
+            if not stop_request.is_handled:
                 if is_first_on_node():
                     name = signal.Signals(number).name
                     os.write(2, f"\n{name}: stopped with nothing to save; the same command resumes\n".encode())
                 MESSAGES.flush()
                 os._exit(Exit.REQUEUE)
-            asked.number = asked.number or number
+            stop_request.number = stop_request.number or number
 
 
 def _nothing(number: int, frame: object) -> None:
