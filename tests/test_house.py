@@ -30,29 +30,28 @@ MOST_ROOMS = 11  # folders; "public" and "ground" are the files beside them
 # Room: (most lines now, aim, what the lines are for). A room that shrinks gets a lower number here.
 BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
-    "ground": (500, 400, "errors, the user's project, tensors of any layout"),
+    "ground": (610, 400, "errors, the user's project, tensors of any layout, small files, tables"),
     "compat": (1_500, 1_000, "private names of other libraries, Lightning's loop"),
     "cluster": (1_650, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_600, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_300, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_500, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (1_950, 1_200, "sources, tokenizers, cache, packed rows, the order of samples"),
-    "observe": (4_950, 2_500, "history, loggers, diagnosis, report with its page's styles"),
-    "callbacks": (2_850, 1_300, "what is measured, saved and guarded during training"),
+    "observe": (4_400, 2_500, "history, loggers, diagnosis, report with its page's styles"),
+    "callbacks": (2_750, 1_300, "what is measured, saved and guarded during training"),
     "cli": (1_950, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_900, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (1_700, 550, "doctor, export, diagnose, report, prepare"),
+    "tools": (1_550, 550, "doctor, export, diagnose, report, prepare"),
 }
 AIM = 13_500
 
 # Module outside compat/: how many private names of other libraries are still to move from it.
 PRIVATE = {
     "cli.fit": 1, "cluster.fingerprint": 1, "cluster.subprocess_launcher": 2, "model.head": 1,
-    "observe.loggers.tensorboard": 4,
 }  # fmt: skip
 INHERITED = {  # class: how many of its base classes'
     "cli.fit.CLI": 4, "cli.parser.Parser": 1, "cluster.subprocess_launcher.Observer": 2,
-    "cluster.torchrun.Agent": 6, "observe.loggers.tensorboard.TensorBoard": 1,
+    "cluster.torchrun.Agent": 6,
     "observe.loggers.wandb.WandB": 3,
 }  # fmt: skip
 

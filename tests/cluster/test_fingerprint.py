@@ -194,7 +194,7 @@ def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: P
         processes.append(subprocess.Popen(command, env=of_rank, cwd=PROJECT, stdout=pipe, stderr=pipe, text=True))
     printed = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [Exit.MISMATCH] * 2, printed
-    rows = [line.split() for line in "".join(printed).splitlines() if line.startswith("  ")]
+    rows = [line.split() for line in "".join(printed).splitlines()]
     assert ["config.data.seed", "0", "0"] in rows and ["config.data.seed", "1", "1"] in rows
     assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
     assert "".join(printed).count("the ranks' environments differ") == 1

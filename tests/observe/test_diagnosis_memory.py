@@ -14,9 +14,10 @@ from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 
 from dist_template.observe.diagnosis.finding import Change
-from dist_template.observe.diagnosis.memory import GIB, Cut, Training, cut_of, training_of
+from dist_template.observe.diagnosis.memory import Cut, Training, cut_of, training_of
 from dist_template.observe.diagnosis.remedies import held, remedies
 from dist_template.observe.history.run import read_run
+from dist_template.records import GIB
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of, settings_of
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import re
@@ -54,6 +52,11 @@ class Elements(HTMLParser):
             self.text += data
 
 
+def libraries(page: Elements) -> list[str]:
+    """The addresses of scripts in other files."""
+    return [str(attributes["src"]) for tag, attributes in page.elements if tag == "script" and "src" in attributes]
+
+
 def report(folder: Path, plotly: PlotlyJs = "shared") -> Elements:
     files.write([folder], folder, plotly)
     return Elements((folder / "report.html").read_text(encoding="utf-8"))
@@ -68,55 +71,38 @@ def figures(page: Elements) -> list[dict[str, Any]]:
     return json.loads(page.scripts[0], parse_constant=refuse)["figures"]
 
 
-def policy_of(page: Elements) -> str:
-    (policy,) = [a["content"] or "" for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
-    return policy
-
-
-def test_all_runs_share_one_plotly_and_a_page_may_load_nothing_else(tmp_path: Path) -> None:
+def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
     for place, root in (("runs/a/1", "runs"), ("runs/b/c/2", "runs"), ("copied/3", "runs")):
         name = place.removeprefix("runs/").rpartition("/")[0]
         folder = write_run(tmp_path / place, falling(5), {"run": {"name": name, "root": root}})
-        page = report(folder)
-        (library,) = [a for tag, a in page.elements if tag == "script" and a.get("src")]
-        assert (folder / str(library["src"])).read_text("utf-8").startswith("/**\n* plotly.js v")
-        policy, nonce = policy_of(page), library["nonce"]
-        own = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
-        assert policy.startswith("default-src 'none';")
-        assert policy.endswith(f"script-src 'sha256-{own}' 'nonce-{nonce}'"), "no other file, no other script"
+        (library,) = libraries(report(folder))
+        assert (folder / library).read_text("utf-8").startswith("/**\n* plotly.js v")
         assert (folder / "report.html").stat().st_size < 100_000
     found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
     assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing beside itself"
     (tmp_path / "runs/a/1/config.yaml").write_text("run: {name: a, root: runs, plotly: cdn}", "utf-8")
     files.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
-    page = Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8"))
-    (library,) = [a for tag, a in page.elements if tag == "script" and a.get("src")]
-    assert str(library["src"]).startswith("https://cdn.plot.ly/plotly-") and library["integrity"], "as the run has it"
+    (library,) = libraries(Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8")))
+    assert library.startswith("https://cdn.plot.ly/plotly-"), "as the run has it"
 
 
-def test_an_inline_page_needs_no_other_file_and_its_policy_lets_none_be_fetched(tmp_path: Path) -> None:
+def test_an_inline_page_needs_no_other_file(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a" / "1", falling(5))
     assert run("report", str(folder), "--plotly=inline") == 0
     page = Elements((folder / "report.html").read_text(encoding="utf-8"))
-    policy = policy_of(page)
     assert not list(tmp_path.rglob("*.js"))
-    assert policy.startswith("default-src 'none';")
     assert not [a for _, a in page.elements if {"src", "href", "srcset", "data"} & set(a)]
     assert not [tag for tag, _ in page.elements if tag in ("link", "iframe", "object", "base", "form")]
-    _, *code = page.scripts
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in code]
-    assert re.findall(r"'sha256-(.+?)'", policy) == hashes, "exactly these two scripts may run"
 
 
-def test_the_load_of_experts_is_drawn_layer_by_layer_and_its_ceiling_named(tmp_path: Path) -> None:
+def test_the_load_of_experts_is_drawn_layer_by_layer(tmp_path: Path) -> None:
     loads = {f"moe/layer_{n:02d}/load_max_over_mean": [4.0 - n / 10, 1.1, 1.1] for n in range(9)}
-    folder = write_run(tmp_path / "a" / "1", falling(3) | loads)
-    (folder / "facts.json").write_text(json.dumps({"model": {"experts": 8, "experts_per_token": 2}}), "utf-8")
-    shown, more = curves.figures([read_run(folder)], ["a/1"])
+    shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", falling(3) | loads))], ["a/1"])
     (drawn,) = (figure for figure in shown if figure.panel.title == "Expert load by layer")
-    assert drawn.panel.unit == "busiest over mean, at most 4"
-    assert [name for name, _, _ in drawn.lines] == [f"layer {n:02d}" for n in range(9)]
-    assert len({(colour, dash) for _, colour, dash in drawn.lines}) == 9 and max(c for _, c, _ in drawn.lines) < 7
+    lines = drawn.plot["data"]
+    assert [line["name"] for line in lines] == [f"layer_{n:02d}" for n in range(9)]
+    assert len({(line["meta"]["colour"], line["line"]["dash"]) for line in lines}) == 9
+    assert max(line["meta"]["colour"] for line in lines) < curves.COLOURS and drawn.plot["layout"]["showlegend"]
     assert not [figure for figure in more if "layer" in figure.panel.title], "not once more, one by one"
 
 
@@ -230,7 +216,7 @@ def test_the_command_goes_on_in_the_runs_own_folder(tmp_path: Path) -> None:
 
 def test_what_a_run_does_not_have_is_left_out(tmp_path: Path) -> None:
     page = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
-    assert "Go on" not in page.text and "No metric has been written down." in page.text and figures(page) == []
+    assert "Continue" not in page.text and "No metric was written." in page.text and figures(page) == []
 
 
 def test_the_tools_start_without_torch(tmp_path: Path) -> None:
@@ -275,5 +261,5 @@ def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
     assert ("there is no report: ZeroDivisionError" in shown) == broken
     if not broken:
         page = Elements((folder / "report.html").read_text(encoding="utf-8"))
-        assert "It crashed at step 4 of 20: RuntimeError on rank 0." in page.text
+        assert "The run crashed at step 4 of 20: RuntimeError on rank 0." in page.text
         assert figures(page)[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"

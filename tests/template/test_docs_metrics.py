@@ -88,4 +88,6 @@ def test_every_documented_metric_stands_at_its_steps_also_after_a_restart(run: P
         shown = {step: points[name][step][-1] for step in expected[name]}
         assert shown == pytest.approx(expected[name], rel=1e-6, nan_ok=True), name
     for name in ("train/loss", "train/tokens", "eval/loss", "moe/unused_experts"):
-        assert all(len(values) == 1 for values in points[name].values()), f"{name} stands twice"
+        again = {4, *(range(5, 8) if logger == "wandb" else ())}  # 4: its validation; W&B keeps steps done again
+        for step, values in points[name].items():
+            assert len(set(values)) == 1 and (len(values) == 1 or step in again), f"{name} stands twice"

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from dist_template.text.order import PADDING, EvalOrder, GlobalOrder
+from dist_template.text.order import PADDING, EvalOrder, GlobalOrder, permutation, stream_position, with_jumps
 
 ROWS, GLOBAL = 53, 12
 
@@ -74,3 +74,14 @@ def test_evaluation_reads_every_row_once_in_equally_many_full_batches(rows: int,
     read = sorted(itertools.chain(*itertools.chain(*ranks)))
     assert [row for row in read if row != PADDING] == list(range(rows))
     assert len(read) - rows < world_size * micro  # no more padding than it takes
+
+
+def test_jumped_intervals_are_read_by_nobody_and_all_else_once() -> None:
+    rows, size = 20, 4
+    jumps = with_jumps([(30, 34)], [(4, 8), (8, 10)])
+    assert jumps == [(4, 10), (30, 34)]
+    assert [stream_position(i, jumps) for i in (0, 3, 4, 5, 23, 24)] == [0, 3, 10, 11, 29, 34]
+    ranks = [GlobalOrder(rows, size, 2, rank, 2, 0, lambda: 0, jumps=lambda: jumps) for rank in (0, 1)]
+    read = [row for batches in zip(*ranks, strict=True) for batch in batches for row in batch]
+    stream = [int(permutation(rows, 0, epoch)[i]) for epoch in (0, 1) for i in range(rows)]
+    assert read == (stream[:4] + stream[10:30])[: len(read)]

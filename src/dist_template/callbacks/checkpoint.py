@@ -18,6 +18,7 @@ from ..checkpoint.asynchronous import BackgroundSaver
 from ..compat.lightning import accumulates, validation_may_follow
 from ..errors import Ended, Exit, InputError, check_least
 from ..observe.loggers.wandb import WandB
+from ..records import GIB
 
 
 class LastCheckpoint(Checkpoint):
@@ -179,7 +180,7 @@ def _failure(path: Path, error: commit.SaveError) -> str:
     if weights.is_rank_zero():
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         mount = next(one for one in (folder, *folder.parents) if one.is_mount())
-        free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free on the file system at {mount}"
+        free = f"{shutil.disk_usage(folder).free / GIB:.1f} GiB are free on the file system at {mount}"
         newest = commit.newest(path.parent)
         valid = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
         sentence = f"{path.name} was not saved, {error} ({free}); {valid}"

@@ -27,9 +27,8 @@ from ..cluster.watchdog import WATCHDOG
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
 from ..observe.diagnosis.crash import NOTED, attempt, own_lines
 from ..observe.history.run import CRASHES
-from ..observe.history.write import write_numbered
+from ..records import GIB, write_atomically
 
-GIB = 2**30
 ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # CUDA's allocator and the CPU's
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
@@ -86,8 +85,8 @@ class Crash(Callback):
         }
         text = "".join(traceback.format_exception(error))
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_numbered(self.folder / f"rank{rank}.txt", text)
-        write_numbered(path := self.folder / f"rank{rank}.json", json.dumps(record, indent=2))
+        write_atomically(self.folder / f"rank{rank}.txt", text, keep_earlier=True)
+        write_atomically(path := self.folder / f"rank{rank}.json", json.dumps(record, indent=2), keep_earlier=True)
         return path
 
 

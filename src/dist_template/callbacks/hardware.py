@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import Callback
 
 from ..cluster.environment import memory_limit
+from ..records import GIB
 
-GIB = 2**30
 HOST_EVERY_S = 1.0  # /proc is read at most so often: it takes 0.1 ms, and a log step of a small model a few ms
 # Clocks throttled by the hardware, by heat or by the power supply (nvml.h, nvmlClocksEventReason*). The software power
 # cap is excluded: under large matrix products a healthy GPU always runs at it.

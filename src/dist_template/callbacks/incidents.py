@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from .. import weights
 from ..observe.history.run import INCIDENTS
+from ..records import write_atomically
 from ..text.order import stream_position
 
 JUMPS = "jumps.json"
@@ -96,14 +96,7 @@ def add_first_bad(folder: Path, incident: dict[str, Any], first_bad: dict[str, A
     if first_bad and weights.is_rank_zero():
         lines = (folder / INCIDENTS).read_text(encoding="utf-8").splitlines()
         lines[-1] = json.dumps(incident | {"first_bad": first_bad})
-        _replace(folder / INCIDENTS, "\n".join(lines) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replaces a file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+        write_atomically(folder / INCIDENTS, "\n".join(lines) + "\n")
 
 
 def read_jumps(folder: Path) -> list[dict[str, int]]:
@@ -118,6 +111,6 @@ def add_jump(folder: Path, seen: Seen, num_steps: int, from_step: int, data: Any
     start, last = stream_position(first, data.jumps), stream_position(first + size - 1, data.jumps)
     jump = {"start": start, "end": last + 1, "step": seen.step, "from_step": from_step}
     if weights.is_rank_zero():
-        _replace(folder / JUMPS, json.dumps([*read_jumps(folder), jump]))
+        write_atomically(folder / JUMPS, json.dumps([*read_jumps(folder), jump]))
     if dist.is_initialized():
         dist.barrier()  # the file is written before any rank exits, and with it perhaps the job

@@ -17,22 +17,21 @@ import yaml
 from lightning.pytorch import Callback
 
 from .. import weights
-from ..cluster.environment import memory_limit
+from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
-from ..observe.history.run import FACTS, without_folder
-from ..observe.history.write import write_numbered, write_record
-from ..observe.loggers.run_log import Resumable
+from ..observe.history.run import CONFIG, DEFAULTS, FACTS, without_folder
+from ..observe.loggers.tensorboard import TensorBoard
+from ..records import GIB, write_atomically
 from ..text.look import look
-
-GIB = 2**30
 
 
 class Record(Callback):
     """Writes the resolved configuration, the environment and the facts, also as every logger's hyperparameters.
 
-    The environment has the git commit and the launch command.
+    The environment has the git commit and the launch command. A resumed run keeps the earlier
+    files, numbered.
 
     Args:
         folder: The run's folder.
@@ -50,7 +49,9 @@ class Record(Callback):
         if not trainer.is_global_zero:
             return
         config = without_folder(str(self.folder), self.config)  # to run it again under another name
-        write_record(self.folder, yaml.safe_dump(config, sort_keys=False), self.defaults())
+        write_atomically(self.folder / DEFAULTS, self.defaults())
+        write_atomically(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False), keep_earlier=True)
+        write_atomically(self.folder / "environment.json", json.dumps(environment(), indent=2), keep_earlier=True)
         written = {name: self.folder / f"{name}.json" for name in ("environment", "facts")}
         parts = {name: json.loads(path.read_text("utf-8")) for name, path in written.items() if path.exists()}
         for logger in trainer.loggers:
@@ -58,8 +59,8 @@ class Record(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for logger in trainer.loggers:
-            if trainer.is_global_zero and trainer.global_step and isinstance(logger, Resumable):
-                logger.resume(self.folder, trainer.global_step)  # it keeps what was logged before
+            if trainer.global_step and isinstance(logger, TensorBoard):
+                logger.resume(trainer.global_step)
 
 
 def write_facts(folder: Path, trainer: Any, module: Any) -> None:
@@ -82,7 +83,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
         "training": _training(trainer, module) | {"flops_per_token": flops},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_numbered(folder / FACTS, json.dumps(facts, indent=2))
+    write_atomically(folder / FACTS, json.dumps(facts, indent=2), keep_earlier=True)
 
 
 def _model(model: Any, size: Size) -> dict[str, Any]:

@@ -15,7 +15,6 @@ ALWAYS_ON = {
     "random_state": "callbacks.random_state.RandomState",
     "parameter_names": "checkpoint.optimizer.ParameterNames",
     "numerics": "callbacks.numerics.Numerics",
-    "sample_ledger": "callbacks.ledger.SampleLedger",
     "throughput": "callbacks.throughput.Throughput",
     "hardware": "callbacks.hardware.Hardware",
     "inputs": "callbacks.training_log.Inputs",

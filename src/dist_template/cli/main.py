@@ -38,7 +38,6 @@ VERBS = {  # verb -> (module with `main(argv)`, what it does)
     "bench": ("tools.bench", "how fast your module trains on this device, and what would make it faster"),
     "export": ("tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
     "diagnose": ("tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),
-    "audit": ("tools.audit", "prove from a run's sample ledger that each sample was used once an epoch"),
     "report": ("tools.report", "a page about a run, or several: findings, curves, configuration, samples"),
     "compare": ("tools.report", "two or more runs side by side: what differs, and what came out"),
     "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),

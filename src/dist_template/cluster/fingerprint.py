@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from ..errors import Ended, Exit, InputError
+from ..records import flatten
+from ..table import Table
 from .environment import comparable, digest
 from .hang import rank_ranges
 from .rendezvous import Rendezvous, before_first_collective
@@ -16,7 +18,6 @@ from .run_lock import RUN_LOCK
 from .watchdog import START_TIMEOUT_S
 
 NOTHING = "-"
-WIDTH = 60  # characters of a value in the table
 
 
 class SameEnvironment(Callback):
@@ -98,16 +99,9 @@ class SameEnvironment(Callback):
 
 def own_facts(run: Path, config: dict[str, Any], datamodule: Any) -> dict[str, Any]:
     """Returns what this rank runs. `datamodule` has opened its token cache."""
-    leaves = {key: str(value).replace(str(run), "{run}") for key, value in flat(config).items()}
+    leaves = {key: str(value).replace(str(run), "{run}") for key, value in flatten(config).items()}
     manifest = getattr(getattr(datamodule, "_corpus", None), "manifest", None)
-    return {**comparable(), "run_folder": str(run), "config": leaves, "data": flat(manifest or {})}
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns dotted key -> value of nested dictionaries."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value} if prefix else {}
-    return {k: v for name, one in value.items() for k, v in flat(one, f"{prefix}.{name}".lstrip(".")).items()}
+    return {**comparable(), "run_folder": str(run), "config": leaves, "data": flatten(manifest or {})}
 
 
 def table(values: list[dict[str, Any]]) -> str:
@@ -116,7 +110,7 @@ def table(values: list[dict[str, Any]]) -> str:
     Args:
         values: Each rank's: group -> value, or group -> name -> value.
     """
-    rows = [("key", "ranks", "value")]
+    rows = []
     for group in values[0]:
         of_ranks = [value[group] for value in values]
         columns = {group: of_ranks}
@@ -128,12 +122,6 @@ def table(values: list[dict[str, Any]]) -> str:
             for rank, value in enumerate(column):
                 ranks.setdefault(str(value), []).append(rank)
             if len(ranks) > 1:
-                rows += [(key, rank_ranges(there), _short(text)) for text, there in ranks.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"  {key:<{widths[0]}}  {ranks:<{widths[1]}}  {text}" for key, ranks, text in rows]
-    head = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
-    return "\n".join([head, *lines])
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
+                rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
+    title = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
+    return Table(title, ["key", "ranks", "value"], rows).as_text()

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from ..errors import Exit
+from ..records import write_atomically
 from .launch import LAUNCH, RUN_ID
 from .watchdog import WATCHDOG
 
@@ -49,11 +50,9 @@ class RunLock:
         while (holder := _create(path, own)) is not None:
             if refusal := _refusal(path, holder, own):
                 return refusal
-            temporary = path.with_name(f".{FILE}.{os.getpid()}")
-            temporary.write_text(json.dumps(own), encoding="utf-8")
             if _read(path) != holder:  # another launch was faster
                 continue
-            os.replace(temporary, path)
+            write_atomically(path, json.dumps(own))
             time.sleep(SETTLE_S)  # of several launches that take it over at the same moment, the last holds it
             if _read(path) == own:
                 break

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, reason
+from ..records import flatten
 
 AUTO, ACCUMULATION = "auto", "data.global_batch_size / (data.micro_batch_size x processes)"
 KEY = "trainer.strategy.init_args.config"
@@ -177,7 +178,7 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     except InputError as error:
         conflicts.append(str(error))
     else:
-        autos = [key for key, value in _leaves(config) if value == AUTO and key not in MAY_STAY_AUTO]
+        autos = [key for key, value in flatten(config).items() if value == AUTO and key not in MAY_STAY_AUTO]
         conflicts += [f"{key} is auto, which nothing here gives a value; write one" for key in autos]
         conflicts += _invalid_in_zero(config["zero_optimization"])
     refuse(conflicts)
@@ -222,7 +223,7 @@ def _drop_optimizer(config: dict[str, Any], settings: Settings) -> list[str]:
 
     A DeepSpeed optimizer would decay norms and biases too, and a DeepSpeed scheduler is none of Lightning's.
     """
-    given = dict(_leaves({name: config.pop(name) for name in ("optimizer", "scheduler") if config.get(name)}))
+    given = flatten({name: config.pop(name) for name in ("optimizer", "scheduler") if config.get(name)})
     says = _optimization(settings) if settings.optim else {}
     conflicts = []
     for key, value in given.items():
@@ -276,14 +277,6 @@ def _fill_sizes(zero: dict[str, Any], settings: Settings) -> None:
     for section in ("offload_optimizer", "offload_param"):
         if zero.get(section, {}).get("pin_memory") == AUTO:
             zero[section]["pin_memory"] = settings.accelerator != "cpu"
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _invalid_in_zero(zero: Mapping[str, Any]) -> Iterator[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from xml.etree import ElementTree
 
+from ..table import in_columns
+
 Verdict = Literal["pass", "FAIL", "limit", "not run"]
 COLUMNS = {"check": 38, "expected": 30, "got": 34, "verdict": 7, "time": 7}  # widths
 
@@ -60,8 +62,8 @@ class Report:
 
     def begin(self) -> None:
         print(f"{self.title}\n")
-        print("  ".join(name.ljust(width) for name, width in COLUMNS.items()).rstrip())
-        print("  ".join("-" * width for width in COLUMNS.values()), flush=True)
+        print(in_columns(COLUMNS, COLUMNS.values()))
+        print(in_columns(("-" * width for width in COLUMNS.values()), COLUMNS.values()), flush=True)
 
     def add(self, result: Result) -> None:
         self.results.append(result)
@@ -69,7 +71,7 @@ class Report:
         cells = [textwrap.wrap(value, width) or [""] for value, width in zip(values, COLUMNS.values(), strict=True)]
         for line in range(max(map(len, cells))):
             row = [cell[line] if line < len(cell) else "" for cell in cells]
-            print("  ".join(part.ljust(w) for part, w in zip(row, COLUMNS.values(), strict=True)).rstrip())
+            print(in_columns(row, COLUMNS.values()))
         if sentence := self._told_once(result):
             print(textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "))
         print(end="", flush=True)

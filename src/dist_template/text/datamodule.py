@@ -179,7 +179,7 @@ class PackedText(L.LightningDataModule):
         return batch
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Keep the rows' numbers here on the host: the sample ledger and the numerics guard name samples by them."""
+        """Keep the rows' numbers here on the host: the numerics guard names samples by them."""
         self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
         if self.trainer is not None and self.trainer.training:

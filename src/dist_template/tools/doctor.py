@@ -25,12 +25,12 @@ from pathlib import Path
 from ..cluster.environment import comparable, driver, normalized, packages
 from ..errors import Exit
 from ..project import Project, program
+from ..records import GIB
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LOCK = "constraints.txt"
 SHARED_MEMORY = Path("/dev/shm")
-GIB = 2**30
 SCARCE_GIB, TOO_LITTLE_GIB = 20, 1  # free disk space: a few checkpoints of a small model; not even one
 SHARED_GIB = 1  # Docker's default is 64 MiB, which NCCL and the batches of loader workers fill
 OPEN_FILES = 4096  # sockets to other ranks, files of the token cache, pipes of loader workers

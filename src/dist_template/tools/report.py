@@ -9,8 +9,8 @@ from pathlib import Path
 from ..errors import InputError
 from ..observe.report.files import HTML, names_of, write
 from ..observe.report.sections import of_several
-from ..observe.report.tables import Table
 from ..project import Project, program
+from ..table import Table
 
 
 def main(argv: list[str], project: Project) -> None:

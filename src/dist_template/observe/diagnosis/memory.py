@@ -18,9 +18,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
+from ...records import GIB
 from ..history.run import History
 
-GIB = 2**30
 LOGIT_BYTES = 12  # of a logit in backward: its log-probability, that one's gradient and its own, all in float32
 ADAMW_BYTES = 8  # two moments in float32, of a parameter in float32
 LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: what ZeRO-3 keeps gathered at most

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...records import GIB
 from .finding import Cause, Change
-from .memory import GIB, Cut, Training
+from .memory import Cut, Training
 
 SPARE = 0.05  # of the device, to be left free: allocators and collectives need room that nobody counts
 UNDERCOUNTED = 1.6  # what a DeepSeek-V3 kept for backward over what was counted; a Llama 1.1 (test_diagnosis_memory.py)

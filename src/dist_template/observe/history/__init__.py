@@ -1,1 +1,1 @@
-"""What a run has written down, read again: by `diagnose`, `report` and `audit`, without torch or Lightning."""
+"""Reads the files in a run's folder, for `diagnose` and `report`, without torch or Lightning."""

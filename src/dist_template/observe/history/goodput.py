@@ -1,4 +1,4 @@
-"""Where a run's time went, from what callbacks/goodput.py wrote."""
+"""Reads where a run's time went; callbacks/goodput.py writes it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FILE = "goodput.jsonl"
 
 
 def read(run: Path) -> dict[str, float]:
-    """Seconds of each kind, over all attempts of the run in the folder `run`; {} where nothing is written."""
+    """Returns the seconds of each kind over all attempts of the run in the folder `run`; {} if nothing was written."""
     attempts: dict[float, dict[str, Any]] = {event["attempt"]: event for event in read_lines(run / FILE)}
     total = dict.fromkeys(KINDS, 0.0)
-    done: list[list[float]] = []  # from step, to step, productive seconds: of each attempt, without what was lost
+    done: list[list[float]] = []  # each attempt's first step, last step, and productive seconds that were not lost
     end = None
     for began in sorted(attempts):
         attempt = attempts[began]
@@ -34,12 +34,12 @@ def read(run: Path) -> dict[str, float]:
 
 
 def share(seconds: dict[str, float]) -> float:
-    """Of the wall time, what was productive."""
+    """Returns the productive share of the wall time."""
     return seconds["productive"] / max(sum(seconds.values()), 1e-9)
 
 
 def describe(seconds: dict[str, float]) -> str:
-    """One line for people."""
+    """Returns one line for the terminal."""
     rest = {kind.replace("_", " "): s for kind, s in seconds.items() if s >= 0.5 and kind != "productive"}
     parts = [f"{share(seconds):.0%} of {sum(seconds.values()):.0f} s productive"]
     return ", ".join(parts + [f"{kind} {s:.0f} s" for kind, s in rest.items()])

@@ -1,7 +1,7 @@
-"""Metrics as numbers over steps, in memory; and `metrics.jsonl`, which has a line for each time something was logged.
+"""Metrics over steps, in memory, and `metrics.jsonl`, which has a line for each log call.
 
 A line: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}. Steps are optimizer steps, times seconds since 1970.
-A resumed run appends. Where it does steps again, the newer line counts.
+A resumed run appends. For steps that it repeats, the newer line counts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Series:
         return self[np.isfinite(self.values)]
 
     def __getitem__(self, which: Any) -> Series:
-        """A part of it, by a slice or a mask."""
+        """Returns a part of the series, by a slice, a mask or indices."""
         return Series(self.steps[which], self.values[which], self.times[which])
 
 
@@ -52,11 +52,11 @@ class Metrics:
     """Every metric of a run.
 
     Args:
-        limit: Entries kept of a metric; beyond it every second one of its older half is dropped. 0 keeps all.
+        limit: Entries kept of a metric; beyond it, every second entry of the older half is dropped. 0 keeps all.
     """
 
     limit: int = 0
-    # steps, values, times: arrays, which NumPy copies at once where it would look at each entry of a list
+    # steps, values, times: arrays, which NumPy copies faster than lists
     _columns: dict[str, tuple[array[int], array[float], array[float]]] = field(default_factory=dict)
 
     def add(self, line: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class Metrics:
             if name in ("step", "time") or not isinstance(value, int | float):
                 continue
             steps, values, times = self._columns.get(name) or self._columns.setdefault(name, _empty())
-            if steps and steps[-1] >= step:  # a resumed run does these steps again
+            if steps and steps[-1] >= step:  # a resumed run repeats these steps
                 for column in (values, times, steps):
                     del column[bisect_left(steps, step) :]
             steps.append(step)
@@ -83,7 +83,7 @@ class Metrics:
         return sorted(self._columns)
 
     def __getitem__(self, name: str) -> Series:
-        """Empty where the metric was never logged."""
+        """Returns the metric; an empty series if it was never logged."""
         steps, values, times = self._columns.get(name) or _empty()
         return Series(np.array(steps, dtype=np.int64), np.array(values), np.array(times))
 
@@ -93,7 +93,7 @@ def _empty() -> tuple[array[int], array[float], array[float]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; [] where there is none. The half line of a killed process is passed over."""
+    """Returns the objects of a JSONL file; [] if it does not exist. Incomplete lines are skipped."""
     if not path.exists():
         return []
     found = []

@@ -1,4 +1,4 @@
-"""A run's folder, read again as one object."""
+"""Reads a run's folder into one object."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS = "defaults.yaml"
 
 CONFIG = "config.yaml"
-OF_A_RUN = (CONFIG, FILE)  # of which a run's folder has one at least
+OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
 
 @dataclass
 class History:
-    """What is known of a run: of a finished one by `read_run`, of one in progress by callbacks/diagnosis.py.
+    """What a run has recorded: `read_run` reads a finished one, callbacks/diagnosis.py fills one in progress.
 
     Args:
         folder: The run's folder.
-        config: The configuration, every key resolved.
-        defaults: The same keys as nobody has set them; {} where they were not written down.
+        config: The resolved configuration.
+        defaults: The same keys with their defaults; {} if they were not recorded.
         facts: What callbacks/record.py wrote at the start: parameters, machine, data, training.
         metrics: By name, over optimizer steps.
         environment: The newest attempt's environment.json.
-        incidents: What the numerics guard saw, oldest first.
+        incidents: What the numerics guard recorded, oldest first.
         goodput: Seconds of each kind, over all attempts.
-        crashes: How attempts ended that crashed, one for each rank that could write it down, oldest first.
+        crashes: The crash records of all attempts and ranks, oldest first.
     """
 
     folder: Path
@@ -48,27 +48,27 @@ class History:
 
     @property
     def name(self) -> str:
-        """As people tell runs apart: <run.name>/<id>."""
+        """Returns <run.name>/<id>."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     def key(self, path: str, default: Any = None) -> Any:
-        """The configuration's value at "trainer.max_steps"; `init_args` may be left out of the path."""
+        """Returns the configuration's value at "trainer.max_steps"; `init_args` may be omitted in the path."""
         return _at(self.config, path, default)
 
     def fact(self, path: str, default: Any = None) -> Any:
-        """facts.json's value at "parameters.active"."""
+        """Returns the value of facts.json at a path such as "parameters.active"."""
         return _at(self.facts, path, default)
 
 
 def read_run(folder: Path, limit: int = 0) -> History:
-    """Everything that `folder` has; what is missing is empty.
+    """Reads everything that `folder` has; missing parts are empty.
 
     Args:
         folder: runs/<name>/<id>.
         limit: Entries kept of a metric, see `Metrics`. 0 keeps all.
 
     Raises:
-        InputError: it is no run's folder.
+        InputError: it is not the folder of a run.
     """
     if not is_run(folder):
         raise InputError(
@@ -91,7 +91,7 @@ def is_run(folder: Path) -> bool:
 
 
 def look_again(history: History) -> None:
-    """Read what may have been added since, but for the metrics: incidents, goodput and crashes."""
+    """Reads incidents, goodput and crashes again, to which the run may have added."""
     history.incidents = read_incidents(history.folder)
     history.goodput = goodput.read(history.folder)
     crashes = [_read(path, json.loads) for path in (history.folder / CRASHES).glob("*.json")]

@@ -1,48 +1,43 @@
-"""WandB without ever keeping training waiting: metrics.jsonl has them too, so nothing here is worth a run."""
+"""Lightning's WandbLogger, made so that it neither stops training nor makes it wait."""
 
 from __future__ import annotations
 
-import atexit
 import html
 import os
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
+from ...cluster.redaction import redacted_command
 from ...errors import Ended, Exit, first_line, reason
 from .artifacts import Uploads
-from .run_log import Resumable, logged
-
-Kinds = Literal["none", "best", "last", "all"]
-STEP = "trainer/global_step"  # Lightning's name for it
 
 
-class WandB(Resumable, WandbLogger):
-    """One WandB run per run folder: resuming the folder resumes the run.
+class WandB(WandbLogger):
+    """One W&B run per run folder: a resumed folder continues the same W&B run.
 
-    WandB numbers what it is told, and drops what comes under a lower number. Lightning therefore leaves the numbers to
-    WandB, which counts on after a restart, and logs the optimizer step as `trainer/global_step`, the x axis of all
-    charts. What is logged twice stands twice, so a step that is done again is told only where it came out otherwise.
-    What a killed attempt could not pass on any more is told by the next, from metrics.jsonl.
+    The x axis of all charts is the optimizer step, logged as `trainer/global_step`. W&B only adds
+    to a run: a step that is done again after a restart is logged again.
 
     Args:
-        project: WandB project.
-        save_dir: The run's folder; its name is the WandB run's id.
-        name: Display name. null takes the id.
-        group: Group of runs to file this one under. null is none.
+        project: W&B project.
+        save_dir: The run's folder; its name is the id of the W&B run.
+        name: Display name. null uses the id.
+        group: Group of runs that this run belongs to. null is none.
         tags: Labels. null is none.
         notes: Free text. null is none.
-        offline: true keeps all on disk, for `wandb sync` later. null decides by whether there is an API key.
-        artifacts: Which committed checkpoints to upload while training goes on: none, best (of `best_checkpoint`), last
-            (of `last_checkpoint`, each as a new version), all (both). None is uploaded offline.
-        alerts: Have WandB notify you of findings of level "error", of a crash, and of the end.
-        init_timeout_s: Seconds to wait for the service before going offline.
-        finish_timeout_s: Seconds to wait at the end for what is not uploaded yet; `wandb sync` uploads the rest.
+        offline: true keeps all on disk for `wandb sync`. null: offline if there is no API key.
+        artifacts: Committed checkpoints to upload in the background: none, best (of
+            `best_checkpoint`), last (of `last_checkpoint`, each one as a new version), all (both).
+            None are uploaded offline.
+        alerts: Whether W&B notifies you of findings of level "error", of a crash, and of the end.
+        init_timeout_s: Seconds to wait for the service before logging offline.
+        finish_timeout_s: Seconds to wait at the end for uploads; `wandb sync` uploads the rest.
     """
 
     def __init__(
@@ -54,86 +49,53 @@ class WandB(Resumable, WandbLogger):
         tags: list[str] | None = None,
         notes: str | None = None,
         offline: bool | None = None,
-        artifacts: Kinds = "none",
+        artifacts: Literal["none", "best", "last", "all"] = "none",
         alerts: bool = False,
         init_timeout_s: float = 30.0,
         finish_timeout_s: float = 20.0,
     ) -> None:
         run_id = Path(save_dir).name
         offline = not _has_api_key() if offline is None else offline
-        # Not Lightning's own `offline`: it sets a variable, which wandb 0.31 has read before.
+        # `mode`, because Lightning's `offline` sets a variable that wandb 0.31 has read before.
         super().__init__(
             project=project, save_dir=save_dir, name=name or run_id, id=run_id, resume="allow",
             mode="offline" if offline else "online", group=group, tags=tags, notes=notes,
         )  # fmt: skip
-        self.artifacts: Kinds = artifacts
-        self.alerts = alerts
-        self.finish_timeout_s = finish_timeout_s
-        self._init_timeout_s = init_timeout_s
+        self.artifacts, self.alerts = artifacts, alerts
+        self.init_timeout_s, self.finish_timeout_s = init_timeout_s, finish_timeout_s
         self._failed = self._trains = False
-        self._newest = -1  # step
-        self._uploads: Uploads | None = None
+        self._uploads = Uploads()
 
     @property
-    @rank_zero_only
+    @rank_zero_experiment
     def experiment(self) -> Any:  # pyright: ignore
         if self._experiment is None:
             import wandb
 
             Path(self._wandb_init["dir"]).mkdir(parents=True, exist_ok=True)
-            self._wandb_init["settings"] = wandb.Settings(
-                init_timeout=self._init_timeout_s, finish_timeout=self.finish_timeout_s, silent=True
-            )
-            atexit.register(self._finish)
+            settings: dict[str, Any] = {
+                "init_timeout": self.init_timeout_s,
+                "finish_timeout": self.finish_timeout_s,
+            }
+            if (
+                redacted_command(sys.argv) != sys.argv
+            ):  # wandb records both the command line and what is printed
+                settings |= {"x_disable_meta": True, "console": "off"}
+            self._wandb_init["settings"] = wandb.Settings(silent=True, **settings)
             try:
                 return super().experiment
-            except wandb.errors.Error as error:
-                rank_zero_warn(f"WandB is not to be reached ({error}): logging offline, `wandb sync` it later")
-                wandb.teardown()  # or its service says that the run's id is in use
+            except Exception as error:  # wandb.errors.Error is not the base of all that it raises
+                rank_zero_warn(
+                    f"W&B is not reachable ({error}): logging offline; `wandb sync` uploads later"
+                )
+                wandb.teardown()  # or its service reports that the run's id is in use
                 self._wandb_init["mode"] = "offline"
         return super().experiment
 
     @rank_zero_only
-    def resume(self, run: Path, step: int) -> None:
-        done, told = logged(run), self._told()
-        for at in [at for at in done if told < at <= step]:
-            self._attempt(partial(super().log_metrics, done[at], at))
-        known = [(at, name) for at in done if step <= at <= max(told, step) for name in done[at]]
-        self._known = {(at, name): done[at][name] for at, name in known}
-
-    def _told(self) -> int:
-        """The last step that WandB has; -1 where nothing is sure.
-
-        Its process writes in blocks of 32 KiB and ends at once when this one is killed: only after `_finish` is all
-        of an offline run on the disk.
-        """
-        if self._wandb_init["mode"] == "online":
-            experiment: Any = self.experiment
-            return int(experiment.summary.get(STEP, -1)) if experiment.resumed else -1
-        return int(self._marker.read_text("utf-8")) if self._marker.exists() else -1
-
-    @property
-    def _marker(self) -> Path:
-        return Path(self._wandb_init["dir"]) / "wandb" / "told"
-
-    def _finish(self) -> None:
-        """Close the run, in `finish_timeout_s` at most; also at the process's end, before wandb itself does."""
-        atexit.unregister(self._finish)
-        if self._experiment is not None and not self._failed:
-            import wandb
-
-            self._attempt(self._experiment.finish)
-            self._attempt(wandb.teardown)  # waits for its process, which may still write the file (0.31)
-            if self._wandb_init["mode"] == "offline" and not self._failed:
-                self._marker.write_text(str(self._newest), "utf-8")
-
-    # ---- what is told ----------------------------------------------------------------------------------------------
-
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._trains, self._newest = True, max(step or 0, self._newest)
-        if new := self.new(metrics, step):
-            self._attempt(lambda: super(WandB, self).log_metrics(new, step))
+        self._trains = True
+        self._attempt(lambda: super(WandB, self).log_metrics(metrics, step))
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,60 +103,66 @@ class WandB(Resumable, WandbLogger):
 
     @rank_zero_only
     def log_sample(self, text: str, step: int) -> None:
+        """Logs a page: the table of Lightning's `log_text` is an artifact, which waits for W&B (0.31)."""
         import wandb
 
-        page = wandb.Html(f"<pre>{html.escape(text)}</pre>")
-        self._attempt(lambda: super(WandB, self).log_metrics({"eval/sample": page}, step))  # ty: ignore[invalid-argument-type]
+        page: Any = wandb.Html(f"<pre>{html.escape(text)}</pre>")
+        self.log_metrics({"eval/sample": page}, step)
 
     @rank_zero_only
-    def alert(self, title: str, text: str, level: Literal["INFO", "WARN", "ERROR"] = "ERROR") -> None:
-        """Notify whom WandB is set up to notify, if this is wanted."""
+    def alert(
+        self, title: str, text: str, level: Literal["INFO", "WARN", "ERROR"] = "ERROR"
+    ) -> None:
+        """Have W&B send a notification, if `alerts` is true."""
         if self.alerts:
-            run: Any = self.experiment
-            self._attempt(lambda: run.alert(title[:63], text, level))  # its limit
+            self._attempt(lambda: self.experiment.alert(title[:63], text, level))  # its limit
 
     @rank_zero_only
     def on_checkpoint(self, path: Path) -> None:
-        """A checkpoint has been committed: begin to upload it."""
+        """Upload the checkpoint, which has been committed."""
         kind = "best" if path.name.startswith("best") else "last"
         if self.artifacts not in (kind, "all"):
             return
         if self._wandb_init["mode"] == "offline":
-            rank_zero_warn("WandB takes no checkpoints offline; `wandb artifact put` uploads one by hand")
+            rank_zero_warn(
+                "W&B accepts no checkpoints offline; upload one later with `wandb artifact put`"
+            )
             self.artifacts = "none"
             return
-        self._uploads = self._uploads or Uploads(path.parent / ".uploads")
-        self._uploads.begin(self.experiment, path, kind)
+        self._uploads.add(self.experiment, path, kind)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Lightning is done; after a success a validation may follow, and the process's end closes the run."""
+        """Ends a failed run. After success a validation may follow; wandb ends that run at exit."""
         error = sys.exc_info()[1] if status != "success" else None
         if self._trains or error:
             self._alert_of_end(error)
         self._trains = False
-        if self._uploads is not None:
-            self._uploads.wait(self.finish_timeout_s)
-        if status != "success":
-            self._finish()
+        self._uploads.wait(self.finish_timeout_s)
+        if status != "success" and self._experiment is not None:
+            self._attempt(lambda: self.experiment.finish(exit_code=1))
 
     def _alert_of_end(self, error: BaseException | None) -> None:
         if error is None:
-            self.alert("training is done", f"{self._name} has ended as configured", "INFO")
+            self.alert("training has finished", f"{self._name} has finished as configured", "INFO")
         elif isinstance(error, Ended) and error.code == Exit.REQUEUE:
             self.alert("training was interrupted", f"{self._name}: {first_line(error)}", "WARN")
         else:
-            self.alert("training has failed", f"{self._name}: {type(error).__name__}: {first_line(error)}")
+            self.alert(
+                "training has failed", f"{self._name}: {type(error).__name__}: {first_line(error)}"
+            )
 
-    def _attempt(self, tell: Callable[[], object]) -> None:
-        """WandB's service process may have been killed, or its disk be full: training does not stand or fall by it."""
+    def _attempt(self, call: Callable[[], object]) -> None:
+        """Calls wandb. If that fails (its process was killed, the disk is full), training continues."""
         if self._failed:
             return
         try:
-            tell()
+            call()
         except Exception as error:
             self._failed = True
-            rank_zero_warn(f"WandB has failed ({reason(error)}): training goes on without it; metrics.jsonl has all")
+            rank_zero_warn(
+                f"W&B has failed ({reason(error)}): training continues; metrics.jsonl has all metrics"
+            )
 
 
 def _has_api_key() -> bool:
@@ -202,4 +170,6 @@ def _has_api_key() -> bool:
         return os.environ["WANDB_MODE"] == "online"
     import wandb
 
-    return wandb.login(prompt=False, verify=False)  # looks for a key; asks neither the person nor the service
+    return wandb.login(
+        prompt=False, verify=False
+    )  # looks for a key; asks neither the user nor the service

@@ -1,4 +1,1 @@
-"""What a run was, for people: one self-contained HTML page and its Markdown summary, from history/ and diagnosis/.
-
-Of one run or of several over each other; without torch or Lightning, so that it is there within a second or two.
-"""
+"""The report about one run or several: an HTML page and its Markdown summary, made without torch or Lightning."""

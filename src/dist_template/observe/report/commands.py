@@ -1,4 +1,4 @@
-"""What to type to go on with a run."""
+"""The command that resumes a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .results import steps
 
 
 def without(words: Iterable[str], *flags: str) -> list[str]:
-    """A command line's words without these flags and their values."""
+    """Returns a command line's words without these flags and their values."""
     kept, skip = [], False
     for word in words:
         if skip:
@@ -26,26 +26,23 @@ def without(words: Iterable[str], *flags: str) -> list[str]:
 
 
 def checkpoints(history: History) -> list[Path]:
-    """Newest first, the best ones last; torn ones too."""
+    """Returns the run's checkpoints, the newest first and the best ones last, damaged ones too."""
     configured = Path(str(history.key("last_checkpoint.dirpath", "")).replace("{run}", str(history.folder)))
     own = history.folder / "checkpoints"  # also when the run's folder was moved
     return manifest.found(own if own.exists() else configured)
 
 
 def resume(history: History) -> tuple[str, str]:
-    """What the command does, and the command: the run's own, with its folder named. Empty where it is not known."""
+    """Returns what the command does, and the run's command with its folder named; ("", "") if it is not known."""
     words = history.environment.get("command") or []
     if "fit" not in words:  # a worker of a rehearsal, or nothing
         return "", ""
     done, last = steps(history), history.key("trainer.max_steps", -1)
-    if not any(manifest.torn(path) is None for path in checkpoints(history)):
-        return "There is no checkpoint to go on from; this starts it again", shlex.join(without(words, "--ckpt_path"))
     words = without(words, "--ckpt_path")
+    if not any(manifest.torn(path) is None for path in checkpoints(history)):
+        return "There is no checkpoint to resume from; this starts the run again", shlex.join(words)
+    sentence = "This resumes from the newest valid checkpoint, in the same folder"
     if isinstance(last, int) and 0 < last <= done:
         words = [*without(words, "--trainer.max_steps"), "--trainer.max_steps", str(2 * done)]
-        return "It has done all its steps; this trains as many again", _in_folder(history, words)
-    return "This goes on from the newest valid checkpoint, in the same folder", _in_folder(history, words)
-
-
-def _in_folder(history: History, words: list[str]) -> str:
-    return f"{RUN_ID}={shlex.quote(history.folder.name)} {shlex.join(words)}"
+        sentence = "The run has done all its steps; this trains as many again"
+    return sentence, f"{RUN_ID}={shlex.quote(history.folder.name)} {shlex.join(words)}"

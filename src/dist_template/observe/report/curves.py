@@ -1,17 +1,16 @@
-"""Curves: metrics over steps become plotly's figures, thinned so that a page of them stays small.
+"""Turns metrics over steps into plotly figures, thinned so that the page stays small.
 
-A curve of many points is drawn as the mean of each of some hundred buckets, in the band of their least and greatest
+A curve of many points is drawn as the mean of each of some hundred buckets, in a band of their least and greatest
 values: at the width of a screen no spike is lost (the reason for minima and maxima: Jugel et al., "M4", VLDB 2014,
-https://www.vldb.org/pvldb/vol7/p797-jugel.pdf). What is not finite is a gap. A metric without finite values has no
-curve, and a panel without curves is left out.
+https://www.vldb.org/pvldb/vol7/p797-jugel.pdf). Non-finite values are gaps. A metric without finite values has no
+curve, and a panel without curves is omitted.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import html
-import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,16 @@ from .results import tokens_at
 
 BUCKETS = 400  # of a curve; half the pixels that a panel is wide on a large screen
 ALL_BUCKETS = 1600  # of all runs' curves in one panel, at most
-POINTS = 40  # so few are marked, each
+POINTS = 40  # curves with at most so many points have markers
 KNOTS = 200  # of the map from steps to tokens and hours
 COLOURS = 7  # of the page's theme
-DASHES = ("solid", "dot", "dash", "dashdot")  # metrics, where colours are runs
+DASHES = ("solid", "dot", "dash", "dashdot")
+LEGEND = 12  # lines of a legend, at most; the hover text names every curve
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot. `log` only where all values are positive; `zero`: the axis begins there, so that noise looks small."""
+    """One plot. `log` applies if all values are positive; `zero`: the axis starts there, so that noise looks small."""
 
     title: str
     unit: str
@@ -51,60 +51,44 @@ PANELS = (
     Panel("Waiting for data", "share of the step", ("perf/data_wait_share",), share=True, zero=True),
     Panel("GPU utilization", "mean of all", ("gpu/utilization",), share=True, zero=True),
     Panel("Slowest process", "times the median", ("rank/slowest_over_median",)),
-    Panel("Expert load", "busiest over mean, worst layer{ceiling}", ("moe/expert_load_max_over_mean",)),
+    Panel("Expert load", "busiest over mean, worst layer", ("moe/expert_load_max_over_mean",)),
     Panel("Token accuracy", "share", ("train/token_accuracy", "eval/token_accuracy"), share=True, zero=True),
 )
-# Of one run alone: a curve for each layer, at "*".
+# Only in the report of one run: a curve for each layer, at "*".
 LAYERS = (
-    Panel("Expert load by layer", "busiest over mean{ceiling}", ("moe/layer_*/load_max_over_mean",)),
+    Panel("Expert load by layer", "busiest over mean", ("moe/layer_*/load_max_over_mean",)),
     Panel("Least used expert by layer", "over mean, 1 is even", ("moe/layer_*/load_min_over_mean",), zero=True),
     Panel("Entropy of the load by layer", "share of ln(experts), 1 is even", ("moe/layer_*/load_entropy",), zero=True),
 )
-# Told by another curve, by a figure, or not a curve; all others have a panel of their own, behind a click.
+# Shown by another curve or by a figure, or not a curve; each other metric has a panel of its own, folded.
 NOT_DRAWN = {
-    "train/perplexity",
-    "eval/perplexity",
-    "train/tokens",
-    "perf/samples_per_s",
-    "perf/tokens_per_s_per_device",
-}
-NOT_DRAWN |= {"rank/slowest", "epoch", "health/errors", "health/warnings"}
+    "train/perplexity", "eval/perplexity", "train/tokens", "perf/samples_per_s", "perf/tokens_per_s_per_device",
+    "rank/slowest", "epoch", "health/errors", "health/warnings",
+}  # fmt: skip
 
 
 @dataclass
 class Figure:
-    """A panel, drawn.
-
-    Args:
-        lines: What a legend says: (name, colour's number, dash).
-        plot: plotly's data and layout; colours are numbers in each trace's `meta`, which the page's theme fills in.
-    """
+    """A panel, and plotly's data and layout; `meta` of each trace has the numbers of its run and of its colour."""
 
     panel: Panel
-    lines: list[tuple[str, int, str]] = field(default_factory=list)
-    plot: dict[str, Any] = field(default_factory=dict)
+    plot: dict[str, Any]
 
 
 def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], list[Figure]]:
-    """The panels that have data, and those of all other metrics."""
+    """Returns the panels that have data, and those of all other metrics."""
     logged = sorted({name for history in histories for name in history.metrics.names})
     by_layer = [replace(panel, metrics=tuple(fnmatch.filter(logged, panel.metrics[0]))) for panel in LAYERS]
     drawn = {name for panel in (*PANELS, *by_layer) for name in panel.metrics} | NOT_DRAWN
     first = [*PANELS, *(by_layer if len(histories) == 1 else [])]
     rest = [Panel(name, "", (name,)) for name in logged if name not in drawn]
-    made = [_figure(panel, histories, names) for panel in (*first, *rest)]
-    return [f for f in made[: len(first)] if f.lines], [f for f in made[len(first) :] if f.lines]
-
-
-def _unit(panel: Panel, histories: list[History]) -> str:
-    """The panel's unit, with the largest possible load over the mean."""
-    numbers = [(h.fact("model.experts"), h.fact("model.experts_per_token")) for h in histories]
-    ceilings = {f"{experts / chosen:.3g}" for experts, chosen in numbers if experts and chosen}
-    return panel.unit.format(ceiling=f", at most {' or '.join(sorted(ceilings))}" if ceilings else "")
+    made = [[_figure(panel, histories, names) for panel in panels] for panels in (first, rest)]
+    shown, more = ([figure for figure in part if figure.plot["data"]] for part in made)
+    return shown, more
 
 
 def not_finite(history: History) -> list[str]:
-    """A sentence for each metric that is drawn and has gaps."""
+    """Returns a sentence for each metric whose curve has gaps."""
     found = []
     for name in sorted(set(history.metrics.names) - NOT_DRAWN):
         series = history.metrics[name]
@@ -117,14 +101,12 @@ def not_finite(history: History) -> list[str]:
 
 
 def axes(histories: list[History]) -> list[dict[str, list[float]]]:
-    """For each run, at which tokens and hours a step was: what the page turns the x axis by."""
+    """Returns steps of each run, and the tokens and hours at these steps: the page changes its x axis by them."""
     found = []
     for history in histories:
-        series = max(
-            (history.metrics[name] for name in history.metrics.names), key=len, default=Series(*np.empty((3, 0)))
-        )
-        which = np.unique(np.linspace(0, max(len(series) - 1, 0), KNOTS).astype(int)) if len(series) else []
-        knots = series[which] if len(series) else series
+        every = [history.metrics[name] for name in history.metrics.names]
+        series = max(every, key=len, default=Series(*np.empty((3, 0))))
+        knots = series[np.unique(np.linspace(0, max(len(series) - 1, 0), KNOTS).astype(int))[: len(series)]]
         tokens = tokens_at(history, knots.steps)
         columns = {"steps": knots.steps, "hours": (knots.times - knots.times[:1]) / 3600}
         columns |= {"tokens": tokens} if len(tokens) and np.isfinite(tokens).all() else {}
@@ -133,9 +115,9 @@ def axes(histories: list[History]) -> list[dict[str, list[float]]]:
 
 
 def thin(series: Series, buckets: int) -> tuple[Series, np.ndarray, np.ndarray] | None:
-    """Means of `buckets` parts of equally many entries, and their least and greatest values; None: it is short enough.
+    """Returns the means of `buckets` parts with equally many entries, and their least and greatest values.
 
-    A bucket without a finite value is NaN in all three.
+    A bucket without a finite value is NaN in all three. Returns None if the series is short enough.
     """
     if len(series) <= 2 * buckets:
         return None
@@ -144,24 +126,17 @@ def thin(series: Series, buckets: int) -> tuple[Series, np.ndarray, np.ndarray] 
     count = np.add.reduceat(finite, starts, dtype=float)
     count[count == 0] = np.nan
     means = np.add.reduceat(np.where(finite, series.values, 0.0), starts) / count
-    low = np.minimum.reduceat(np.where(finite, series.values, np.inf), starts)
-    high = np.maximum.reduceat(np.where(finite, series.values, -np.inf), starts)
+    low = np.minimum.reduceat(np.where(finite, series.values, np.inf), starts) + 0 * count
+    high = np.maximum.reduceat(np.where(finite, series.values, -np.inf), starts) + 0 * count
     middle = (starts + np.append(starts[1:], len(series)) - 1) // 2
-    gap = np.isnan(count)
-    return (
-        Series(series.steps[middle], means, series.times[middle]),
-        np.where(gap, np.nan, low),
-        np.where(gap, np.nan, high),
-    )
+    return Series(series.steps[middle], means, series.times[middle]), low, high
 
 
 def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure:
-    import plotly.graph_objects as go
-
-    figure, traces = Figure(replace(panel, unit=_unit(panel, histories))), []
+    """Colours are the metrics of one run, or the runs of several, whose metrics have different dashes."""
     present = [m for m in panel.metrics if any(len(h.metrics[m].finite()) for h in histories)]
-    buckets = min(BUCKETS, ALL_BUCKETS // max(1, len(histories)))
-    log = panel.log
+    labels = dict(zip(present, _labels(present), strict=True))
+    one, traces, log = len(histories) == 1, [], panel.log
     for run, history in enumerate(histories):
         for number, metric in enumerate(present):
             series = history.metrics[metric]
@@ -169,59 +144,41 @@ def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure:
             if not len(finite):
                 continue
             log = log and bool((finite > 0).all())
-            if len(histories) == 1:
-                colour, dash = number % COLOURS, DASHES[number // COLOURS % len(DASHES)]
-            else:
-                colour, dash = run, DASHES[number % len(DASHES)]
-            name = metric if len(histories) == 1 else f"{names[run]} {metric}" if len(present) > 1 else names[run]
-            line = (_told_apart(metric, present), colour, dash)
-            figure.lines += [line] if line not in figure.lines else []
-            traces += _traces(go, series, buckets, html.escape(name), {"run": run, "colour": colour}, dash, panel.share)
+            colour, dash = (number, number // COLOURS) if one else (run, number)
+            name = labels[metric] if one else f"{names[run]} {labels[metric]}" if len(present) > 1 else names[run]
+            meta = {"run": run, "colour": colour % COLOURS}
+            line = {"name": html.escape(name), "line": {"width": 1.6, "dash": DASHES[dash % len(DASHES)]}}
+            line["hovertemplate"] = "%{y:.1%}" if panel.share else "%{y:.5~g}"
+            traces += _traces(series, min(BUCKETS, ALL_BUCKETS // len(histories)), meta, line)
+    if not one and len(present) > 1:
+        dashes = [f"{dash} {labels[metric]}" for metric, dash in zip(present, DASHES, strict=False)]
+        panel = replace(panel, unit=f"{panel.unit}; {', '.join(dashes)}")
     y = {"type": "log" if log else "linear", "tickformat": ".3~p" if panel.share else None, "exponentformat": "SI"}
     y["rangemode"] = "tozero" if panel.zero else "normal"
-    layout = {"template": None, "xaxis": {"rangemode": "tozero"}, "yaxis": y, "showlegend": False}
-    figure.plot = json.loads(go.Figure(traces, layout).to_json()) if traces else {}
-    return figure
+    legend = one and 1 < len(present) <= LEGEND
+    return Figure(panel, {"data": traces, "layout": {"yaxis": y, "showlegend": legend}})
 
 
-def _told_apart(metric: str, present: list[str]) -> str:
-    """Of "train/loss" as much as tells it from the others: "train" where all are losses."""
-    kind, _, what = metric.partition("/")
-    if len(present) == 1:
-        return metric
-    if what.startswith("layer_"):
-        return what.partition("/")[0].replace("_", " ")
-    return kind if all(other.partition("/")[2] == what for other in present) else what
+def _labels(metrics: list[str]) -> list[str]:
+    """Returns the parts of the names that differ: "train" and "eval" for losses."""
+    columns = list(zip(*(metric.split("/") for metric in metrics), strict=False))
+    differing = [column for column in columns if len(set(column)) > 1] or columns
+    return ["/".join(parts) for parts in zip(*differing, strict=True)]
 
 
-def _traces(
-    go: Any, series: Series, buckets: int, name: str, meta: dict[str, int], dash: str, share: bool
-) -> list[Any]:
-    """The curve, and under it its band where it was thinned."""
+def _traces(series: Series, buckets: int, meta: dict[str, int], line: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the curve, and below it its band if it was thinned."""
     traces = []
     if thinned := thin(series, buckets):
         series, low, high = thinned
-        edges = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "x": series.steps.tolist()}
-        traces = [
-            go.Scatter(y=_rounded(low), meta=meta | {"band": 1}, **edges),
-            go.Scatter(y=_rounded(high), meta=meta | {"band": 2}, fill="tonexty", **edges),
-        ]
+        edge = {"x": series.steps.tolist(), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+        edge |= {"meta": meta, "showlegend": False}
+        traces = [edge | {"y": _rounded(low)}, edge | {"y": _rounded(high), "fill": "tonexty"}]
     marked = len(series) <= POINTS or (not np.isfinite(series.values).all() and not thinned)
-    traces.append(
-        go.Scatter(
-            x=series.steps.tolist(),
-            y=_rounded(series.values),
-            name=name,
-            meta=meta,
-            mode="lines+markers" if marked else "lines",
-            line={"width": 1.6, "dash": dash},
-            marker={"size": 5},
-            hovertemplate="%{y:.1%}" if share else "%{y:.5~g}",
-        )
-    )
-    return traces
+    points = {"x": series.steps.tolist(), "y": _rounded(series.values), "meta": meta, "marker": {"size": 5}}
+    return [*traces, points | line | {"mode": "lines+markers" if marked else "lines"}]
 
 
 def _rounded(values: np.ndarray) -> list[Any]:
-    """To six digits, as JSON has them: what is not finite is null."""
+    """To six digits, as JSON has them: non-finite values are null."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]

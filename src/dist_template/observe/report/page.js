@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures that the page holds as JSON, in the colours of its theme, and again when something is switched.
+// Draws the page's figures, which are JSON, in the colours of its theme; again when a button is pressed.
 const { figures, axes } = JSON.parse(document.getElementById("curves").textContent);
 const AXES = { steps: "optimizer step", tokens: "tokens", hours: "hours since the first step logged" };
 const touch = matchMedia("(pointer: coarse)").matches;
@@ -8,7 +8,7 @@ let axis = "steps";
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function at(knots, step) { // a step on the present axis, on a straight line between two knots
+function at(knots, step) { // converts a step to the present axis, linearly between two knots
   const to = knots[axis], from = knots.steps;
   if (!to) return null;
   let i = from.findIndex((knot) => knot >= step);
@@ -24,6 +24,7 @@ function draw(plot) {
     const color = css(`--c${trace.meta.colour % 7}`);
     return {
       ...trace,
+      type: "scatter",
       x: axis === "steps" ? trace.x : trace.x.map((step) => at(axes[trace.meta.run], step)),
       visible: !hidden.has(trace.meta.run),
       line: { ...trace.line, color },
@@ -41,10 +42,11 @@ function draw(plot) {
     width: plot.clientWidth,
     height: plot.clientHeight,
     margin: { l: 44, r: 12, t: 10, b: 36 },
+    legend: { orientation: "h", y: 1, yanchor: "bottom", traceorder: "normal" },
     hovermode: "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { ...font, color: css("--text") } },
     dragmode: touch ? false : "zoom",
-    xaxis: { ...lines, ...layout.xaxis, title: { text: AXES[axis], standoff: 6 } },
+    xaxis: { ...lines, rangemode: "tozero", title: { text: AXES[axis], standoff: 6 } },
     yaxis: { ...lines, ...layout.yaxis, zeroline: false },
   }, { displayModeBar: false });
 }
@@ -76,11 +78,9 @@ function start() {
 if (window.Plotly) {
   start();
 } else { // the page was moved: plotly.js may have been copied into its folder
-  const linked = document.querySelector("script[nonce]");
-  const beside = document.createElement("script");
-  beside.nonce = linked.nonce;
-  beside.src = linked.getAttribute("src").split("/").pop();
-  beside.onload = start;
-  beside.onerror = () => { document.getElementById("missing").hidden = false; };
-  document.body.append(beside);
+  const copy = document.createElement("script");
+  copy.src = document.querySelector("script[src]").getAttribute("src").split("/").pop();
+  copy.onload = start;
+  copy.onerror = () => { document.getElementById("missing").hidden = false; };
+  document.body.append(copy);
 }

@@ -1,8 +1,4 @@
-"""Where a page loads plotly.js from: one file that all runs' pages share, the page itself, or plotly's CDN.
-
-plotly.js is 4.8 MB, and the rest of a page some 100 kB. The shared file is in `run.root`. A copy of that folder shows
-its curves without a network, and so does a folder with a page and this file in it.
-"""
+"""Where a report page loads plotly.js (4.8 MB) from: a file that all pages share, the page itself, or plotly's CDN."""
 
 from __future__ import annotations
 
@@ -10,13 +6,17 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from ...records import write_atomically
 from ..history.run import History
 
 PlotlyJs = Literal["shared", "inline", "cdn"]
 
 
 def link(where: PlotlyJs, history: History, output: Path) -> str:
-    """The address of plotly.js for a page in `output`; writes the shared file if it is not there. inline: empty."""
+    """Returns the address of plotly.js for a page in `output`; empty if the page contains it.
+
+    The shared file is in `run.root`, which can be copied with the pages; it is written if it does not exist.
+    """
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
     name = f"plotly-{get_plotlyjs_version()}.min.js"
@@ -27,14 +27,12 @@ def link(where: PlotlyJs, history: History, output: Path) -> str:
     output, root = output.absolute(), _root(history)
     path = (root if root in (output, *output.parents) else output) / name
     if not path.exists():
-        temporary = path.with_name(f".{name}.{os.getpid()}")
-        temporary.write_text(get_plotlyjs(), encoding="utf-8")
-        os.replace(temporary, path)
+        write_atomically(path, get_plotlyjs())
     return Path(os.path.relpath(path, output)).as_posix()
 
 
 def _root(history: History) -> Path:
-    """`run.root` as it is now; a run's folder that was copied out of it is its own root."""
+    """`run.root` at its present place; a run's folder that was copied out of it is its own root."""
     name, root = str(history.key("run.name", "")), Path(str(history.key("run.root", "")))
     found = history.folder.parents[len(Path(name).parts)]
     return found if found / name == history.folder.parent and found.name == root.name else history.folder

@@ -1,4 +1,4 @@
-"""What came out of a run in figures, and of several runs side by side, with their spread."""
+"""The final figures of a run, and of several runs side by side, with their spread."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from statistics import mean, stdev
 
 import numpy as np
 
+from ...table import Table
 from ..history import goodput
-from ..history.metrics import Series, read_lines
+from ..history.metrics import read_lines
 from ..history.run import History
 from .differences import groups
-from .tables import Table
 
 Of = Callable[[History], float | None]
 
@@ -30,62 +30,52 @@ def clock(seconds: float) -> str:
 
 
 def _last(name: str) -> Of:
-    """NaN where it ended so."""
+    """The last value, also if it is NaN."""
     return lambda history: history.metrics[name].last if name in history.metrics else None
 
 
-def _least(name: str) -> Of:
-    return lambda history: _of(history.metrics[name], np.min)
+def _over_all(name: str, what: Callable[[np.ndarray], float]) -> Of:
+    """What `what` returns for all finite values."""
+
+    def of(history: History) -> float | None:
+        values = history.metrics[name].finite().values
+        return float(what(values)) if len(values) else None
+
+    return of
 
 
-def _highest(name: str) -> Of:
-    return lambda history: _of(history.metrics[name], np.max)
-
-
-def _median(name: str) -> Of:
-    """Without the first value, which has the warming up in it."""
-    return lambda history: _of(
-        history.metrics[name], lambda values: np.median(values[1:] if len(values) > 1 else values)
-    )
-
-
-def _of(series: Series, what: Callable[[np.ndarray], float]) -> float | None:
-    values = series.finite().values
-    return float(what(values)) if len(values) else None
+def _warm_median(values: np.ndarray) -> float:
+    """Without the first value, which includes the warm-up."""
+    return float(np.median(values[1:] if len(values) > 1 else values))
 
 
 def steps(history: History) -> int:
-    """The last optimizer step of which anything is known."""
+    """Returns the last optimizer step that the run has recorded."""
     ends = [int(history.metrics[name].steps[-1]) for name in history.metrics.names]
     ends += [int(line["step"]) for line in read_lines(history.folder / goodput.FILE)[-1:]]
     return max([*ends, *(int(crash.get("step") or 0) for crash in history.crashes)], default=0)
 
 
-def duration_s(history: History) -> float | None:
-    """Wall time over all attempts, and between them."""
-    return sum(history.goodput.values()) if history.goodput else None
+def attempts(history: History) -> int | None:
+    return len({line["attempt"] for line in read_lines(history.folder / goodput.FILE)}) or None
 
 
-def attempts(history: History) -> int:
-    return len({line["attempt"] for line in read_lines(history.folder / goodput.FILE)})
-
-
-# What is told of every run, where it is known: name, form, value. Of a metric the last one, of a speed the median.
+# Name, form and value of what is shown of every run, if it is known.
 FIGURES: tuple[tuple[str, Callable[[float], str], Of], ...] = (
     ("optimizer steps", "{:,.0f}".format, steps),
     ("tokens", lambda value: short(value), _last("train/tokens")),
     ("train/loss", "{:.4f}".format, _last("train/loss")),
     ("eval/loss", "{:.4f}".format, _last("eval/loss")),
-    ("eval/loss, best", "{:.4f}".format, _least("eval/loss")),
+    ("eval/loss, best", "{:.4f}".format, _over_all("eval/loss", np.min)),
     ("eval/bits_per_byte", "{:.4f}".format, _last("eval/bits_per_byte")),
-    ("tokens/s", "{:,.0f}".format, _median("perf/tokens_per_s")),
-    ("MFU", "{:.1%}".format, _median("perf/mfu")),
-    ("memory, most", "{:.1f} GiB".format, _highest("memory/reserved_gib")),
+    ("tokens/s", "{:,.0f}".format, _over_all("perf/tokens_per_s", _warm_median)),
+    ("MFU", "{:.1%}".format, _over_all("perf/mfu", _warm_median)),
+    ("memory, most", "{:.1f} GiB".format, _over_all("memory/reserved_gib", np.max)),
     ("goodput", "{:.0%}".format, lambda history: goodput.share(history.goodput) if history.goodput else None),
-    ("duration", clock, duration_s),
-    ("attempts", "{:.0f}".format, lambda history: attempts(history) or None),
+    ("duration", clock, lambda history: sum(history.goodput.values()) if history.goodput else None),
+    ("attempts", "{:.0f}".format, attempts),
 )
-TOLD_ABOVE = re.compile(r"(train|eval|test)/(loss|tokens|perplexity|bits_per_byte|grad_norm|learning_rate)")
+IN_FIGURES = re.compile(r"(train|eval|test)/(loss|tokens|perplexity|bits_per_byte|grad_norm|learning_rate)")
 
 
 def short(value: float) -> str:
@@ -97,15 +87,15 @@ def short(value: float) -> str:
 
 
 def figures(history: History) -> list[tuple[str, str]]:
-    """Name and value of what is known of one run."""
+    """Returns name and value of what is known of one run."""
     known = [(name, form, of(history)) for name, form, of in FIGURES]
     return [(name, form(value)) for name, form, value in known if value is not None]
 
 
 def side_by_side(histories: list[History], names: list[str]) -> list[Table]:
-    """Final figures, and those at equal tokens: a column for each run, or for each group of equal runs."""
+    """Returns the final figures, and those at equal tokens: a column for each run, or each group of repetitions."""
     own = {name for history in histories for name in history.metrics.names if re.match("(train|eval|test)/", name)}
-    more = [(name, lambda value: f"{value:.4g}", _last(name)) for name in sorted(own) if not TOLD_ABOVE.fullmatch(name)]
+    more = [(name, lambda value: f"{value:.4g}", _last(name)) for name in sorted(own) if not IN_FIGURES.fullmatch(name)]
     rows = [(name, form, [of(history) for history in histories]) for name, form, of in (*FIGURES, *more)]
     tables = [_table("Final figures", rows, histories, names)]
     ends = [_last("train/tokens")(history) for history in histories]
@@ -132,7 +122,7 @@ def _table(title: str, rows: list, histories: list[History], names: list[str]) -
 
 
 def _spread(values: list[float | None], form: Callable[[float], str]) -> str:
-    """Over the runs of a group that have the value; one alone has no spread."""
+    """Mean and standard deviation over the runs that have the value; one alone has no spread."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return form(known[0]) if known else "–"
@@ -141,14 +131,14 @@ def _spread(values: list[float | None], form: Callable[[float], str]) -> str:
 
 
 def _at_tokens(history: History, name: str, tokens: float) -> float | None:
-    """The newest value at or before `tokens` of training; None where there is none so early."""
+    """Returns the newest value at or before `tokens` of training; None if there is none so early."""
     series = history.metrics[name]
     seen = series[tokens_at(history, series.steps) <= tokens * (1 + 1e-9)]
     return seen.last if len(seen) else None
 
 
 def tokens_at(history: History, steps: np.ndarray) -> np.ndarray:
-    """(N,) steps to (N,) tokens, by what was logged; between two log steps on a straight line, from 0 at step 0."""
+    """Maps (N,) steps to (N,) tokens, linearly between two log steps, from 0 at step 0."""
     known = history.metrics["train/tokens"].finite()
     if not len(known):
         return np.full(len(steps), math.nan)

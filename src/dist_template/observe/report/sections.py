@@ -1,4 +1,4 @@
-"""What stands in a report beside curves and findings, as titled parts that HTML and Markdown both show."""
+"""The parts of a report that HTML and Markdown share: titled tables and texts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import Any
 import yaml
 
 from ...checkpoint import manifest
+from ...records import flatten
+from ...table import Table, shown
 from ..history.run import History
 from . import differences
 from .commands import checkpoints
-from .results import short, side_by_side, steps
-from .tables import Table, shown
+from .results import clock, short, side_by_side, steps
 
 ROWS = 20  # of incidents, of checkpoints
 SAMPLES = 6
-OF_AN_ATTEMPT = ("time", "command", "job_started", "job_ends")  # another each time, and told elsewhere
+OF_AN_ATTEMPT = ("time", "command", "job_started", "job_ends")  # keys of environment.json that always differ
 ENVIRONMENT = ("time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python", "git_commit")
 PACKAGES = ("torch", "lightning", "transformers", "deepspeed")
 
 
 @dataclass(frozen=True)
 class Text:
-    """As it was written, line by line: generated text, a file.
+    """Text that keeps its lines: generated text, a file.
 
     Args:
         title: May be empty.
-        folded: Long, and shown on a click.
+        folded: Whether it is long, and shown on a click; Markdown omits it.
     """
 
     title: str
@@ -44,7 +45,7 @@ class Section:
 
 
 def status(history: History) -> str:
-    """How the run stands, in a few words."""
+    """Returns how the run ended or where it is, as the rest of a sentence."""
     done, last = steps(history), history.key("trainer.max_steps", -1)
     of = f" of {last:,}" if isinstance(last, int) and last > 0 else ""
     if of and done >= last:
@@ -52,16 +53,16 @@ def status(history: History) -> str:
     crashes = [each for each in history.crashes if each.get("kind") != "peer"] or history.crashes
     if crashes and ((crash := crashes[-1]).get("step") or 0) >= done:
         return f"crashed at step {done:,}{of}: {crash.get('error', 'no error')} on rank {crash.get('rank', '?')}"
-    return f"stands at step {done:,}{of}"
+    return f"is at step {done:,}{of}"
 
 
 def what(history: History) -> str:
-    """What was trained, on what and when, as far as it is known."""
+    """Returns what was trained, on what and when, as far as it is known."""
     total, ranks = history.fact("parameters.total"), history.fact("machine.world_size")
     known = [
         history.fact("model.model_type") or history.key("model.architecture.model_type"),
         f"{short(total)} parameters" if total else None,
-        history.fact("training.strategy") or differences.flat(history.config).get("trainer.strategy"),
+        history.fact("training.strategy") or flatten(history.config).get("trainer.strategy"),
         f"{ranks} × {history.fact('machine.device')}" if ranks else None,
         history.fact("training.precision"),
         history.environment.get("time"),
@@ -70,8 +71,9 @@ def what(history: History) -> str:
 
 
 def of_one(history: History) -> list[Section]:
-    """All that one run has; sections without content are left out."""
+    """Returns the sections of one run that have content."""
     sections = [
+        Section("Where the time went", _goodput([history], ["time"])),
         Section("Crashes", _crashes(history)),
         Section("Incidents", _incidents(history.incidents)),
         Section("Configuration", _configuration(history)),
@@ -83,47 +85,63 @@ def of_one(history: History) -> list[Section]:
 
 
 def of_several(histories: list[History], names: list[str]) -> list[Section]:
-    """Runs side by side: figures, and only what differs in configuration and environment."""
-    configs = differences.between([differences.config_of(history) for history in histories])
-    rows = [[key, *map(shown, values)] for key, values in configs]
-    none = "" if rows else "The configurations are equal."
+    """Returns the runs side by side: figures, time, and what differs in configuration and environment."""
+    configs = [differences.config_of(history) for history in histories]
     environments = [
-        {k: v for k, v in differences.flat(h.environment).items() if k not in OF_AN_ATTEMPT} for h in histories
+        {key: value for key, value in flatten(history.environment).items() if key not in OF_AN_ATTEMPT}
+        for history in histories
     ]
-    other = [[key, *map(shown, values)] for key, values in differences.between(environments)]
-    return [
+    differing, other = _differing("key", configs, names), _differing("", environments, names)
+    sections = [
         Section("Side by side", list(side_by_side(histories, names))),
-        Section("Configuration: what differs", [Table("", ["key", *names], rows, none)]),
-        *([Section("Environment: what differs", [Table("", ["", *names], other)])] if other else []),
+        Section("Where the time went", _goodput(histories, names)),
+        Section("Configuration: what differs", differing or [Table("", [], [], "The configurations are equal.")]),
+        Section("Environment: what differs", other),
     ]
+    return [section for section in sections if section.parts]
+
+
+def _differing(head: str, trees: list[dict[str, Any]], names: list[str]) -> list[Table | Text]:
+    rows = [[key, *map(shown, values)] for key, values in differences.between(trees)]
+    return [Table("", [head, *names], rows)] if rows else []
+
+
+def _goodput(histories: list[History], names: list[str]) -> list[Table | Text]:
+    """Seconds and shares of each kind of time, over all attempts."""
+    totals = [sum(history.goodput.values()) or 1e-9 for history in histories]
+    kinds = list(dict.fromkeys(kind for history in histories for kind, s in history.goodput.items() if s > 0))
+    rows = []
+    for kind in kinds:
+        seconds = [history.goodput.get(kind, 0.0) for history in histories]
+        cells = [f"{s / total:.1%}, {clock(s)}" for s, total in zip(seconds, totals, strict=True)]
+        rows.append([kind.replace("_", " "), *cells])
+    return [Table("", ["", *names], rows)] if rows else []
 
 
 def _configuration(history: History) -> list[Table | Text]:
     changed = [[key, shown(value), shown(default)] for key, value, default in differences.from_defaults(history)]
     parts: list[Table | Text] = []
     if history.defaults:
-        note = "" if changed else "Every key is at its default."
+        note = "" if changed else "Every key has its default."
         parts.append(Table("What differs from the defaults", ["key", "this run", "default"], changed, note))
     if history.config:
-        parts.append(
-            Text("Every key", yaml.safe_dump(history.config, sort_keys=False, allow_unicode=True), folded=True)
-        )
+        every = yaml.safe_dump(history.config, sort_keys=False, allow_unicode=True)
+        parts.append(Text("Every key", every, folded=True))
     return parts
 
 
 def _environment(environment: dict[str, Any]) -> list[Table | Text]:
-    known = [[key, shown(environment[key])] for key in ENVIRONMENT if environment.get(key) not in (None, "", [])]
-    packages = environment.get("packages") or {}
-    known += [[name, packages[name]] for name in PACKAGES if name in packages]
-    variables = environment.get("variables") or {}
-    listed = [f"{name}={value}" for name, value in variables.items()] + [f"{n}=={v}" for n, v in packages.items()]
-    listed = [*(environment.get("git_changes") or "").splitlines(), *listed]
-    more = Text("Changed files, variables, packages", "\n".join(listed), folded=True)
-    return [*([Table("", ["", ""], known)] if known else []), *([more] if listed else [])]
+    packages, variables = environment.get("packages") or {}, environment.get("variables") or {}
+    rows = [[key, shown(environment[key])] for key in ENVIRONMENT if environment.get(key) not in (None, "", [])]
+    rows += [[name, packages[name]] for name in PACKAGES if name in packages]
+    pairs = [f"{name}={value}" for name, value in variables.items()]
+    lines = [*(environment.get("git_changes") or "").splitlines(), *pairs, *(f"{n}=={v}" for n, v in packages.items())]
+    parts: list[Table | Text] = [Table("", ["", ""], rows)] if rows else []
+    return [*parts, *([Text("Changed files, variables, packages", "\n".join(lines), folded=True)] if lines else [])]
 
 
 def _samples(folder: Path) -> list[Table | Text]:
-    """Some of them, from the first to the last."""
+    """Some samples, from the first to the last."""
     path = folder / "samples.txt"
     if not path.exists():
         return []
@@ -135,7 +153,7 @@ def _samples(folder: Path) -> list[Table | Text]:
 
 
 def _incidents(incidents: list[dict[str, Any]]) -> list[Table | Text]:
-    """Bad steps that the numerics guard saw, the newest ones."""
+    """The newest anomalous steps that the numerics guard recorded."""
     keys = ("time", "step", "kind", "decision", "loss", "limit", "gradient_norm", "suspects")
     rows = [[_figure(incident.get(key)) for key in keys] for incident in incidents[-ROWS:]]
     note = f"The newest {ROWS} of {len(incidents)}." if len(incidents) > ROWS else ""
@@ -143,13 +161,13 @@ def _incidents(incidents: list[dict[str, Any]]) -> list[Table | Text]:
 
 
 def _crashes(history: History) -> list[Table | Text]:
+    if not history.crashes:
+        return []
     keys = ("step", "rank", "host", "error", "module", "where")
     rows = [[shown(crash.get(key, "")) for key in keys] for crash in history.crashes]
-    messages = [
-        Text(f"Rank {crash.get('rank', '?')}, step {crash.get('step', '?')}", str(crash.get("message", ""))[:4000])
-        for crash in history.crashes[-1:]
-    ]
-    return [Table("", list(keys), rows), *messages] if rows else []
+    last = history.crashes[-1]
+    title = f"Rank {last.get('rank', '?')}, step {last.get('step', '?')}"
+    return [Table("", list(keys), rows), Text(title, str(last.get("message", ""))[:4000])]
 
 
 def _checkpoints(history: History) -> list[Table | Text]:
@@ -159,8 +177,8 @@ def _checkpoints(history: History) -> list[Table | Text]:
             rows.append([path.name, "", "", "", f"damaged: {torn}"])
             continue
         told = manifest.read(path)
-        size = sum(size for size, _ in told["files"].values()) / 2**20
-        rows.append([path.name, f"{size:,.1f}", str(told["world_size"]), str(told["strategy"]), "sizes agree"])
+        mib = sum(size for size, _ in told["files"].values()) / 2**20
+        rows.append([path.name, f"{mib:,.1f}", str(told["world_size"]), str(told["strategy"]), "sizes match"])
     return [Table("", ["name", "MiB", "processes", "strategy", "state"], rows)] if rows else []
 
 

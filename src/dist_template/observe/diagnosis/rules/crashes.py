@@ -8,11 +8,12 @@ from datetime import datetime
 from typing import Any
 
 from ....cluster.hang import rank_ranges
+from ....records import GIB
 from ...history.run import History
 from ..crash import sentence
 from ..engine import rule
 from ..finding import Cause, Finding
-from ..memory import GIB, as_size, training_of
+from ..memory import as_size, training_of
 from ..remedies import held, remedies
 
 TOGETHER_S = 60.0  # between the crashes of two ranks of one attempt: they break each other's collectives at once

@@ -1,0 +1,62 @@
+"""Tables of text, for a terminal and for Markdown."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+CELL = 60  # characters of a cell on a terminal; longer ones are cut
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows and columns.
+
+    Args:
+        title: May be empty.
+        head: Of each column; if all are empty, HTML shows none.
+        rows: Each with as many cells as `head`.
+        note: A sentence below the table; may be empty.
+    """
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+    def as_text(self) -> str:
+        lines = [[_cut(cell) for cell in line] for line in (self.head, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        texts = [in_columns(line, widths) for line in lines]
+        return "\n".join(line for line in (self.title, *texts, self.note) if line)
+
+    def as_markdown(self) -> str:
+        lines = [self.head, ["---"] * len(self.head), *self.rows]
+        texts = ["| " + " | ".join(map(_in_markdown, line)) + " |" for line in lines]
+        title, note = (
+            [f"### {_in_markdown(self.title)}\n"] * bool(self.title),
+            [f"\n{self.note}"] * bool(self.note),
+        )
+        return "\n".join([*title, *texts, *note])
+
+
+def in_columns(cells: Iterable[str], widths: Iterable[int]) -> str:
+    """One line of a table on a terminal."""
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def shown(value: Any) -> str:
+    """A configuration's value as YAML has it on one line."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _cut(cell: str) -> str:
+    line = " ".join(cell.split())
+    return line if len(line) <= CELL else line[: CELL - 1] + "…"
+
+
+def _in_markdown(cell: str) -> str:
+    return " ".join(html.escape(cell, quote=False).replace("|", "\\|").split())
