@@ -17,20 +17,20 @@ import pytest
 from lightning.pytorch import Callback
 
 from dist_template import weights
-from dist_template.callbacks.messages import told_once
+from dist_template.callbacks.messages import new_lines
 from tests.support.runs import Workers, run_in_subprocess
 
 
-def test_equal_texts_share_a_line_and_are_told_once() -> None:
-    told = {"the disk is slow"}  # by rank 0 itself
+def test_equal_texts_share_a_line_and_are_printed_once() -> None:
+    printed = {"the disk is slow"}  # by rank 0 itself
     ranks = [[], ["the disk is slow", "odd"], ["the disk is slow", "on cuda:2"], ["the disk is slow", "on cuda:3"]]
-    assert told_once(ranks, told) == ["rank 1: odd", "rank 2 and 1 more: on cuda:2"]
-    assert told_once(ranks, told) == [], "all of it was told"
-    assert told_once([[], ["odd"], ["even"], []], told) == ["rank 2: even"]
+    assert new_lines(ranks, printed) == ["rank 1: odd", "rank 2 and 1 more: on cuda:2"]
+    assert new_lines(ranks, printed) == [], "all of it was printed"
+    assert new_lines([[], ["odd"], ["even"], []], printed) == ["rank 2: even"]
 
 
-def test_what_rank_0_said_of_its_own_device_is_not_told_again_of_the_others() -> None:
-    assert told_once([[], ["on cuda:1, 16 GB"], ["on cuda:2, 16 GB"]], {"on cuda:0, 16 GB"}) == []
+def test_a_warning_of_rank_0_about_its_device_is_not_repeated_for_the_others() -> None:
+    assert new_lines([[], ["on cuda:1, 16 GB"], ["on cuda:2, 16 GB"]], {"on cuda:0, 16 GB"}) == []
 
 
 def process(code: str, **environment: str) -> tuple[str, float]:
@@ -47,29 +47,30 @@ def process(code: str, **environment: str) -> tuple[str, float]:
 WARN = "import warnings, logging, os; warnings.warn('w'); logging.getLogger('x').warning('l'); logging.error('bad')\n"
 
 
-def test_rank_0_prints_at_once_and_another_rank_at_its_end() -> None:
-    told, _ = process(WARN + "os._exit(0)")
-    assert "UserWarning: w" in told and "l\n" in told and "bad" in told and "rank" not in told
-    told, _ = process(WARN + "os._exit(0)", RANK="3")
-    assert told.strip() == "ERROR:root:bad", "errors are not kept back"
-    told, _ = process(WARN, RANK="3")
-    assert re.findall(r"rank 3: (\w+)", told) == ["UserWarning", "x"]
+def test_rank_0_prints_at_once_and_another_rank_at_its_exit() -> None:
+    printed, _ = process(WARN + "os._exit(0)")
+    assert "UserWarning: w" in printed and "l\n" in printed and "bad" in printed and "rank" not in printed
+    printed, _ = process(WARN + "os._exit(0)", RANK="3")
+    assert printed.strip() == "ERROR:root:bad", "errors are not buffered"
+    printed, _ = process(WARN, RANK="3")
+    assert re.findall(r"rank 3: (\w+)", printed) == ["UserWarning", "x"]
 
 
-def test_a_crash_prints_what_was_kept() -> None:
-    told, _ = process(WARN + "raise RuntimeError('dead')", LOCAL_RANK="1")
-    assert "rank 1: UserWarning: w" in told and "RuntimeError: dead" in told
+def test_a_crash_flushes_the_buffer() -> None:
+    printed, _ = process(WARN + "raise RuntimeError('dead')", LOCAL_RANK="1")
+    assert "rank 1: UserWarning: w" in printed and "RuntimeError: dead" in printed
 
 
-def test_what_waits_too_long_is_printed() -> None:
+def test_the_buffer_is_flushed_after_a_while() -> None:
     wait = "import dist_template.cluster.messages as m; m.HOLD_S = 0.1\n"
-    told, _ = process(wait + WARN + "import time; time.sleep(0.5); os._exit(0)", RANK="1")
-    assert "rank 1: UserWarning: w" in told
+    printed, _ = process(wait + WARN + "import time; time.sleep(0.5); os._exit(0)", RANK="1")
+    assert "rank 1: UserWarning: w" in printed
 
 
-def test_a_forked_process_prints_its_own() -> None:
-    told, _ = process("import os\nif not os.fork():\n    " + WARN + "    os._exit(0)\nos.wait(); os._exit(0)", RANK="1")
-    assert "UserWarning: w" in told
+def test_a_forked_process_prints_its_own_warnings() -> None:
+    code = "import os\nif not os.fork():\n    " + WARN + "    os._exit(0)\nos.wait(); os._exit(0)"
+    printed, _ = process(code, RANK="1")
+    assert "UserWarning: w" in printed
 
 
 class Warns(Callback):
@@ -98,7 +99,7 @@ class Warns(Callback):
 
 
 @pytest.mark.slow
-def test_two_ranks_tell_their_warnings_once_on_rank_0(flags: list[str], tmp_path: Path) -> None:
+def test_two_ranks_print_their_warnings_once_on_rank_0(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=8"]
     flags += ["--trainer.val_check_interval=100", "--last_checkpoint.every_n_steps=100"]
     with Workers(2) as workers:
@@ -113,7 +114,7 @@ def test_two_ranks_tell_their_warnings_once_on_rank_0(flags: list[str], tmp_path
 
 
 @pytest.mark.slow
-def test_processes_that_lightning_starts_share_a_terminal_and_tell_each_warning_once(
+def test_processes_that_lightning_starts_share_a_terminal_and_print_each_warning_once(
     flags: list[str], tmp_path: Path
 ) -> None:
     flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=8"]

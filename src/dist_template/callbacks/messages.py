@@ -1,4 +1,4 @@
-"""Warnings of the other ranks, told once by rank 0."""
+"""Prints the warnings of all ranks once, on rank 0."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .console import write_lines
 
 
 class WarningsOfRanks(Callback):
-    """Print "rank 3 and 62 more: …" for what other ranks warned of and rank 0 has not said already.
+    """Prints "rank 3 and 62 more: …" for warnings of other ranks that rank 0 has not printed already.
 
-    Their number rides along with the metrics. Only where a rank has some do the ranks exchange them, at that log step;
-    and once at the end of `validate`, `test` and `predict`, which have none. cluster/messages.py keeps them until then.
+    The number of warnings is sent with the metrics. If a rank has some, the ranks exchange them at that log step, and
+    once at the end of `validate`, `test` and `predict`, which have no log steps. cluster/messages.py buffers them.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        MESSAGES.listen()  # also to a handler of the root logger, as a user's `logging.basicConfig` makes
+        MESSAGES.listen()  # again, for handlers of the root logger, such as those of `logging.basicConfig`
 
     def before_log_step(self, trainer: Any, module: Any) -> None:
-        module.metrics.put_of_rank("messages", MESSAGES.num_kept)
+        module.metrics.put_of_rank("messages", MESSAGES.num_buffered)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         if any(module.metrics.of_ranks.pop("messages", ())):
@@ -49,34 +49,30 @@ class WarningsOfRanks(Callback):
 
     @staticmethod
     def _exchange(trainer: Any) -> None:
-        """Collective."""
+        """Gathers the warnings and prints new ones. Collective."""
         ranks = weights.from_all_ranks(MESSAGES.take())
-        if trainer.is_global_zero and (lines := told_once(ranks, MESSAGES.told)):
+        if trainer.is_global_zero and (lines := new_lines(ranks, MESSAGES.reported)):
             write_lines(trainer, "\n".join(lines), file=sys.stderr)
 
 
-def told_once(ranks: list[list[str]], told: set[str]) -> list[str]:
-    """A line for each text that is new; texts which differ in numbers alone, such as a device's, share one.
+def new_lines(ranks: list[list[str]], reported: set[str]) -> list[str]:
+    """Returns a line for each new text; texts that differ only in numbers, such as a device's, share one.
 
     Args:
-        ranks: What each rank has kept since the last time.
-        told: What was told already, in any rank's words; added to.
+        ranks: Each rank's warnings since the last exchange.
+        reported: The texts that were printed already, in any rank's wording; new ones are added.
     """
-    told |= {_in_any_ranks_words(text, 0) for text in told}  # rank 0's own
+    reported |= {_without_rank(text, 0) for text in reported}  # rank 0's own
     lines: dict[str, tuple[str, list[int]]] = {}  # pattern -> a text, its ranks
     for rank, texts in enumerate(ranks):
         for text in texts:
-            if _in_any_ranks_words(text, rank) not in told:
-                who = lines.setdefault(re.sub(r"\d+", "#", text), (text, []))[1]
-                who.extend([rank] if rank not in who else [])
-    told |= {_in_any_ranks_words(text, rank) for rank, texts in enumerate(ranks) for text in texts}
-    return [f"{_these(who)}: {text}" for text, who in lines.values()]
+            if _without_rank(text, rank) not in reported:
+                owners = lines.setdefault(re.sub(r"\d+", "#", text), (text, []))[1]
+                owners.extend([rank] if rank not in owners else [])
+    reported |= {_without_rank(text, rank) for rank, texts in enumerate(ranks) for text in texts}
+    return [f"rank {o[0]}{f' and {len(o) - 1} more' if len(o) > 1 else ''}: {text}" for text, o in lines.values()]
 
 
-def _in_any_ranks_words(text: str, rank: int) -> str:
-    """`text` of `rank`, with the rank's own number left open: "cuda:3" on rank 3 is "cuda:0" on rank 0."""
+def _without_rank(text: str, rank: int) -> str:
+    """Replaces the rank's own number in `text`: "cuda:3" on rank 3 is "cuda:0" on rank 0."""
     return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", text)
-
-
-def _these(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" + (f" and {len(ranks) - 1} more" if len(ranks) > 1 else "")
