@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from dist_template.callbacks.preemption import Preemption
 from dist_template.model.optim import build_optimizer
 from tests.support.collectives import ToGroups
 from tests.support.runs import SMALL_LLAMA, Workers
@@ -50,8 +51,8 @@ class CountSteps(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.mode = Collectives()
         for callback in trainer.callbacks:
-            if hasattr(callback, "_until_cast"):
-                callback._until_cast = 1000  # Preemption's vote comes once in seconds, not in steps
+            if isinstance(callback, Preemption):
+                callback._until_vote = 1000  # it comes once in seconds, not in steps
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == (FIRST - 1) * ACCUMULATION:
