@@ -26,11 +26,11 @@ def test_a_finding_is_printed_once_and_written_once(
 ) -> None:
     assert run("fit", *flags, *LOW, "--trainer.max_steps=60") == 0
     out, folder = capsys.readouterr().out, only_run(tmp_path)
-    assert out.count("diagnosis: error: the loss does not fall") == 1
+    assert out.count("diagnosis: error: the loss does not decrease") == 1
     assert f"diagnose {folder}" in out
     lines = read_lines(folder / FILE)
-    assert [line["rule"] for line in lines].count("loss_stands_still") == 1
-    found = next(line for line in lines if line["rule"] == "loss_stands_still")
+    assert [line["rule"] for line in lines].count("loss_not_decreasing") == 1
+    found = next(line for line in lines if line["rule"] == "loss_not_decreasing")
     assert found["step"] < 60 and found["causes"][0]["changes"][0]["key"] == "model.optim.learning_rate"
     errors = logged(folder, "health/errors")
     assert errors[2] == 0 and errors[60] == 1
@@ -86,10 +86,10 @@ def test_a_folder_that_cannot_be_read_does_not_end_training(
     monkeypatch.setattr(diagnosis, "look_again", stutter)
     assert run("fit", *flags, *LOW, "--trainer.max_steps=60") == 0
     out = capsys.readouterr().out
-    assert "cannot be read: Stale file handle" in out and "the loss does not fall" in out
+    assert "cannot be read: Stale file handle" in out and "the loss does not decrease" in out
 
 
 def test_a_line_of_findings_is_complete(tmp_path: Path) -> None:
     Diagnosis(folder=str(tmp_path))._write(Finding("r", "error", "certain", "t", "e", steps=(1, 2), ranks=[3]), 3)
     line = json.loads((tmp_path / FILE).read_text())
-    assert line["step"] == 3 and line["steps"] == [1, 2] and line["ranks"] == [3] and line["sure"] == "certain"
+    assert line["step"] == 3 and line["steps"] == [1, 2] and line["ranks"] == [3] and line["confidence"] == "certain"

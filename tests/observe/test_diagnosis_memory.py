@@ -1,10 +1,9 @@
-"""What the diagnosis says holds the memory, against the tensors of real trainings."""
+"""The estimate of memory, compared with the tensors of trainings, and the remedies that it leads to."""
 
 from __future__ import annotations
 
 import gc
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 
 from dist_template.observe.diagnosis.finding import Change
-from dist_template.observe.diagnosis.memory import Cut, Training, cut_of, training_of
-from dist_template.observe.diagnosis.remedies import held, remedies
-from dist_template.observe.history.run import read_run
+from dist_template.observe.diagnosis.memory import FILES, Estimate
+from dist_template.observe.diagnosis.remedies import memory_use, remedies
+from dist_template.observe.history.run import History, read_run
 from dist_template.records import GIB
+from tests.support.histories import nested
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of, settings_of
 
@@ -27,27 +27,31 @@ ARCHITECTURE = (
     f" num_attention_heads: {HEADS}, num_key_value_heads: {HEADS}}}"
 )
 PARAMETERS = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * MLP + 2 * WIDTH) + 2 * VOCAB * WIDTH + WIDTH
-LLAMA_7B = Training(
-    parameters=6_738_415_616,
-    trainable=6_738_415_616,
-    embedding=131_072_000,
-    layers=32,
-    width=4096,
-    heads=32,
-    mlp_width=11008,
-    vocab_size=32000,
-    eager_attention=False,
-    seq_len=4096,
-    micro_batch_size=8,
-    precision="bf16-mixed",
-    cut=Cut(ranks=8),
-)
+LLAMA_7B = 6_738_415_616
+FACTS = {
+    "parameters.total": LLAMA_7B,
+    "parameters.embedding": 131_072_000,
+    "model.layers": 32,
+    "model.width": 4096,
+    "model.heads": 32,
+    "model.vocab_size": 32000,
+    "machine.world_size": 8,
+    "machine.device": "NVIDIA H100",
+    "machine.supports_bf16": True,
+}
+CONFIG = {
+    "data.seq_len": 4096,
+    "data.micro_batch_size": 8,
+    "data.global_batch_size": 64,
+    "trainer.precision": "bf16-mixed",
+    "model.architecture": {"intermediate_size": 11008},
+}
 ZERO = ("averaged_gradients", "fp32_groups_gradients_flat", "single_partition_of_fp32_groups",
         "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")  # fmt: skip
 
 
 class State(Callback):
-    """The most bytes of parameters, gradients and optimizer state in the second step, when all of them are there."""
+    """Records the largest size of parameters, gradients and optimizer state in the second step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +78,7 @@ class State(Callback):
 
 
 def kept(parameter: Any) -> Any:
-    """None under ZeRO-3: its part is counted, not what is whole for a while, or always because it is small."""
+    """Returns None under ZeRO-3, whose shards are counted and not the gathered parameters."""
     return None if hasattr(parameter, "ds_tensor") else parameter
 
 
@@ -83,22 +87,16 @@ def flat(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [tensor for each in values for tensor in flat(each)]
 
 
+QUICKEST = [("ddp", "32-true"), ("fsdp2", "bf16-mixed"), ("zero2", "bf16-mixed"), ("zero3", "32-true")]
+OTHERS = [
+    ("ddp", "bf16-true"), ("fsdp2", "bf16-true"), ("tp", "32-true"), ("zero1", "32-true"), ("zero1", "bf16-mixed"),
+    ("zero2", "32-true"), ("zero3", "bf16-mixed"),
+]  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "precision"),
-    [
-        ("ddp", "32-true"),
-        ("ddp", "bf16-true"),
-        ("fsdp2", "bf16-mixed"),
-        ("fsdp2", "bf16-true"),
-        ("tp", "32-true"),
-        ("zero1", "32-true"),
-        ("zero1", "bf16-mixed"),
-        ("zero2", "32-true"),
-        ("zero2", "bf16-mixed"),
-        ("zero3", "32-true"),
-        ("zero3", "bf16-mixed"),
-    ],
+    ("strategy", "precision"), [*QUICKEST, *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)]
 )
 def test_weights_gradients_and_optimizer_state_are_as_counted(
     flags: list[str], tmp_path: Path, strategy: str, precision: str
@@ -108,9 +106,9 @@ def test_weights_gradients_and_optimizer_state_are_as_counted(
     flags += ["--trainer.max_steps=2", "--trainer.limit_val_batches=0", f"--trainer.precision={precision}"]
     with Workers(2) as workers:
         record = workers.run(["fit", *flags], tmp_path / "record", callbacks=[State(tmp_path)]).check()
-    training = training_of(read_run(record.run))
-    assert training is not None and training.parameters == PARAMETERS
-    counted = training.state()
+    estimate = Estimate(read_run(record.run))
+    assert estimate.parameters == PARAMETERS
+    counted = estimate.state()
     expected = sum(counted[part] for part in ("weights", "gradients", "optimizer state"))
     for rank in range(2):
         measured = json.loads((tmp_path / f"state{rank}.json").read_text())
@@ -123,7 +121,7 @@ def test_weights_gradients_and_optimizer_state_are_as_counted(
 def test_activations_are_about_what_autograd_keeps(
     flags: list[str], tmp_path: Path, model: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Printed with -s. What routing and latent attention keep on top is not counted."""
+    """The ratio is printed with -s. Routing and latent attention are not estimated."""
     from trainer_dev.module import LanguageModule
 
     kept: dict[int, int] = {}
@@ -149,49 +147,65 @@ def test_activations_are_about_what_autograd_keeps(
     flags += ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--data.seq_len=64"]
     flags += [f"--trainer.precision={precision}"]
     assert run("fit", *flags) == 0
-    training = training_of(read_run(only_run(tmp_path)))
-    assert training is not None
-    log_probabilities = training.logits() / 3  # of the three tensors, the one that forward keeps
-    ratio = sum(kept.values()) / (training.kept() + log_probabilities)
+    estimate = Estimate(read_run(only_run(tmp_path)))
+    log_probabilities = estimate.logits() / 3  # of the three tensors, the one that forward keeps
+    ratio = sum(kept.values()) / (estimate.kept() + log_probabilities)
     print(f"{model} {precision}: autograd keeps {sum(kept.values()) / 2**20:.2f} MiB, {ratio:.2f} of what is counted")
     assert 0.5 < ratio < 2.0
 
 
-def changes(training: Training, memory: dict[str, Any] | None = None, **options: Any) -> dict[str, Change]:
-    causes = remedies(held(training, memory, **options), accumulation=4, has_bf16=True)
+def llama_7b(strategy: dict[str, Any] | str = "ddp", world_size: int = 8, **keys: Any) -> History:
+    """A run on GPUs; `keys` with "__" for dots."""
+    config = CONFIG | {"trainer.strategy": strategy} | {key.replace("__", "."): value for key, value in keys.items()}
+    return History(Path("run"), config=nested(config), facts=nested(FACTS | {"machine.world_size": world_size}))
+
+
+def mesh(**arguments: Any) -> dict[str, Any]:
+    return {"class_path": "MeshStrategy", "init_args": arguments}
+
+
+def zero(**arguments: Any) -> dict[str, Any]:
+    return {"class_path": "ZeroStrategy", "init_args": arguments}
+
+
+def changes(history: History, memory: dict[str, Any] | None = None, **options: Any) -> dict[str, Change]:
+    causes = remedies(memory_use(history, memory or {}, **options))
     return {change.key: change for cause in causes for change in cause.changes}
 
 
 def test_the_proposed_micro_batch_divides_and_fits() -> None:
-    training = replace(LLAMA_7B, cut=Cut("mesh", 8, 8), micro_batch_size=12)
+    history = llama_7b(mesh(), data__micro_batch_size=12)
     memory = {"used_gib": 79.0, "total_gib": 80.0, "asked_gib": 2.0}
-    change = changes(training, memory, phase="backward")["data.micro_batch_size"]
-    # 79 - 12.6 of state - 1.5 gathered + 2 asked for = 67 grow with it; 5 must go, and 6/12 of 67 is the first to do
+    change = changes(history, memory, phase="backward")["data.micro_batch_size"]
+    # 79 - 12.6 of state - 1.5 gathered + 2 requested = 67 grow with it; 5 must go, and 6/12 of 67 is the first to do
     assert (change.now, change.to) == (12, 6) and change.note == "enough by itself"
     assert change.saves_gib == pytest.approx(33.5, abs=1.5)
-    assert changes(training, memory | {"used_gib": 79.9, "asked_gib": 60.0})["data.micro_batch_size"].to == 4
+    assert changes(history, memory | {"used_gib": 79.9, "asked_gib": 60.0})["data.micro_batch_size"].to == 4
 
 
-def test_what_is_so_already_or_impossible_is_not_proposed() -> None:
-    whole = changes(LLAMA_7B)
-    assert {"data.micro_batch_size", "data.seq_len", "model.blocks.checkpointing"} < whole.keys()
-    assert "trainer.precision" not in whole
-    slim = replace(LLAMA_7B, micro_batch_size=1, checkpointing="full", seq_len=64, on_host=True)
-    assert changes(replace(slim, cut=Cut())) == {}
-    assert "trainer.precision" in changes(replace(LLAMA_7B, precision="32-true"))
-    files = [c.to for cause in remedies(held(LLAMA_7B), 1, True) for c in cause.changes if c.key == "config"]
+def test_what_is_in_effect_or_impossible_is_not_proposed() -> None:
+    replicated = changes(llama_7b())
+    assert {"data.micro_batch_size", "data.seq_len", "model.blocks.checkpointing"} < replicated.keys()
+    assert "trainer.precision" not in replicated
+    assert "trainer.precision" in changes(llama_7b(trainer__precision="32-true"))
+    slim = llama_7b(
+        world_size=1, data__micro_batch_size=1, data__seq_len=64, data__global_batch_size=1,
+        model__blocks__checkpointing="full",
+    )  # fmt: skip
+    slim.facts["machine"]["device"] = "cpu"
+    assert changes(slim) == {}
+    files = [c.to for cause in remedies(memory_use(llama_7b(), {})) for c in cause.changes if c.key == "config"]
     assert files == ["configs/strategy/fsdp2.yaml", "configs/strategy/zero2.yaml"]
-    third = Cut("zero", 8, stage=3, offload_optimizer=True)
-    assert "trainer.strategy.init_args.offload_parameters" in changes(replace(LLAMA_7B, cut=third, micro_batch_size=1))
-    assert "trainer.strategy.init_args.stage" not in changes(replace(LLAMA_7B, cut=third))
-    fp16 = remedies(held(replace(LLAMA_7B, precision="16-mixed")), 1, True)
+    third = changes(llama_7b(zero(stage=3, offload_optimizer=True), data__micro_batch_size=1))
+    assert "trainer.strategy.init_args.offload_parameters" in third
+    assert "trainer.strategy.init_args.stage" not in third
+    fp16 = remedies(memory_use(llama_7b(trainer__precision="16-mixed"), {}))
     assert "configs/strategy/fsdp2.yaml" not in {c.to for cause in fp16 for c in cause.changes}, "limits/ refuses it"
 
 
 def test_savings_are_the_formulas_differences() -> None:
-    second = replace(LLAMA_7B, cut=Cut("zero", 8, stage=2, bucket=200_000_000))
-    found = changes(second)
-    gib = LLAMA_7B.parameters / GIB
+    found = changes(llama_7b(zero(stage=2)))
+    gib = LLAMA_7B / GIB
     # stage 3: 7/8 of the 2 bytes of weights, one bucket of 0.4 GB less, and gathered weights, 1e9 x 2 bytes, more
     assert found["trainer.strategy.init_args.stage"].saves_gib == pytest.approx(
         gib * 2 * 7 / 8 + (0.4 - 2) / 1.0737, 0.01
@@ -200,28 +214,34 @@ def test_savings_are_the_formulas_differences() -> None:
     assert found["trainer.strategy.init_args.offload_optimizer"].saves_gib == pytest.approx(gib * 16 / 8, 0.01)
 
 
-def test_gradients_of_an_accumulation_are_counted_where_they_wait() -> None:
+def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
     """4 bytes a parameter, and none without an accumulation (docs/strategies/ddp.md and fsdp2.md)."""
-    ddp = replace(LLAMA_7B, rows=64)
-    assert ddp.state()["communication buffers"] == 4 * ddp.parameters
-    assert "communication buffers" not in replace(ddp, rows=8).state()
-    waits = replace(ddp, cut=Cut("mesh", 8, 8, waits=True))
-    assert waits.state()["whole gradients"] == 4 * waits.parameters
-    key, gib = "trainer.strategy.init_args.reduce_each_micro_batch", LLAMA_7B.parameters / GIB
-    assert changes(waits)[key].saves_gib == pytest.approx(4 * gib)
-    assert key not in changes(replace(waits, rows=8)), "nothing to save"
-    assert cut_of({"class_path": "MeshStrategy", "init_args": {"reduce_each_micro_batch": False}}, 8) == waits.cut
+    accumulating: Any = {"data__global_batch_size": 512}
+    assert Estimate(llama_7b(**accumulating)).state()["communication buffers"] == 4 * LLAMA_7B
+    assert "communication buffers" not in Estimate(llama_7b()).state()
+    strategy = mesh(reduce_each_micro_batch=False)
+    assert Estimate(llama_7b(strategy, **accumulating)).state()["unsharded gradients"] == 4 * LLAMA_7B
+    key, gib = "trainer.strategy.init_args.reduce_each_micro_batch", LLAMA_7B / GIB
+    assert changes(llama_7b(strategy, **accumulating))[key].saves_gib == pytest.approx(4 * gib)
+    assert key not in changes(llama_7b(strategy)), "nothing to save"
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "cut"),
+    ("name", "world_size", "expected"),
     [
-        ("ddp", 4, Cut(ranks=4)),
-        ("fsdp2", 4, Cut("mesh", 4, 4)),
-        ("hsdp", 8, Cut("mesh", 8, 4)),
-        ("fsdp2_tp", 8, Cut("mesh", 4, 8, tp=2)),
-        ("zero3_offload", 2, Cut("zero", 2, 1, 1, 3, 200_000_000, True, True)),
+        ("ddp", 4, {"kind": "replicated", "ranks": 4, "shards": 1}),
+        ("fsdp2", 4, {"kind": "mesh", "ranks": 4, "shards": 4, "tp": 1}),
+        ("hsdp", 8, {"kind": "mesh", "ranks": 8, "shards": 4}),
+        ("fsdp2_tp", 8, {"kind": "mesh", "ranks": 4, "shards": 8, "tp": 2}),
+        ("zero3_offload", 2, {"kind": "zero", "ranks": 2, "stage": 3, "bucket": 200_000_000,
+                              "offload_optimizer": True, "offload_parameters": True}),
     ],
-)
-def test_shipped_strategies_are_understood(name: str, world_size: int, cut: Cut) -> None:
-    assert cut_of(settings_of(name), world_size) == cut
+)  # fmt: skip
+def test_shipped_strategies_are_understood(name: str, world_size: int, expected: dict[str, Any]) -> None:
+    assert vars(Estimate(llama_7b(settings_of(name), world_size))).items() >= expected.items()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_proposed_strategy_is_estimated_as_its_file(file: str) -> None:
+    strategy = settings_of(Path(file).stem)
+    assert Estimate(llama_7b(), {"config": file}).parts() == Estimate(llama_7b(strategy)).parts()

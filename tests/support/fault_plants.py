@@ -1,7 +1,7 @@
-"""The faults of fault_runs.py that no YAML key makes: the machine's, and mistakes in edited code.
+"""Faults of fault_runs.py that no key causes: defects of the machine, and errors in edited code.
 
-Each `plant` is called in every worker before the command, and changes a class or a function there. Callbacks come after
-all others.
+Each plant is called in every worker before the command, and changes a class or a function there. Callbacks
+are appended to all others.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from trainer_dev import module as module_file
 from trainer_dev.module import LanguageModule
 
 from dist_template.text.rows import PackedRows
-from dist_template.text.tokenizers import Bytes
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-)
 
 # ---- the data's ------------------------------------------------------------------------------------------------------
 
@@ -53,21 +49,6 @@ def _edit_batches(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     PackedRows.__getitems__ = lambda self, rows: edit(read(self, rows))
 
 
-def write_tokenizer(folder: Path, shift: int = 0, chat_template: str | None = None) -> Path:
-    """Bytes' tokenizer as a folder, its ids moved on by `shift`."""
-    tokenizer = Bytes().fit(iter(()))
-    if chat_template:
-        tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-        tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer.json"
-    plain = json.loads(path.read_text("utf-8"))
-    vocabulary = plain["model"]["vocab"]
-    plain["model"]["vocab"] = {k: (v + shift) % 256 if v < 256 else v for k, v in vocabulary.items()}
-    path.write_text(json.dumps(plain), "utf-8")
-    return folder
-
-
 # ---- the model's -----------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +61,7 @@ def freeze_all_but_norms() -> None:
 
 
 def bias_router(biases: Sequence[float]) -> None:
-    """What a router ends with that has learned to send everything to few experts; [experts] of DeepSeek-V3."""
+    """Sets the bias of each expert, as in a DeepSeek-V3 router that has learned to choose few experts."""
 
     def bias(model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
@@ -91,7 +72,7 @@ def bias_router(biases: Sequence[float]) -> None:
 
 
 def collapse_router(favoured: int) -> None:
-    """Without a bias: a direction that all tokens share, and routers that choose `favoured` experts by it."""
+    """Without a bias: all embeddings share a direction, by which the routers choose `favoured` experts."""
 
     def collapse(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -105,7 +86,7 @@ def collapse_router(favoured: int) -> None:
 
 
 def make_nan(name: str, call: int) -> None:
-    """The module of that name gives NaN from its `call`th training forward on."""
+    """The module returns NaN from its `call`th training forward on."""
 
     def spoil(model: nn.Module) -> None:
         calls = iter(range(10**9))
@@ -133,13 +114,20 @@ def _edit_model(edit: Callable[[nn.Module], None]) -> None:
 # ---- the training's --------------------------------------------------------------------------------------------------
 
 
-def let_gradients_grow(per_step: float) -> None:
-    """Their scale, not the loss, as with weights that grow without decay behind a norm."""
+def detach_loss() -> None:
+    _edit_loss(lambda self, loss: loss.detach() + 0 * loss)
 
-    def grow(self: Any, loss: Tensor) -> Tensor:
-        return loss + (loss - loss.detach()) * per_step * self.global_step
 
-    _edit_loss(grow)
+def leak_memory(mib: int) -> None:
+    """Keeps `mib` MiB of every step, as a list of results does; memory is measured once a second."""
+    kept = []
+
+    def leak(self: Any, loss: Tensor) -> Tensor:
+        kept.append(torch.ones(mib * 2**18))
+        time.sleep(0.05)
+        return loss
+
+    _edit_loss(leak)
 
 
 def burst_gradients(factor: float, steps: Sequence[int]) -> None:
@@ -156,7 +144,7 @@ def raise_in_loss(step: int, error: Exception) -> None:
 
 
 def run_out_in_backward(step: int) -> None:
-    """As the CUDA allocator says it."""
+    """Raises the error of the CUDA allocator."""
     message = (
         "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is"
         " free. Including non-PyTorch memory, this process has 78.08 GiB memory in use. Of the allocated memory 75.90"
@@ -180,7 +168,7 @@ def _edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
 
 
 def overshoot_schedule(step: int, factor: float) -> None:
-    """An edited schedule that raises the learning rate after `step`."""
+    """An edited schedule multiplies the learning rate by `factor` after `step`."""
     code: Any = module_file
     build = code.build_schedule
 
@@ -210,7 +198,7 @@ def compute_slowly(seconds: float, rank: int) -> None:
 
 
 class LimitMemory(Callback):
-    """From the first step on this process may have `mib` MiB of addresses more than it has."""
+    """Limits the address space of this process to `mib` MiB more than at the start of training."""
 
     def __init__(self, mib: int) -> None:
         self.mib = mib
@@ -221,19 +209,17 @@ class LimitMemory(Callback):
 
 
 class StopAt(Callback):
-    """Ends training in good order after `step`, long before `trainer.max_steps`; each step takes `step_s` longer."""
+    """Stops training regularly after `step`, as a time limit does; the schedule is that of all steps."""
 
-    def __init__(self, step: int, step_s: float = 0.0) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
-        self.step_s = step_s
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        time.sleep(self.step_s)
         trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
 
 
 def edit_facts(run: Path, **edits: dict[str, Any]) -> None:
-    """What a GPU machine would have written: this one has none."""
+    """Writes the facts of a machine with GPUs."""
     path = run / "facts.json"
     facts = json.loads(path.read_text("utf-8"))
     for group, values in edits.items():
@@ -241,16 +227,9 @@ def edit_facts(run: Path, **edits: dict[str, Any]) -> None:
     path.write_text(json.dumps(facts), "utf-8")
 
 
-def edit_metrics(run: Path, **columns: float) -> None:
-    """The same, of metrics: `perf__mfu=0.1` adds perf/mfu to each line that has perf/step_s."""
+def edit_metrics(run: Path, name: str, value: float) -> None:
+    """Sets a metric in each line that has perf/step_s."""
     path = run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    more = {name.replace("__", "/"): value for name, value in columns.items()}
-    lines = [line | more if "perf/step_s" in line else line for line in lines]
+    lines = [line | {name: value} if "perf/step_s" in line else line for line in lines]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-
-
-def act_as_gpus(run: Path, **columns: float) -> None:
-    """What GPUs would have written: bf16 at hand, and these metrics."""
-    edit_facts(run, machine=H100)
-    edit_metrics(run, **columns)

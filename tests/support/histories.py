@@ -1,4 +1,4 @@
-"""Histories of runs that never ran: a healthy one, of any length, and what to change of it."""
+"""Synthetic histories: a healthy run of any length, with changes, and for each rule a fault and a near miss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from dist_template.observe.history.metrics import Metrics
 from dist_template.observe.history.run import History
 
-Column = Callable[[np.ndarray], np.ndarray]  # (N,) shares of the training done, above 0 to 1, to (N,) values
+Column = Callable[[np.ndarray], np.ndarray]  # maps the (N,) completed shares of a training to (N,) values
 
 LAYERS, EXPERTS = 12, 16
 
@@ -37,42 +37,34 @@ COLUMNS: dict[str, Column] = {
     "train/tokens": lambda done: 5e8 * done,
     "perf/step_s": lambda done: noisy(np.full_like(done, 0.5), 0.05),
     "perf/data_wait_share": lambda done: noisy(np.full_like(done, 0.01), 0.3),
-    "perf/mfu": lambda done: noisy(np.full_like(done, 0.4), 0.02),
     "memory/allocated_gib": lambda done: noisy(np.full_like(done, 50.0)),
-    "memory/reserved_gib": lambda done: np.full_like(done, 60.0),
     "memory/peak_share": lambda done: np.full_like(done, 0.8),
     "gpu/throttled": lambda done: np.zeros_like(done),
-    "gpu/temperature_c": lambda done: np.full_like(done, 60.0),
     "rank/slowest_step_s": lambda done: noisy(np.full_like(done, 0.16), 0.02),
     "rank/slowest": lambda done: np.random.default_rng(1).integers(0, 8, len(done)).astype(float),
     "rank/slowest_over_median": lambda done: noisy(np.full_like(done, 1.05), 0.02),
     "moe/expert_load_max_over_mean": lambda done: noisy(1.5 + 2 * np.exp(-done / 0.01), 0.05),
     "moe/unused_experts": lambda done: np.where(done < 0.01, 20.0, 0.0),
-    "health/clipped_share": lambda done: np.where(done < 0.05, 1.0, 0.05),
     "data/counted_share": lambda done: np.ones_like(done),
     "data/distinct_token_share": lambda done: np.full_like(done, 0.2),
 }
 EVAL: dict[str, Column] = {
     "eval/loss": lambda done: 3.05 + 7.8 * np.exp(-done / 0.05),
-    "eval/bits_per_byte": lambda done: (3.05 + 7.8 * np.exp(-done / 0.05)) / math.log(2) / 4.5,
 }
 CONFIG = {
-    "model.architecture": {"model_type": "deepseek_v3", "initializer_range": 0.02},
+    "model.architecture": {"model_type": "deepseek_v3"},
     "model.optim.learning_rate": 6e-4,
     "model.optim.warmup": 0.05,
     "model.optim.betas": [0.9, 0.95],
     "model.optim.weight_decay": 0.1,
-    "model.blocks.compile": False,
     "model.blocks.checkpointing": "none",
     "data.seq_len": 2048,
     "data.global_batch_size": 256,
     "data.micro_batch_size": 8,
     "data.num_workers": 0,
     "data.cache_dir": "data_cache",
-    "data.validation_share": 0.01,
     "trainer.gradient_clip_val": 1.0,
     "trainer.precision": "bf16-mixed",
-    "trainer.strategy": "ddp",
     "last_checkpoint.every_n_steps": 1000,
     "last_checkpoint.asynchronous": False,
 }
@@ -86,24 +78,15 @@ FACTS = {
     "balance.has_bias": True,
     "balance.aux_loss_coef": 0.0,
     "model.layers": LAYERS,
-    "model.attention": "sdpa",
-    "data.accumulation": 4,
-    "data.tokens_per_step": 2**19,
     "data.train_tokens": 1_000_000_000,
-    "data.validation_tokens": 10_000_000,
-    "data.unigram_bits_per_byte": 2.5,
     "data.counted_share": 1.0,
     "data.unshifted_share": 0.01,
     "data.distinct_tokens": 20_000,
     "data.duplicate_share": 0.001,
-    "data.chat_share": None,
     "machine.world_size": 8,
-    "machine.data_parallel_size": 8,
     "machine.hosts": ["node1"] * 4 + ["node2"] * 4,
     "machine.device": "NVIDIA H200",
     "machine.supports_bf16": True,
-    "training.compiled": False,
-    "training.strategy": "DDPStrategy",
 }
 
 
@@ -117,14 +100,18 @@ def a_run(
     facts: dict[str, Any] | None = None,
     **rest: Any,
 ) -> History:
-    """A healthy run of `steps` steps, `upto` this share, and changed: logged `every` so many, validated ten times.
+    """Returns a healthy run with changes: `steps` steps, logged every `every` steps, validated ten times.
 
-    One validation more comes before training.
+    A further validation precedes training.
 
     Args:
-        columns: Metrics by name. None leaves one out.
-        config, facts: Values by path.
-        rest: `History`'s other fields.
+        steps: Optimizer steps.
+        every: Steps between log steps.
+        upto: Completed share of the training.
+        columns: Metrics by name. None removes one.
+        config: Values by path.
+        facts: Values by path.
+        rest: Other fields of `History`.
     """
     config = {"trainer.max_steps": steps, "trainer.val_check_interval": max(steps // 10, 1), **CONFIG, **(config or {})}
     history = History(Path("runs/a/b"), config=nested(config), facts=nested(FACTS | (facts or {})), metrics=Metrics())
@@ -154,3 +141,107 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
             place = place.setdefault(parent, {})
         place[leaf] = value
     return tree
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def flat(value: float) -> Column:
+    return lambda done: np.full_like(done, value)
+
+
+def incident(step: int, loss: float = math.nan, rank: int = 0, decision: str = "stop", **more: Any) -> dict[str, Any]:
+    ranks = [{"rank": r, "loss": 2.0, "rows": [[r]]} for r in range(8)]
+    found = {"step": step, "kind": "non_finite", "decision": decision, "loss": loss, "suspects": [rank]}
+    return found | {"ranks": ranks} | more
+
+
+def _spikes(done: np.ndarray) -> np.ndarray:
+    values = loss(done)
+    values[[150, 250, 350]] *= 1.5
+    return values
+
+
+def _loss(change: Column, **more: Any) -> dict[str, Any]:
+    return {"columns": {"train/loss": change}, **more}
+
+
+def _metric(name: str, column: Column, **more: Any) -> dict[str, Any]:
+    return {"columns": {name: column}, **more}
+
+
+def _validation(slope: float) -> dict[str, Any]:
+    return _metric("eval/loss", lambda done: EVAL["eval/loss"](done) + slope * np.maximum(done - 0.4, 0))
+
+
+def _norm(peak: float) -> dict[str, Any]:
+    return _metric("train/grad_norm", lambda done: noisy(np.where(np.isclose(done, 0.5), peak, 0.5), 0.1))
+
+
+_CPU = {"machine.device": "cpu", "machine.supports_bf16": False}
+_OFTEN = {"last_checkpoint.every_n_steps": 10}
+_FP32 = {"trainer.precision": "32-true"}
+# rule: (changes to a healthy run that the rule must find, changes that it must not find)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "loss_not_finite": (
+        {"incidents": [incident(500)]},
+        {"incidents": [incident(500, loss=9.0, kind="spike", decision="skip")]},
+    ),
+    "loss_diverges": (
+        _loss(lambda done: loss(done) + 8 * np.maximum(done - 0.7, 0)),
+        _loss(lambda done: loss(done) + 0.3 * np.maximum(done - 0.7, 0)),
+    ),
+    "early_loss_jump": (
+        _loss(lambda done: loss(done) + 9 * ((done > 0.0025) & (done < 0.02)), every=5),
+        _loss(lambda done: loss(done) + 0.5 * ((done > 0.0025) & (done < 0.02)), every=5),
+    ),
+    "loss_spikes": (_loss(_spikes), _loss(lambda done: noisy(loss(done), 0.03))),
+    "loss_not_decreasing": (
+        _loss(lambda done: noisy(np.full_like(done, 10.82), 0.002)),
+        _loss(lambda done: noisy(np.full_like(done, 3.0), 0.002)),  # fine-tuning: the first loss is low
+    ),
+    "gradient_zero": (_metric("train/grad_norm", flat(0.0)), _metric("train/grad_norm", flat(1e-3))),
+    "gradient_explodes": (_norm(300.0), _norm(3.0)),
+    "labels_masked": (_metric("data/counted_share", flat(0.0)), _metric("data/counted_share", flat(0.2))),
+    "labels_not_shifted": ({"facts": {"data.unshifted_share": 1.0}}, {"facts": {"data.unshifted_share": 0.2}}),
+    "data_constant": (
+        _metric("data/distinct_token_share", flat(2 / 16384), facts={"data.distinct_tokens": 2}),
+        {"facts": {"data.distinct_tokens": 26}},
+    ),
+    "train_validation_overlap": ({"facts": {"data.duplicate_share": 0.1}}, {"facts": {"data.duplicate_share": 0.005}}),
+    "overfits": (_validation(1.0), _validation(0.03)),
+    "experts_unused": (
+        _metric("moe/unused_experts", flat(0.6 * LAYERS * EXPERTS)),
+        _metric("moe/unused_experts", flat(3.0)),
+    ),
+    "experts_overloaded": (  # the highest possible load is 4
+        _metric("moe/expert_load_max_over_mean", flat(3.9), facts={"model.experts": 8}),
+        _metric("moe/expert_load_max_over_mean", flat(2.5)),
+    ),
+    "memory_nearly_full": (_metric("memory/peak_share", flat(0.97)), _metric("memory/peak_share", flat(0.94))),
+    "memory_grows": (
+        _metric("memory/allocated_gib", lambda done: noisy(40 + 20 * done, 0.001)),
+        _metric("memory/allocated_gib", lambda done: noisy(40 + 10 * (done > 0.01), 0.001)),
+    ),
+    "waits_for_data": (
+        _metric("perf/data_wait_share", flat(0.4)),  # the near miss: after validations only
+        _metric("perf/data_wait_share", lambda done: np.where(done * 10 % 1 < 0.01, 0.6, 0.02)),
+    ),
+    "slow_rank": (
+        {"columns": {"rank/slowest": flat(5.0), "rank/slowest_over_median": flat(1.8)}},
+        _metric("rank/slowest_over_median", flat(1.8)),  # another rank each time
+    ),
+    "fp32_on_gpu": ({"config": _FP32}, {"config": _FP32, "facts": _CPU}),
+    "checkpoint_overhead_high": (
+        {"config": _OFTEN, "goodput": {"productive": 5000.0, "checkpoint": 2000.0}},
+        {"config": _OFTEN, "goodput": {"productive": 5000.0, "checkpoint": 400.0}},
+    ),
+    "validation_overhead_high": (
+        {"goodput": {"productive": 5000.0, "validation": 4000.0}},
+        {"goodput": {"productive": 5000.0, "validation": 400.0}},
+    ),
+    "time_limit_too_short": (
+        {"upto": 0.3, "config": {"preemption.max_time": "00:01:00:00"}},
+        {"upto": 0.3, "config": {"preemption.max_time": "00:02:00:00"}},
+    ),
+}

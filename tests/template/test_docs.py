@@ -18,8 +18,11 @@ from typing import Any
 
 import pytest
 
+from dist_template.observe.diagnosis.engine import RULES
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
+from tests.support.fault_runs import FAULTS
+from tests.support.recorded import METRICS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -146,17 +149,15 @@ def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any,
         parser.parse_string(text)
 
 
-def test_the_diagnosis_page_names_every_finding_and_every_planted_fault() -> None:
-    """In its tables; of the rules what they yield, of the faults what the project's own test makes."""
+def test_the_diagnosis_page_names_every_rule_and_every_planted_fault() -> None:
     cells = re.findall(r"^\| `([\w.]+)` \|", text_of(DOCS / "diagnosis.md"), re.MULTILINE)
-    rules = "".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "src/dist_template/observe/diagnosis/rules").glob("*.py")
-    )
-    found = re.findall(r'Finding\(\s*"(\w+)"', rules)
-    runs = (ROOT / "tests/support/fault_runs.py").read_text(encoding="utf-8")
-    planted = re.findall(r'Training\("([\w.]+)"', runs.split("\nFAULTS = [")[1])
-    assert len(found) > 30 and len(planted) > 20
-    assert sorted(cells) == sorted([*found, *planted])
+    assert sorted(cells) == sorted([*RULES, *(fault.name for fault in FAULTS)])
+
+
+def test_rules_read_metrics_that_are_documented() -> None:
+    """A renamed metric would silence its rules."""
+    documented = re.findall(r"^\| `(\w+/\w+)`", text_of(DOCS / "metrics.md"), re.MULTILINE)
+    assert len(METRICS) > 15 and set(METRICS) <= set(documented)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

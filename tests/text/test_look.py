@@ -1,8 +1,7 @@
-"""What rank 0 finds out about the data before training: masked, copied into validation, without their template."""
+"""What rank 0 finds out about the data before training: masked, copied into validation."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,6 @@ from trainer_dev.data import DataModule
 from dist_template.text import look as looking
 from dist_template.text.look import duplicate_share, look
 from dist_template.text.rows import PackedRows
-from dist_template.text.sources import TextFiles
-from dist_template.text.tokenizers import Pretrained
-from tests.support.fault_plants import CHAT_TEMPLATE, write_tokenizer
 from tests.support.runs import quiet
 
 
@@ -53,7 +49,7 @@ def test_what_counts_is_told_of_the_rows_that_training_reads(data: DataModule, m
     data.prepare(report=quiet)
     facts = look(data)
     assert facts["counted_share"] == 1.0 and facts["unshifted_share"] < 0.1 and facts["distinct_tokens"] > 10
-    assert facts["duplicate_share"] > 0.2 and facts["chat_share"] is None  # the texts repeat the same sentences
+    assert facts["duplicate_share"] > 0.2  # the texts repeat the same sentences
     read = PackedRows.__getitems__
 
     def half_masked(self: PackedRows, rows: list[int]) -> dict[str, Any]:
@@ -64,17 +60,3 @@ def test_what_counts_is_told_of_the_rows_that_training_reads(data: DataModule, m
     assert look(data)["counted_share"] == 0.5
     monkeypatch.setattr(PackedRows, "__getitems__", lambda self, rows: {"pixels": torch.zeros(len(rows), 3)})
     assert look(data) == {}
-
-
-@pytest.mark.parametrize(("text", "share"), [("hello, how are you", 0.0), ("<|im_start|>user\nhello<|im_end|>", 1.0)])
-def test_a_chat_template_that_is_not_in_the_text_is_seen(tmp_path: Path, text: str, share: float) -> None:
-    folder = write_tokenizer(tmp_path / "tokenizer", chat_template=CHAT_TEMPLATE)
-    (tmp_path / "a.txt").write_text(f"{text} " * 40)
-    source = TextFiles([f"{tmp_path}/a.txt"])
-    data = DataModule(
-        source, Pretrained(str(folder)), 64, 2, 2, validation_share=0, test_share=0, cache_dir=str(tmp_path / "cache")
-    )
-    data.prepare(report=quiet)
-    facts = look(data)
-    assert facts["chat_share"] == share
-    assert facts["duplicate_share"] is None

@@ -57,7 +57,7 @@ def test_json_is_for_programs(slow: Path, capsys: pytest.CaptureFixture[str]) ->
     first, second = json.loads(capsys.readouterr().out)
     assert first == second and first["run"] == str(slow) and first["step"] == 400
     (finding,) = first["findings"]
-    assert finding["rule"] == "fp32_on_bf16" and finding["level"] == "warning"
+    assert finding["rule"] == "fp32_on_gpu" and finding["level"] == "warning"
     assert finding["causes"][0]["changes"][0]["flag"] == "--trainer.precision bf16-mixed"
 
 

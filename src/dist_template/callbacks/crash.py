@@ -25,7 +25,7 @@ from ..cluster.environment import memory_limit
 from ..cluster.hang import locate
 from ..cluster.watchdog import WATCHDOG
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
-from ..observe.diagnosis.crash import NOTED, attempt, own_lines
+from ..observe.diagnosis.crash import RECORD, attempt, own_lines
 from ..observe.history.run import CRASHES
 from ..records import GIB, write_atomically
 
@@ -57,7 +57,7 @@ class Crash(Callback):
         try:
             path = self._write(trainer, pl_module, exception)
             if not another_rank_is_gone(exception):  # that takes one line; the rank itself reports the cause
-                vars(exception)[NOTED] = str(path)
+                vars(exception)[RECORD] = str(path)
         except Exception as error:  # a full disk, a broken device: the error must be reported nevertheless
             exception.add_note(f"(not recorded in {self.folder}: {type(error).__name__}: {first_line(error)})")
 

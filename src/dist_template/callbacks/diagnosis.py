@@ -1,4 +1,4 @@
-"""Runs the rules of diagnosis/ while training goes on, and says what is new."""
+"""Runs the rules of diagnosis/ during training, and reports new findings."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ..project import program
 from .console import console_of, only_shows, write_lines
 
 FILE = "findings.jsonl"
-KEPT = 2000  # entries of a metric: the rules take 20 ms over so many
-SOON_S = 1.0  # between looks after validations, should these come in quick succession
+MAX_ENTRIES = 2000  # of a metric: the rules take 20 ms for as many
+MIN_INTERVAL_S = 1.0  # after validations that follow each other quickly
 
 
 class Diagnosis(Callback):
-    """Look at the run's history on rank 0, print each new warning or error once, and keep all in `findings.jsonl`.
+    """Diagnoses the run on rank 0, prints each new warning or error once, and writes all to `findings.jsonl`.
 
-    It also looks after a validation, at the end, and when training fails. It reads nothing from the device.
+    It runs at log steps, after validations, at the end and when training fails. It reads nothing from the device.
 
     Args:
-        every_s: Seconds between two looks, at log steps. 0 looks at each of them.
-        enabled: false: off; `diagnose` can still be asked afterwards.
+        every_s: Seconds between two diagnoses at log steps. 0: at each log step.
+        enabled: false: off; the verb `diagnose` works afterwards.
         folder: The run's folder.
     """
 
@@ -40,23 +40,23 @@ class Diagnosis(Callback):
         self.enabled = enabled
         self.folder = Path(folder)
         self._history: History | None = None
-        self._told: set[Any] = set()
+        self._reported: set[Any] = set()  # identities of findings
         self._open: list[Finding] = []
-        self._looked = 0.0
+        self._last = 0.0  # time of the last diagnosis
 
     @only_shows
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What the run's earlier attempts wrote counts too."""
+        """Reads what earlier attempts of the run wrote."""
         if trainer.is_global_zero and self.enabled:
-            self._history = read_run(self.folder, limit=KEPT)
-            self._looked = time.monotonic()
+            self._history = read_run(self.folder, limit=MAX_ENTRIES)
+            self._last = time.monotonic()
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         if self._history is None:
             return
         self._add(trainer, metrics)
-        if time.monotonic() - self._looked >= self.every_s:
-            self._look(trainer)
+        if time.monotonic() - self._last >= self.every_s:
+            self._diagnose(trainer)
         for level in ("error", "warning"):
             module.metrics.put(f"health/{level}s", sum(finding.level == level for finding in self._open))
 
@@ -64,15 +64,15 @@ class Diagnosis(Callback):
         if self._history is None or trainer.sanity_checking:
             return
         self._add(trainer, pl_module.eval_metrics)
-        if time.monotonic() - self._looked >= min(self.every_s, SOON_S):
-            self._look(trainer)
+        if time.monotonic() - self._last >= min(self.every_s, MIN_INTERVAL_S):
+            self._diagnose(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._look(trainer)
+        self._diagnose(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_crash = isinstance(exception, Exception) and not isinstance(exception, InputError | Ended)
-        self._look(trainer, says=not is_crash)  # of a crash the process's last words have all of them
+        self._diagnose(trainer, prints=not is_crash)  # diagnosis/crash.py prints all findings of a crash
 
     def _add(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._history is not None:
@@ -80,17 +80,17 @@ class Diagnosis(Callback):
 
     @rank_zero_only
     @only_shows
-    def _look(self, trainer: Any, says: bool = True) -> None:
+    def _diagnose(self, trainer: Any, prints: bool = True) -> None:
         if self._history is None:
             return
-        self._looked = time.monotonic()
+        self._last = time.monotonic()
         try:
             look_again(self._history)
-        except OSError as error:  # a file server that stutters must not end training: what was read before is judged
+        except OSError as error:  # an unreliable file server must not end training
             print(f"diagnosis: {self.folder} cannot be read: {error}", flush=True)
         self._open = diagnose(self._history)
-        new = [finding for finding in self._open if finding.identity not in self._told]
-        self._told |= {finding.identity for finding in new}
+        new = [finding for finding in self._open if finding.identity not in self._reported]
+        self._reported |= {finding.identity for finding in new}
         for finding in new:
             self._write(finding, trainer.global_step)
         for finding in (each for each in new if each.level == "error"):
@@ -98,7 +98,7 @@ class Diagnosis(Callback):
                 logger.alert(finding.title, finding.evidence)
         if console := console_of(trainer):
             console.worst = next((finding.title for finding in self._open if finding.level != "info"), "")
-        if says and (serious := [finding for finding in new if finding.level != "info"]):
+        if prints and (serious := [finding for finding in new if finding.level != "info"]):
             more = f"{program('diagnose')} {self.folder}"
             write_lines(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
 
@@ -107,5 +107,5 @@ class Diagnosis(Callback):
         try:
             with (self.folder / FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a full disk must not end training here: checkpoints decide
+        except OSError as error:  # a full disk ends training in the checkpoint callback, not here
             print(f"diagnosis: {self.folder / FILE} cannot be written: {error}", flush=True)

@@ -115,10 +115,10 @@ def run(argv: list[str], project: Project) -> int:
             print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
-        from ..observe.diagnosis.crash import noted
+        from ..observe.diagnosis.crash import record_of
 
-        if noted(error) or not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
-            raise  # if it was noted, this is only what ending a process group led to
+        if record_of(error) or not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
+            raise  # with a record, the error is a consequence of destroying the process group
         print(f"rank {os.environ.get('RANK', '0')}: another rank is gone ({reason(error)})", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
@@ -146,4 +146,4 @@ def command(argv: list[str], project: Project) -> int:
     except Exception as error:
         from ..observe.diagnosis import crash
 
-        return crash.tell(error)
+        return crash.print_crash(error)

@@ -33,7 +33,6 @@ def look(data: Any) -> dict[str, Any]:
             too, in any place. Splits keep exact duplicates together: this finds documents that differ a little. Where
             a split is longer than what is read of it, less than there is. None: there is no validation split.
         duplicate_looked_at_share: How much of the train split was compared.
-        chat_share: Share of the rows with a mark of the tokenizer's chat template. None: it has none.
     """
     loader: Any = data.train_dataloader()
     whole = max(1, len(loader.dataset) - 1)  # of the last row only a part may count
@@ -53,7 +52,6 @@ def look(data: Any) -> dict[str, Any]:
         "looked_at_tokens": inputs.size,
         "duplicate_share": duplicate_share(train, validation, max(8, round(COPY_BYTES / bytes_per_token))),
         "duplicate_looked_at_share": min(1.0, TRAIN_TOKENS / max(1, len(train))),
-        "chat_share": _chat_share(data, inputs),
     }
 
 
@@ -76,15 +74,3 @@ def _of_part(tokens: np.ndarray, doublings: int) -> np.ndarray:
         half = 2**doubling
         hashes = hashes[:-half] * np.uint64(pow(factor, half, 2**64)) + hashes[half:]
     return hashes[(hashes * np.uint64(factor)) >> np.uint64(64 - SAMPLED_BITS) == 0]
-
-
-def _chat_share(data: Any, inputs: np.ndarray) -> float | None:
-    tokenizer = data.text_tokenizer
-    if not tokenizer.chat_template:
-        return None
-    talk = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    marks = [mark for mark in tokenizer.get_added_vocab() if mark in talk and mark != tokenizer.eos_token]
-    if not marks:
-        return None
-    texts = tokenizer.batch_decode(inputs)  # data.py reads a mark that is spelled in a text as text
-    return sum(any(mark in text for mark in marks) for text in texts) / len(texts)

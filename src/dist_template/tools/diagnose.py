@@ -20,14 +20,14 @@ def main(argv: list[str], project: Project) -> None:
     """Prints the findings of each given run, the most severe first.
 
     Raises:
-        InputError: there is no such run.
+        InputError: A run does not exist.
     """
     parser = argparse.ArgumentParser(program("diagnose"), description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "runs", nargs="*", type=Path, default=[Path("runs")], help="runs/<name>/<id>, or a folder of runs: its newest"
+        "runs", nargs="*", type=Path, default=[Path("runs")], help="runs/<name>/<id>, or a folder: its newest run"
     )
     parser.add_argument("--json", action="store_true", help="a list of {run, step, findings}")
-    parser.add_argument("--all", action="store_true", help="every finding in full, however many")
+    parser.add_argument("--all", action="store_true", help="print all findings in full")
     given = parser.parse_args(argv[1:])
     histories = [read_run(newest(folder)) for folder in given.runs]
     found = [(history, diagnose(history)) for history in histories]
@@ -58,7 +58,7 @@ def _as_dict(history: History, findings: list[Finding]) -> dict[str, Any]:
     return {"run": str(history.folder), "step": _steps(history)[1], "findings": listed}
 
 
-def _as_text(history: History, findings: list[Finding], everything: bool) -> str:
+def _as_text(history: History, findings: list[Finding], full: bool) -> str:
     first, last = _steps(history)
     end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
     title = f"{history.folder}: step {last}" + (f" of {end}" if end > 0 else "")
@@ -69,7 +69,7 @@ def _as_text(history: History, findings: list[Finding], everything: bool) -> str
         return f"{title}\nnothing found: {checked}"
     counts = Counter(finding.level for finding in findings)
     summary = ", ".join(f"{counts[level]} {level}" + "s" * (counts[level] > 1) for level in LEVELS if counts[level])
-    return f"{title}: {summary}\n\n{as_text(findings, everything=everything)}\n\n{checked}"
+    return f"{title}: {summary}\n\n{as_text(findings, full=full)}\n\n{checked}"
 
 
 def _steps(history: History) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""What went wrong with a run, and which key to change: rules over history/, without torch or Lightning."""
+"""Detects what is wrong with a run and proposes the key to change: rules over history/, without torch."""

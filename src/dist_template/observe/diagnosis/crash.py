@@ -1,6 +1,6 @@
-"""What the user reads when training crashes: what happened, why, what to change; the traceback is in the run's folder.
+"""Prints a diagnosis in place of the traceback when training crashes; the traceback is in the run's folder.
 
-Without torch: a process whose memory is used up should not import more than it has to.
+This file does not import torch: a process that is out of memory should import as little as possible.
 """
 
 from __future__ import annotations
@@ -19,126 +19,109 @@ from ...project import is_users
 from ..history.run import History, read_run
 from .engine import diagnose
 from .finding import as_text
+from .rules.crashes import sentence
 
-NOTED = "noted_in"  # an exception's attribute: the record that callbacks/crash.py has written of it
-NUM_LINES = 4  # of the user's own
-FULL = "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
+RECORD = "crash_record"  # attribute of an exception: path of the record that callbacks/crash.py wrote
+NUM_LINES = 4  # lines of the user's code that are printed
+DISK_FULL = (
+    "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
+)
 LIBRARY = Path(__file__).parents[2]
 
 
 def attempt() -> str:
-    """The same for all ranks of one start, another one after a restart."""
+    """Returns an identifier that all ranks share and that differs after a restart."""
     return "-".join(os.environ.get(name, "") for name in ("DIST_JOB_STARTED", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def own_lines(error: BaseException) -> list[str]:
-    """Of the traceback the last lines that are in no library, the innermost last."""
+    """Returns the last lines of the traceback that are in the user's code, the innermost last."""
     found = []
-    for frame in _own_frames(error)[-NUM_LINES:]:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    for frame in [f for f in frames if Path(f.filename).name != "__main__.py"][-NUM_LINES:]:
         path = Path(frame.filename)
         shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         found.append(f"{shown}:{frame.lineno} in {frame.name}: {frame.line}")
     return found
 
 
-def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    frames = traceback.extract_tb(error.__traceback__)
-    return [f for f in frames if is_users(f.filename) and Path(f.filename).name != "__main__.py"]
-
-
-def _before_training(error: BaseException) -> str:
-    """Reports an error that no callback could note; "" if it was raised by this library and not by the user's code."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    ours = [file for file in files if is_users(str(file)) or file.is_relative_to(LIBRARY)]
-    edited = bool(ours) and not ours[-1].is_relative_to(LIBRARY) and ours[-1].name != "__main__.py"
-    place = "while tokenizing, " if LIBRARY / "text" / "build.py" in files else ""
-    told = [f"error: {place}{type(error).__name__}: {first_line(error)}", *(f"    {line}" for line in own_lines(error))]
-    return "\n".join([*told, "\nTRACEBACK=1 prints the traceback"]) if edited else ""
-
-
-def noted(error: BaseException | None) -> Path | None:
-    """Where the crash that `error` is of, or came after, was written down."""
+def record_of(error: BaseException | None) -> Path | None:
+    """Returns the crash record of `error`, or of the exception that it was raised after."""
     while error is not None:
-        if path := vars(error).get(NOTED):
+        if path := vars(error).get(RECORD):
             return Path(path)
         error = error.__context__
     return None
 
 
-def tell(error: BaseException) -> Exit:
-    """Print the diagnosis in place of the traceback, once for each distinct error; the exit code.
+def print_crash(error: BaseException) -> Exit:
+    """Prints the diagnosis once for each distinct error, and returns the exit code.
 
-    Where there is nothing to read, or reading fails, the plain traceback is printed: no error is lost.
+    Prints the traceback if there is no crash record, or if the diagnosis fails: no error is lost.
     """
-    if (path := noted(error)) is None:
-        if os.environ.get("TRACEBACK", "0") == "0" and is_disk_full(error):
-            print(FULL.format(first_line(error)), file=sys.stderr, flush=True)
-        elif os.environ.get("TRACEBACK", "0") == "0" and (text := _before_training(error)):
-            print(text, file=sys.stderr, flush=True)
-        else:
+    wants_traceback = os.environ.get("TRACEBACK", "0") != "0"
+    if (path := record_of(error)) is None:
+        text = DISK_FULL.format(first_line(error)) if is_disk_full(error) else _before_training(error)
+        if wants_traceback or not text:
             traceback.print_exception(error)
+        else:
+            print(text, file=sys.stderr, flush=True)
         return Exit.FAILED
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        text = "\n".join(_lines(path, record)) if _is_ours(path.parent, record) else ""
-        code = exit_code(record)
-    except Exception:  # whatever it is, it is not what the user has to know
+        text = "\n".join(_lines(path, record)) if _is_first(path.parent, record) else ""
+        # A restart would run out of memory at the same place if not one step fitted.
+        fitted = record["step"] > record["first_step"]
+        code = Exit.OUT_OF_MEMORY if record["kind"] == "out_of_memory" and not fitted else Exit.FAILED
+    except Exception:  # any error of the diagnosis matters less than the crash
         traceback.print_exception(error)
         return Exit.FAILED
-    if os.environ.get("TRACEBACK", "0") != "0":
+    if wants_traceback:
         traceback.print_exception(error)
     if text:
         print(f"\n{text}", file=sys.stderr, flush=True)
     return code
 
 
-def exit_code(record: dict[str, Any]) -> Exit:
-    """A restart would run out of memory at the same place, if not one step fitted; later it may have been chance."""
-    fits = record["step"] > record["first_step"]
-    return Exit.OUT_OF_MEMORY if record["kind"] == "out_of_memory" and not fits else Exit.FAILED
+def _before_training(error: BaseException) -> str:
+    """Describes an error before training; "" if it was raised by this library and not by the user's code."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [file for file in files if is_users(str(file)) or file.is_relative_to(LIBRARY)]
+    if not ours or ours[-1].is_relative_to(LIBRARY) or ours[-1].name == "__main__.py":
+        return ""
+    place = "while tokenizing, " if LIBRARY / "text" / "build.py" in files else ""
+    lines = [f"error: {place}{type(error).__name__}: {first_line(error)}"]
+    lines += [f"    {line}" for line in own_lines(error)]
+    return "\n".join([*lines, "\nTRACEBACK=1 prints the traceback"])
 
 
-def _is_ours(folder: Path, record: dict[str, Any]) -> bool:
-    """Whether this rank is the one that tells of the error: the first that says so.
+def _is_first(folder: Path, record: dict[str, Any]) -> bool:
+    """Whether this rank is the first with this error, so that it prints.
 
-    Ranks that run out of memory do so in different places and for different numbers of bytes.
+    Digits are ignored: ranks run out of memory for different numbers of bytes, and in different places.
     """
     what = record["kind"] if record["kind"] == "out_of_memory" else f"{record['error']} {record['message']}"
     what = record["attempt"] + "".join(letter for letter in what if not letter.isdigit())
-    name = f".told-{crc32(what.encode()):08x}"
     try:
-        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+        os.close(os.open(folder / f".printed-{crc32(what.encode()):08x}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     return True
 
 
 def _lines(path: Path, record: dict[str, Any]) -> Iterator[str]:
-    """One sentence, the user's own lines, what the rules say, and where the rest is."""
+    """Yields one sentence, lines of the user's code, the findings, and where the traceback is."""
     yield sentence(record)
     yield from (f"    {line}" for line in record["own_lines"])
-    findings = [finding for finding in diagnose(_history(path, record)) if finding.rule != "crashed"]
-    memory = [finding for finding in findings if finding.rule == "out_of_memory"]
-    rest = [finding for finding in findings if finding not in memory and finding.level != "info"]
-    for each in (as_text(memory, everything=True), as_text(rest)):
-        if each:
-            yield f"\n{each}"
-    yield f"\nthe traceback is in {path.with_suffix('.txt')}; TRACEBACK=1 prints it here"
-
-
-def sentence(record: dict[str, Any]) -> str:
-    """What happened: "rank 1 on node3, step 13, micro-batch 1, forward, in model.layers.2.mlp: KeyError: 'x'"."""
-    module = f", in {record['module']}" if record["module"] else ""
-    return f"rank {record['rank']} on {record['host']}, {record['place']}{module}: {error_of(record)}"
-
-
-def error_of(record: dict[str, Any]) -> str:
-    return f"{record['error']}: {first_line(record['message'])}"
-
-
-def _history(path: Path, record: dict[str, Any]) -> History:
     folder = path.parent.parent
     try:
-        return read_run(folder)
+        history = read_run(folder)
     except InputError:  # it crashed before anything else was written
-        return History(folder, crashes=[record])
+        history = History(folder, crashes=[record])
+    findings = [finding for finding in diagnose(history) if finding.rule != "crashed"]
+    memory = [finding for finding in findings if finding.rule == "out_of_memory"]
+    others = [finding for finding in findings if finding not in memory and finding.level != "info"]
+    for text in (as_text(memory, full=True), as_text(others)):
+        if text:
+            yield f"\n{text}"
+    yield f"\nthe traceback is in {path.with_suffix('.txt')}; TRACEBACK=1 prints it here"

@@ -1,50 +1,40 @@
-"""Runs every rule over a run's history.
+"""Runs all rules over the history of a run.
 
-A rule is a function of a `History` that yields `Finding`s, with `@rule` above it, in a module that rules/__init__.py
-names. One that lacks what it needs yields nothing: too few steps, a metric that was not logged, a fact that is not
-known. What a rule compares with is a constant beside it, with its reason.
+A rule is a function of a `History` that yields `Finding`s; rules/__init__.py lists them. A rule yields
+nothing where its data are missing: too few steps, a metric or a fact that was not recorded. Each
+threshold is a constant next to its rule, with the reason for its value.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 
 from ...errors import first_line
 from ..history.run import History
 from .finding import LEVELS, Finding
-from .rules import ORDER
+from .rules import ALL
 
 Rule = Callable[[History], Iterable[Finding]]
 
-RULES: dict[str, Rule] = {}
-
-
-def rule(function: Rule) -> Rule:
-    """Have `diagnose` ask it, under its name."""
-    RULES[str(getattr(function, "__name__", function))] = function
-    return function
+RULES: dict[str, Rule] = {rule.__name__: rule for rule in ALL}
 
 
 def diagnose(history: History) -> list[Finding]:
-    """What is wrong with a run: the worst first, of equally bad ones the surest. [] where nothing is.
+    """Returns the findings, sorted by level, then by confidence, then in the order of the rules.
 
-    A finding that another one, at least as bad, explains is left out. A rule that raises is a finding of its own: it
-    must not end a training.
+    A finding is dropped if another one of the same or a higher level explains it. A rule that raises
+    becomes a finding of level info, because it must not end a training.
     """
-    for name in ORDER:
-        importlib.import_module(f"{__package__}.rules.{name}")
     found: list[Finding] = []
-    for name, function in RULES.items():
+    for name, rule in RULES.items():
         try:
-            found += function(history)
-        except Exception as error:  # of a rule, in whatever way it is wrong
-            what = f"{type(error).__name__}: {first_line(error)}"
-            found.append(Finding(name, "info", "certain", f"the rule {name} failed", f"It raised {what}."))
-    explained = {(other, LEVELS.index(each.level)) for each in found for other in each.explains}
-    kept = [
-        each
-        for each in found
-        if not any(each.rule == other and level <= LEVELS.index(each.level) for other, level in explained)
-    ]
-    return sorted(kept, key=lambda each: each.weight)
+            found += rule(history)
+        except Exception as error:  # a rule may fail in any way
+            raised = f"It raised {type(error).__name__}: {first_line(error)}."
+            found.append(Finding(name, "info", "certain", f"the rule {name} failed", raised))
+    explained: dict[str, int] = {}  # rule -> most severe level of what explains it
+    for each in found:
+        for other in each.explains:
+            explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
+    kept = [f for f in found if LEVELS.index(f.level) < explained.get(f.rule, len(LEVELS))]
+    return sorted(kept, key=lambda finding: finding.weight)

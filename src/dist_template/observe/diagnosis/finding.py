@@ -1,4 +1,4 @@
-"""What a rule has to say, and how it reads on a terminal and in Markdown."""
+"""The result of a rule, and its text for a terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Level = Literal["info", "warning", "error"]
-Sure = Literal["certain", "likely", "possible"]
+Confidence = Literal["certain", "likely"]
 
 LEVELS = ("error", "warning", "info")
-SURE = ("certain", "likely", "possible")
+CONFIDENCE = ("certain", "likely")
 WIDTH = 110  # characters of a line
-IN_FULL = 4  # findings told with their causes: what one screen holds
-CAUSES = 3  # of them, unless everything is asked for
+NUM_IN_FULL = 4  # findings that are printed with their causes: as many as fit on a screen
+NUM_CAUSES = 3  # causes that are printed per finding
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key and the value to give it.
+    """A key and the value to set.
 
     Args:
-        key: As on the command line without the dashes, "model.optim.learning_rate"; "config" adds a file.
-        now: Its value in this run. None: not set, or not known.
+        key: As on the command line, without dashes; "config" adds a file.
+        now: The value in this run. None: not set, or not known.
         to: The proposed value, computed from this run.
-        saves_gib: Memory of a device that it would free.
-        note: What else to know, in a few words.
+        saves_gib: Device memory that the change frees.
+        note: A remark of a few words.
     """
 
     key: str
@@ -39,24 +39,19 @@ class Change:
 
     @property
     def flag(self) -> str:
-        """What to type."""
-        return f"--{self.key} {shlex.quote(_value(self.to))}"
+        """The flag to type."""
+        return f"--{self.key} {shlex.quote(_as_yaml(self.to))}"
 
     @property
     def remark(self) -> str:
-        parts = [f"now {_value(self.now)}"] if self.now is not None else []
+        parts = [f"now {_as_yaml(self.now)}"] if self.now is not None else []
         parts += [f"frees {self.saves_gib:.1f} GiB"] if self.saves_gib is not None else []
         return ", ".join([*parts, self.note] if self.note else parts)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why it may be so.
-
-    Args:
-        sentence: Plain words.
-        changes: What to do about it; all of them together.
-    """
+    """A possible cause, in one sentence, and the changes to make together if it applies."""
 
     sentence: str
     changes: Sequence[Change] = ()
@@ -64,24 +59,24 @@ class Cause:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or could be better.
+    """One problem of a run.
 
     Args:
-        rule: Which rule found it; stable.
-        level: error: the run is worthless or will not end well. warning: it loses time, or quality, or is in danger.
-            info: it could be better.
-        sure: How sure the rule is.
-        title: What is wrong, in a few words without figures.
-        evidence: What was seen, in a sentence or two: values, steps, ranks.
+        rule: A stable identifier.
+        level: error: the run is worthless or will fail. warning: it loses time or quality, or is at
+            risk. info: it could be better.
+        confidence: certain: counted or measured. likely: a healthy run does not do this.
+        title: What is wrong, in a few words, without figures.
+        evidence: What was observed, in one or two sentences: values, steps, ranks.
         causes: The likeliest first.
-        steps: First and last optimizer step in which it was seen. None: it is not of steps.
-        ranks: Which ranks. Empty: all, or not known.
-        explains: Rules whose findings would only be this one's consequence; `engine.diagnose` leaves those out.
+        steps: First and last optimizer step that show it. None: it is not about steps.
+        ranks: The ranks that show it. Empty: all, or not known.
+        explains: Rules whose findings are consequences of this one; `engine.diagnose` drops them.
     """
 
     rule: str
     level: Level
-    sure: Sure
+    confidence: Confidence
     title: str
     evidence: str
     causes: Sequence[Cause] = ()
@@ -91,18 +86,18 @@ class Finding:
 
     @property
     def identity(self) -> tuple[str, str, tuple[int, ...]]:
-        """Equal for what is the same finding, seen again some steps later."""
+        """Equal for the same problem at a later step."""
         return self.rule, self.level, tuple(self.ranks)
 
     @property
     def weight(self) -> tuple[int, int]:
-        """Lower is to be read first."""
-        return LEVELS.index(self.level), SURE.index(self.sure)
+        """Sort key: the most severe finding has the lowest weight."""
+        return LEVELS.index(self.level), CONFIDENCE.index(self.confidence)
 
     @property
     def where(self) -> str:
-        """How sure, and of which steps and ranks: "likely, steps 20 to 40, rank 3"."""
-        parts: list[str] = [self.sure]
+        """Confidence, steps and ranks: "likely, steps 20 to 40, rank 3"."""
+        parts: list[str] = [self.confidence]
         if self.steps:
             first, last = self.steps
             parts.append(f"step {first}" if first == last else f"steps {first} to {last}")
@@ -112,47 +107,49 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """All of it that fits in one line: what, and what to try first."""
-        change = next((change for cause in self.causes[:1] for change in cause.changes), None)
-        return f"{self.level}: {self.title} ({self.where})" + (f"; try {change.flag}" if change else "")
+        """One line: the problem, and the first flag to try."""
+        changes = self.causes[0].changes if self.causes else ()
+        advice = f"; try {changes[0].flag}" if changes else ""
+        return f"{self.level}: {self.title} ({self.where}){advice}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Of plain types, for JSON; each change with its flag."""
+        """Returns plain types for JSON; each change includes its flag."""
         plain = {key: value for key, value in asdict(self).items() if key != "explains"}
-        for cause, told in zip(self.causes, plain["causes"], strict=True):
-            for change, each in zip(cause.changes, told["changes"], strict=True):
-                each["flag"] = change.flag
+        for cause, plain_cause in zip(self.causes, plain["causes"], strict=True):
+            for change, plain_change in zip(cause.changes, plain_cause["changes"], strict=True):
+                plain_change["flag"] = change.flag
         return plain
 
 
-def as_text(findings: Sequence[Finding], *, everything: bool = False, markdown: bool = False) -> str:
-    """Findings in the order given: the first ones in full, of the others the titles.
+def as_text(findings: Sequence[Finding], *, full: bool = False, markdown: bool = False) -> str:
+    """Formats the first findings in full, and lists the titles of the others.
 
     Args:
-        findings: Of `engine.diagnose`.
-        everything: All in full, with all their causes.
-        markdown: A list for a report; else for a terminal.
+        findings: In the order in which they are printed.
+        full: Print all findings in full, with all causes.
+        markdown: As a Markdown list; else for a terminal.
     """
-    whole = findings if everything else findings[:IN_FULL]
-    num_causes = None if everything else CAUSES
-    tell = _markdown if markdown else _plain
-    parts = [tell(finding, finding.causes[:num_causes]) for finding in whole]
-    if rest := findings[len(whole) :]:
+    num = len(findings) if full else NUM_IN_FULL
+    format_one = _markdown if markdown else _plain
+    parts = [format_one(each, each.causes if full else each.causes[:NUM_CAUSES]) for each in findings[:num]]
+    if rest := findings[num:]:
         mark = "- " if markdown else "   "
         parts.append("\n".join(["And:", *(f"{mark}{each.level}: {each.title}" for each in rest)]))
     return "\n\n".join(parts)
 
 
 def _plain(finding: Finding, causes: Sequence[Cause]) -> str:
-    lines = [f"{finding.level.upper():<8} {finding.title} ({finding.where})", *_wrapped(finding.evidence, " " * 9)]
+    indent = " " * 9
+    lines = [f"{finding.level.upper():<8} {finding.title} ({finding.where})"]
+    lines += textwrap.wrap(finding.evidence, WIDTH, **_wrapping(indent, indent))
     for number, cause in enumerate(causes, start=1):
-        lines += _wrapped(cause.sentence, " " * 9, f"      {number}. ")
-        lines += [f"            {change.flag:<44}  {change.remark}".rstrip() for change in cause.changes]
+        lines += textwrap.wrap(cause.sentence, WIDTH, **_wrapping(f"      {number}. ", indent))
+        lines += [f"            {each.flag:<44}  {each.remark}".rstrip() for each in cause.changes]
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: str, first: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first or indent, subsequent_indent=indent, break_long_words=False)
+def _wrapping(first: str, indent: str) -> dict[str, Any]:
+    return {"initial_indent": first, "subsequent_indent": indent, "break_long_words": False}
 
 
 def _markdown(finding: Finding, causes: Sequence[Cause]) -> str:
@@ -163,8 +160,8 @@ def _markdown(finding: Finding, causes: Sequence[Cause]) -> str:
     return "\n".join(lines)
 
 
-def _value(value: Any) -> str:
-    """As YAML has it on one line."""
+def _as_yaml(value: Any) -> str:
+    """Formats a value as YAML on one line."""
     if isinstance(value, float):
         return f"{value:.3g}"
     return value if isinstance(value, str) else json.dumps(value)

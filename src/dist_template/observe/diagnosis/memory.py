@@ -1,256 +1,168 @@
-"""What holds a device's memory in a training, and what each part would be after a change; without torch.
+"""Estimates the memory of one rank by part, for a run as it is or with changed keys; without torch.
 
-Weights, gradients and AdamW's state follow from parameters, strategy and precision (docs/strategies has the formulas;
-tests/test_diagnosis_memory.py compares them with the tensors of trainings). What one micro-batch needs is what is left
-of a measured peak. Only where nothing was measured is it counted, tensor by tensor, by the method of Korthikanti et al.
-(arXiv:2205.05198, section 4.1), for blocks as they are now: gated MLP, norms in float32, fused attention, no dropout.
-That count leaves out what a model does on top (routing, latent attention): within a factor of two, so it is told as
-"about".
+Weights, gradients and optimizer state follow from parameters, strategy and precision (docs/strategies has
+the formulas, tests/test_diagnosis_memory.py compares them with the tensors of trainings). Activations and
+logits are the rest of a measured peak; only their ratio is estimated, tensor by tensor, as in Korthikanti et
+al. (arXiv:2205.05198, section 4.1), for blocks with a gated MLP, norms in fp32, fused attention and no
+dropout. The estimate omits routing and latent attention: it is right within a factor of two.
 
-Everything is of one rank. GiB = 2**30 bytes.
+Sizes are bytes of one rank. GiB = 2**30 bytes.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from math import ceil
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...records import GIB
 from ..history.run import History
 
-LOGIT_BYTES = 12  # of a logit in backward: its log-probability, that one's gradient and its own, all in float32
-ADAMW_BYTES = 8  # two moments in float32, of a parameter in float32
-LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: what ZeRO-3 keeps gathered at most
-SELECTIVE = 0.5  # of a block's activations, kept with selective checkpointing: results of products and of attention
+LOGIT_BYTES = 12  # per logit in backward: log-probability, its gradient and the logit's, in fp32
+ADAMW_BYTES = 8  # per parameter in fp32: two moments
+LIVE_PARAMETERS = 10**9  # DeepSpeed's stage3_max_live_parameters: gathered at the same time by ZeRO-3
+SELECTIVE = 0.5  # share of a block's activations that selective checkpointing keeps
+BUCKET = 200_000_000  # elements of DeepSpeed's reduce bucket
+FILES = {  # of configs/strategy: what remedies.py proposes as a change of "config"
+    "configs/strategy/fsdp2.yaml": {"class_path": "MeshStrategy"},
+    "configs/strategy/zero2.yaml": {"class_path": "ZeroStrategy", "init_args": {"stage": 2}},
+}
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a strategy lays the state out over ranks.
+class Estimate:
+    """The memory of a rank, by the configuration and facts.json.
 
     Args:
-        kind: whole (one device, DDP), mesh (FSDP2, HSDP, TP, EP) or zero.
-        ranks: That see batches of their own, as DDP and ZeRO divide by.
-        shards: Parts that a mesh cuts the state into: fsdp x tp.
-        tp: Of them, along matrices.
-        stage: Of ZeRO.
-        bucket: Elements of a bucket in which ZeRO's stages 1 and 2 reduce.
-        offload_optimizer: Gradients and optimizer state are in host memory.
-        offload_parameters: Weights too.
-        waits: A mesh reduces gradients once an accumulation, and keeps them whole until then.
+        history: Of the run. The fact parameters.total is required.
+        changes: Keys whose values differ from the run's configuration.
     """
 
-    kind: Literal["whole", "mesh", "zero"] = "whole"
-    ranks: int = 1
-    shards: int = 1
-    tp: int = 1
-    stage: int = 0
-    bucket: int = 0
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    waits: bool = False
+    def __init__(self, history: History, changes: dict[str, Any] | None = None) -> None:
+        self.history, self.changes = history, changes or {}
+        fact, key = self._fact, self._key
+        self.precision = str(key("trainer.precision") or "32-true")
+        self.is_half = self.precision not in ("32-true", "32", "64-true")  # matrix products in 16 bits
+        self.on_host = history.fact("machine.device", "cpu") == "cpu"  # offloading saves nothing
+        self.checkpointing = key("model.blocks.checkpointing", "none")
+        self.micro_batch_size, self.seq_len = key("data.micro_batch_size", 1), key("data.seq_len", 0)
+        self.tokens = self.micro_batch_size * self.seq_len  # of a micro-batch
+        self.loss_chunk = key("model.loss_chunk")  # tokens
+        self.parameters, self.layers = fact("parameters.total"), max(fact("model.layers"), 1)
+        self.trainable = fact("parameters.trainable") or self.parameters
+        self.width, self.vocab_size = fact("model.width"), fact("model.vocab_size")
+        self._set_strategy(FILES.get(self.changes.get("config", "")) or key("trainer.strategy"))
+        self.rows = key("data.global_batch_size", 0) // self.ranks  # per optimizer step
+        # ZeRO stores 16-bit weights under -mixed too, besides a sharded fp32 copy.
+        is_small = self.is_half and (self.kind == "zero" or self.precision.endswith("true"))
+        self.weight_bytes = 2 if is_small else 4
 
+    def _key(self, path: str, default: Any = None) -> Any:
+        return self.changes.get(path, self.history.key(path, default))
 
-@dataclass(frozen=True)
-class Training:
-    """What memory depends on; widths in elements."""
+    def _fact(self, path: str) -> int:
+        return self.history.fact(path) or 0
 
-    parameters: int
-    trainable: int
-    embedding: int  # parameters
-    layers: int
-    width: int
-    heads: int
-    mlp_width: int  # of the middle of an MLP; in a mixture of experts of all that one token passes
-    vocab_size: int
-    eager_attention: bool
-    seq_len: int
-    micro_batch_size: int  # rows
-    precision: str
-    cut: Cut
-    checkpointing: str = "none"
-    checkpoint_every: int = 1
-    loss_chunk: int | None = None  # tokens
-    rows: int = 0  # of an optimizer step, of this rank; 0: those of a micro-batch
-    on_host: bool = False  # trains on a CPU: offloading moves nothing
+    def _set_strategy(self, strategy: Any) -> None:
+        """Sets kind (replicated, mesh, zero), ranks (data-parallel size) and how the strategy shards."""
+        name = strategy["class_path"].rpartition(".")[2] if isinstance(strategy, dict) else ""
+        given = (strategy.get("init_args") or {}) if name else {}
+        given = given | {k.rpartition(".")[2]: v for k, v in self.changes.items() if k.startswith("trainer.strategy.")}
+        self.kind, self.ranks, self.shards, self.tp = "replicated", self._fact("machine.world_size") or 1, 1, 1
+        self.stage = self.bucket = 0  # of ZeRO
+        self.offload_optimizer = self.offload_parameters = self.accumulates_full = False
+        if name == "MeshStrategy":
+            sizes = [given.get(k, d) for k, d in (("dp_replicate_size", 1), ("fsdp_size", "auto"), ("tp_size", 1))]
+            rest = max(self.ranks // prod(size for size in sizes if size != "auto"), 1)
+            replicate, fsdp, self.tp = (rest if size == "auto" else size for size in sizes)
+            self.kind, self.ranks, self.shards = "mesh", replicate * fsdp, fsdp * self.tp
+            self.offload_optimizer = self.offload_parameters = bool(given.get("cpu_offload"))
+            self.accumulates_full = given.get("reduce_each_micro_batch") is False
+        elif name == "ZeroStrategy":
+            config = given.get("config") or {}
+            if isinstance(config, str):
+                config = json.loads(Path(config).read_text(encoding="utf-8")) if Path(config).exists() else {}
+            zero = config.get("zero_optimization") or {}
+            device = {k: (zero.get(f"offload_{k}") or {}).get("device", "none") for k in ("optimizer", "param")}
+            bucket = zero.get("reduce_bucket_size", given.get("reduce_bucket_size", BUCKET))
+            self.bucket = bucket if isinstance(bucket, int) else 0  # "auto" is small
+            self.kind, self.stage = "zero", zero.get("stage") or given.get("stage") or 2
+            self.offload_optimizer = device["optimizer"] != "none" or bool(given.get("offload_optimizer"))
+            self.offload_parameters = device["param"] != "none" or bool(given.get("offload_parameters"))
 
-    @property
-    def half(self) -> bool:
-        """Whether matrix products are in 16 bits."""
-        return self.precision not in ("32-true", "32", "64-true")
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of a stored weight. ZeRO's are in half precision under -mixed too, beside a sharded copy in float32."""
-        return 2 if self.half and (self.cut.kind == "zero" or self.precision.endswith("true")) else 4
-
-    @property
-    def accumulates(self) -> bool:
-        return self.rows > self.micro_batch_size
-
-    # ---- bytes, by part ----------------------------------------------------------------------------------------------
+    def parts(self) -> dict[str, float]:
+        """Returns all parts; in backward, the gradients of one block's activations are added."""
+        activations = self.kept() + self.tokens * self._block()
+        return self.state() | {"activations": activations, "logits": self.logits()}
 
     def state(self) -> dict[str, float]:
-        """Weights, gradients, optimizer state and what goes with them."""
-        cut, w = self.cut, self.weight_bytes
-        if cut.kind == "zero":
+        """Returns weights, gradients, optimizer state and their buffers."""
+        w, accumulates = self.weight_bytes, self.rows > self.micro_batch_size
+        parts = {
+            "weights": self.parameters * w / self.shards,
+            "gradients": self.trainable * w / self.shards,
+            "optimizer state": self.trainable * ADAMW_BYTES * w / 4 / self.shards,
+        }
+        if self.kind == "zero":
             parts = self._zero()
-        else:
-            moments = ADAMW_BYTES * w // 4
-            parts = {"weights": self.parameters * w, "gradients": self.trainable * w}
-            parts = {k: v / cut.shards for k, v in (parts | {"optimizer state": self.trainable * moments}).items()}
-            if cut.kind == "mesh" and cut.shards > cut.tp:
-                parts["gathered weights"] = self._gathered(w)
-                if cut.waits and self.accumulates:
-                    parts["whole gradients"] = self.trainable / cut.tp * w
-            elif cut.kind == "whole" and cut.ranks > 1 and self.accumulates:
-                parts["communication buffers"] = self.trainable * w  # DDP's; else the gradients lie in them
-        if cut.offload_optimizer and not self.on_host:
+        elif self.kind == "mesh" and self.shards > self.tp:
+            # The running block, the next one, and the embedding or the head.
+            gathered = 2 * self._of_blocks() / self.layers + self.vocab_size * self.width
+            parts["gathered weights"] = gathered / self.tp * (2 if self.is_half else w)
+            if self.accumulates_full and accumulates:
+                parts["unsharded gradients"] = self.trainable / self.tp * w
+        elif self.kind == "replicated" and self.ranks > 1 and accumulates:
+            parts["communication buffers"] = self.trainable * w  # else gradients are views of them
+        if self.offload_optimizer and not self.on_host:
             parts |= {"gradients": 0.0, "optimizer state": 0.0}
-        if cut.offload_parameters and not self.on_host:
+        if self.offload_parameters and not self.on_host:
             parts["weights"] = 0.0
         return parts
 
     def _zero(self) -> dict[str, float]:
-        """DeepSpeed 0.19 keeps a copy of the weights in float32 at every stage and precision."""
-        stage, n, w, bucket = self.cut.stage, self.cut.ranks, self.weight_bytes, self.cut.bucket
+        """DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage and precision."""
+        w, is_third = self.weight_bytes, self.stage == 3
         parts = {
-            "weights": self.parameters * w / (n if stage == 3 else 1),
-            "gradients": self.trainable * (4 / n if stage > 1 else w),  # sharded ones add up in float32 (zero.py)
-            "optimizer state": self.trainable * (ADAMW_BYTES + 4) / n,
-            "communication buffers": bucket * w * (1 if stage == 3 else 2),  # one is filled, one is reduced
+            "weights": self.parameters * w / (self.ranks if is_third else 1),
+            "gradients": self.trainable * (4 / self.ranks if self.stage > 1 else w),  # shards are fp32
+            "optimizer state": self.trainable * (ADAMW_BYTES + 4) / self.ranks,
+            "communication buffers": self.bucket * w * (1 if is_third else 2),
         }
-        return parts | ({"gathered weights": min(self.parameters, LIVE_PARAMETERS) * w} if stage == 3 else {})
-
-    def _gathered(self, w: int) -> float:
-        """Two blocks, one that runs and the next, and the largest of what is no block: the embedding or the head."""
-        w = 2 if self.half else w
-        block = (self.parameters - self.embedding) / max(self.layers, 1)
-        return (2 * block + self.vocab_size * self.width) / self.cut.tp * w
-
-    def activations(self) -> float:
-        """What the blocks keep, by count, and in backward one block's gradients beside it."""
-        return self.kept() + self.tokens * self._block
+        return parts | ({"gathered weights": min(self.parameters, LIVE_PARAMETERS) * w} if is_third else {})
 
     def kept(self) -> float:
-        """By the blocks, from forward to backward."""
-        matrices = (self.parameters - self.embedding) / self.cut.shards
-        cast = 2 * matrices if self.half and self.weight_bytes == 4 else 0  # autocast's copies
+        """Returns the activations that the blocks keep from forward to backward."""
+        cast = 2 * self._of_blocks() / self.shards if self.is_half and self.weight_bytes == 4 else 0  # autocast
         if self.checkpointing == "none":
-            return self.tokens * self.layers * self._block + cast
-        slim = ceil(self.layers / self.checkpoint_every)
-        its_input = self.width * (2 if self.half and self.precision.endswith("true") else 4)
-        kept = its_input if self.checkpointing == "full" else self._block * SELECTIVE
-        whole = self.layers - slim + 1  # the one that backward computes again
-        return self.tokens * (whole * self._block + slim * kept) + cast
+            return self.tokens * self.layers * self._block() + cast
+        block_input = self.width * (2 if self.is_half and self.precision.endswith("true") else 4)
+        kept = block_input if self.checkpointing == "full" else self._block() * SELECTIVE
+        return self.tokens * (self._block() + self.layers * kept) + cast  # backward recomputes one block
 
-    @property
+    def _of_blocks(self) -> int:
+        return self.parameters - self._fact("parameters.embedding")
+
     def _block(self) -> float:
-        """Of one block and token."""
-        e = 2 if self.half else 4
-        norms = 4 * self.width * 4  # two of them, input and result
-        attention = 5 * self.width * e  # queries, keys, values, result, and the result as the projection takes it
-        if self.eager_attention:
-            attention += self.heads * self.seq_len * (4 if e == 4 else 6)  # probabilities, and cast
-        mlp = 4 * self.mlp_width * e  # gate, its activation, up, their product
-        return norms + (attention + mlp) / self.cut.tp
+        """Returns the activations of one block, per token."""
+        size = 2 if self.is_half else 4
+        norms = 4 * self.width * 4  # two norms, input and output
+        attention = 5 * self.width * size  # queries, keys, values, output, input of the projection
+        if self.history.fact("model.attention") == "eager":  # probabilities, and their cast
+            attention += self._fact("model.heads") * self.seq_len * (6 if self.is_half else 4)
+        mlp = 4 * self._mlp_width() * size  # gate, its activation, up, their product
+        return norms + (attention + mlp) / self.tp
+
+    def _mlp_width(self) -> int:
+        """Returns the intermediate size; in a mixture of experts, of all experts that one token passes."""
+        architecture = {} if self._key("model.pretrained") else self._key("model.architecture") or {}
+        if expert := architecture.get("moe_intermediate_size"):
+            num = (self._fact("model.experts_per_token") or 1) + (architecture.get("n_shared_experts") or 0)
+            return expert * num
+        return architecture.get("intermediate_size") or 8 * self.width // 3
 
     def logits(self) -> float:
-        """The loss's, (B, T, V) or a chunk of it."""
         return LOGIT_BYTES * min(self.tokens, self.loss_chunk or self.tokens) * self.vocab_size
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.micro_batch_size * self.seq_len
-
-    def needs(self) -> dict[str, float]:
-        return self.state() | {"activations": self.activations(), "logits": self.logits()}
-
-
-def training_of(history: History) -> Training | None:
-    """What a run's configuration and facts.json say; None where the model's size is not known."""
-    parameters, architecture = history.fact("parameters.total"), history.key("model.architecture", {}) or {}
-    world_size = history.fact("machine.world_size") or 1
-    if not parameters:
-        return None
-    cut = cut_of(history.key("trainer.strategy", "auto"), world_size)
-    width = history.fact("model.width") or architecture.get("hidden_size") or 0
-    return Training(
-        parameters=parameters,
-        trainable=history.fact("parameters.trainable") or parameters,
-        embedding=history.fact("parameters.embedding") or 0,
-        layers=history.fact("model.layers") or 0,
-        width=width,
-        heads=history.fact("model.heads") or 0,
-        mlp_width=_mlp_width(history, architecture) or 8 * width // 3,
-        vocab_size=history.fact("model.vocab_size") or 0,
-        eager_attention=history.fact("model.attention") == "eager",
-        seq_len=history.key("data.seq_len", 0),
-        micro_batch_size=history.key("data.micro_batch_size", 1),
-        precision=str(history.key("trainer.precision") or "32-true"),
-        cut=cut,
-        checkpointing=history.key("model.blocks.checkpointing", "none"),
-        checkpoint_every=max(history.key("model.blocks.checkpoint_every", 1), 1),
-        loss_chunk=history.key("model.loss_chunk"),
-        rows=history.key("data.global_batch_size", 0) // cut.ranks,
-        on_host=history.fact("machine.device", "cpu") == "cpu",
-    )
-
-
-def _mlp_width(history: History, architecture: dict[str, Any]) -> int:
-    each = architecture.get("moe_intermediate_size")
-    if history.key("model.pretrained") or not each:
-        return 0 if history.key("model.pretrained") else architecture.get("intermediate_size") or 0
-    return each * ((history.fact("model.experts_per_token") or 1) + (architecture.get("n_shared_experts") or 0))
-
-
-def cut_of(strategy: Any, world_size: int) -> Cut:
-    """`trainer.strategy` as the configuration has it: a name, or class_path and init_args."""
-    if not isinstance(strategy, dict):
-        return Cut(ranks=world_size)
-    name, arguments = strategy["class_path"].rpartition(".")[2], strategy.get("init_args") or {}
-    if name == "MeshStrategy":
-        sizes = {key: arguments.get(key, "auto" if key == "fsdp_size" else 1) for key in _SIZES}
-        known = 1
-        for size in sizes.values():
-            known *= size if size != "auto" else 1
-        replicate, fsdp, tp = (size if size != "auto" else max(world_size // known, 1) for size in sizes.values())
-        offloads = bool(arguments.get("cpu_offload"))
-        ranks = replicate * fsdp
-        waits = arguments.get("reduce_each_micro_batch") is False
-        return Cut("mesh", ranks, fsdp * tp, tp, offload_optimizer=offloads, offload_parameters=offloads, waits=waits)
-    if name == "ZeroStrategy":
-        return _zero_cut(arguments, world_size)
-    return Cut(ranks=world_size)
-
-
-_SIZES = ("dp_replicate_size", "fsdp_size", "tp_size")
-
-
-def _zero_cut(arguments: dict[str, Any], world_size: int) -> Cut:
-    given = arguments.get("config") or {}
-    if isinstance(given, str):
-        given = json.loads(Path(given).read_text(encoding="utf-8")) if Path(given).exists() else {}
-    zero = given.get("zero_optimization") or {}
-    bucket = zero.get("reduce_bucket_size", arguments.get("reduce_bucket_size", 200_000_000))
-    return Cut(
-        "zero",
-        world_size,
-        stage=zero.get("stage") or arguments.get("stage") or 2,
-        bucket=bucket if isinstance(bucket, int) else 0,  # "auto": by the model's width, small
-        offload_optimizer=_offloads(zero, "offload_optimizer") or bool(arguments.get("offload_optimizer")),
-        offload_parameters=_offloads(zero, "offload_param") or bool(arguments.get("offload_parameters")),
-    )
-
-
-def _offloads(zero: dict[str, Any], section: str) -> bool:
-    return (zero.get(section) or {}).get("device", "none") != "none"
 
 
 def as_size(size: float) -> str:
-    """Bytes, for people."""
     return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:.3g} MiB"

@@ -1,7 +1,30 @@
-"""The rules, by what they look at."""
+"""The rules, in the order in which findings of equal level and confidence are reported."""
 
-# diagnosis/engine.py asks them in this order; of equally bad and sure findings the earlier one is told first.
-ORDER = (
-    "crashes", "numbers", "loss", "level", "gradients", "data", "evaluation", "experts", "memory", "speed",
-    "communication", "checkpoints",
-)  # fmt: skip
+from . import crashes, data, experts, loss, overhead, resources
+
+ALL = (
+    crashes.out_of_memory,
+    crashes.crashed,
+    crashes.loss_not_finite,
+    loss.loss_diverges,
+    loss.early_loss_jump,
+    loss.loss_spikes,
+    loss.loss_not_decreasing,
+    loss.gradient_zero,
+    loss.gradient_explodes,
+    data.labels_masked,
+    data.labels_not_shifted,
+    data.data_constant,
+    data.train_validation_overlap,
+    data.overfits,
+    experts.experts_unused,
+    experts.experts_overloaded,
+    resources.memory_nearly_full,
+    resources.memory_grows,
+    resources.waits_for_data,
+    resources.slow_rank,
+    resources.fp32_on_gpu,
+    overhead.checkpoint_overhead_high,
+    overhead.validation_overhead_high,
+    overhead.time_limit_too_short,
+)

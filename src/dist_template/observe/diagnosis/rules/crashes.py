@@ -1,123 +1,137 @@
-"""How the newest attempt ended: out of memory, with an error, or without a word."""
+"""Rules about how the last attempt ended: out of memory, with an exception, with a non-finite loss."""
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+import numpy as np
+
 from ....cluster.hang import rank_ranges
+from ....errors import first_line
 from ....records import GIB
 from ...history.run import History
-from ..crash import sentence
-from ..engine import rule
-from ..finding import Cause, Finding
-from ..memory import as_size, training_of
-from ..remedies import held, remedies
+from .. import expected
+from ..finding import Cause, Change, Finding
+from ..memory import as_size
+from ..remedies import memory_use, remedies
 
-TOGETHER_S = 60.0  # between the crashes of two ranks of one attempt: they break each other's collectives at once
-QUIET_S = 120.0  # without a word from a run that has not ended; steps that take longer are seldom
-FULL = 0.9  # of the host's memory: the kernel kills a process when it is full, in the next step perhaps
+SAME_CRASH_S = 60.0  # one rank's crash breaks the collectives of the others at once
+LOSS_ROSE = 1.2  # times the lowest loss so far: training went wrong before the loss was non-finite
 
 
-def newest(history: History) -> list[dict[str, Any]]:
-    """The crashes of the newest attempt, by rank; none where another attempt has begun since."""
+def sentence(record: dict[str, Any]) -> str:
+    """Returns "rank 1 on node3, step 13, micro-batch 1, forward, in model.layers.2.mlp: KeyError: 'x'"."""
+    module = f", in {record['module']}" if record["module"] else ""
+    error = f"{record['error']}: {first_line(record['message'])}"
+    return f"rank {record['rank']} on {record['host']}, {record['place']}{module}: {error}"
+
+
+def _last_crashes(history: History) -> list[dict[str, Any]]:
+    """Returns the crash records of the last attempt, by rank; [] if a later attempt has started."""
     if not history.crashes:
         return []
     last = history.crashes[-1]["time"]
-    began = history.environment.get("time")
-    if began and datetime.strptime(began, "%Y-%m-%dT%H:%M:%S%z").timestamp() > last:
+    started = history.environment.get("time")
+    if started and datetime.strptime(started, "%Y-%m-%dT%H:%M:%S%z").timestamp() > last:
         return []
-    of_attempt = [crash for crash in history.crashes if crash["time"] > last - TOGETHER_S]
-    return sorted(of_attempt, key=lambda crash: crash["rank"])
+    crashes = [crash for crash in history.crashes if crash["time"] > last - SAME_CRASH_S]
+    return sorted(crashes, key=lambda crash: crash["rank"])
 
 
-@rule
 def out_of_memory(history: History) -> Iterator[Finding]:
-    """What held the memory of the rank that had the most, and what would free some of it."""
-    crashes = [crash for crash in newest(history) if crash["kind"] == "out_of_memory"]
+    """Says what used the memory of the rank that had the most in use, and what would free some."""
+    crashes = [crash for crash in _last_crashes(history) if crash["kind"] == "out_of_memory"]
     if not crashes:
         return
     worst = max(crashes, key=lambda crash: crash["memory"].get("used_gib", 0.0))
-    step, training = worst["step"] + 1, training_of(history)
-    causes: list[Cause] = []
-    if training is not None:
+    step, causes = worst["step"] + 1, []
+    used_by = "The size of the model is not known: it was not built yet."
+    if history.fact("parameters.total"):
         is_first = worst["step"] == worst["first_step"]
-        memory = held(training, worst["memory"], worst["phase"], is_first)
-        rows = history.key("data.global_batch_size", 0) // max(training.micro_batch_size * training.cut.ranks, 1)
-        causes = remedies(memory, max(rows, 1), bool(history.fact("machine.supports_bf16")))
-        told = _parts(memory.parts, memory.total, memory.is_measured)
-    else:
-        told = "The model was not in its place yet: its size is not known."
+        use = memory_use(history, worst["memory"], worst["phase"], is_first)
+        causes = remedies(use)
+        parts = [f"{name} {as_size(size)}" for name, size in use.parts.items() if size > use.total / 100]
+        used_by = f"Used by: {', '.join(parts)}."
+    asked, used, total = (GIB * (worst["memory"].get(f"{k}_gib") or 0.0) for k in ("asked", "used", "total"))
+    place = f"In {worst['place']}" + (f", in {worst['module']}" if worst["module"] else "")
+    request = f": {as_size(asked)} more were requested" if asked else ""
+    in_use = f"; {as_size(used)} of {as_size(total)} were in use" if total else ""
+    evidence, ranks = f"{place}{request}{in_use}. {used_by}", [crash["rank"] for crash in crashes]
+    explains = ("memory_nearly_full", "crashed")
     yield Finding(
-        "out_of_memory",
-        "error",
-        "certain",
-        "out of memory",
-        f"{_figures(worst)} {told}",
-        causes,
-        steps=(step, step),
-        ranks=[crash["rank"] for crash in crashes],
-        explains=("memory_nearly_full", "crashed"),
+        "out_of_memory", "error", "certain", "out of memory", evidence, causes, (step, step), ranks, explains
     )
 
 
-def _figures(crash: dict[str, Any]) -> str:
-    asked, used, total = (GIB * (crash["memory"].get(f"{key}_gib") or 0.0) for key in ("asked", "used", "total"))
-    found = f"In {crash['place']}" + (f", in {crash['module']}" if crash["module"] else "")
-    found += f": {as_size(asked)} more were asked for" if asked else ""
-    return f"{found}; {as_size(used)} of {as_size(total)} were in use." if total else f"{found}."
-
-
-def _parts(parts: dict[str, float], total: float, is_measured: bool) -> str:
-    told = ", ".join(f"{name} {as_size(size)}" for name, size in parts.items() if size > 0.01 * total)
-    return f"What held it: {told}." if is_measured else f"What a step needs, by count: {told}."
-
-
-@rule
 def crashed(history: History) -> Iterator[Finding]:
-    """The error as it was told when it happened; each distinct one once."""
-    told: dict[str, list[dict[str, Any]]] = {}
-    for crash in newest(history):
+    """Reports each distinct exception once, with the ranks that raised it."""
+    by_error: dict[str, list[dict[str, Any]]] = {}
+    for crash in _last_crashes(history):
         if crash["kind"] == "other":
-            told.setdefault(f"{crash['error']}: {crash['message']}", []).append(crash)
-    for crashes in told.values():
+            by_error.setdefault(f"{crash['error']}: {crash['message']}", []).append(crash)
+    for crashes in by_error.values():
         first, ranks = crashes[0], [crash["rank"] for crash in crashes]
-        lines = f" {first['own_lines'][-1]}." if first["own_lines"] else ""
-        where = f"The tracebacks are in {history.folder / 'crash'}."
-        yield Finding(
-            "crashed",
-            "error",
-            "certain",
-            f"training crashed: {first['error']}",
-            f"{sentence(first)}.{lines} Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}. {where}",
-            steps=(first["step"] + 1, first["step"] + 1),
-            ranks=ranks,
-        )
+        line = f" {first['own_lines'][-1]}." if first["own_lines"] else ""
+        who = f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
+        evidence = f"{sentence(first)}.{line} {who}. The tracebacks are in {history.folder / 'crash'}."
+        title, step = f"training crashed: {first['error']}", first["step"] + 1
+        yield Finding("crashed", "error", "certain", title, evidence, steps=(step, step), ranks=ranks)
 
 
-@rule
-def killed_for_memory(history: History) -> Iterator[Finding]:
-    """On a CPU, whose memory is the host's: the kernel kills by SIGKILL, and a killed process writes nothing."""
-    share, loss = history.metrics["memory/peak_share"].finite(), history.metrics["train/loss"]
-    if not len(share) or not len(loss) or share.last < FULL or newest(history):
+def loss_not_finite(history: History) -> Iterator[Finding]:
+    """Uses the incidents that the numerics guard recorded, or else the logged loss."""
+    loss = history.metrics["train/loss"]
+    lost = loss[~np.isfinite(loss.values)]
+    incidents = [each for each in history.incidents if each.get("kind") == "non_finite"]
+    steps = [each["step"] for each in incidents] or lost.steps.tolist()
+    if not steps:
         return
-    last, end = int(loss.steps[-1]), history.fact("training.max_steps")
-    is_quiet = time.time() - float(loss.times[-1]) > QUIET_S
-    if history.fact("machine.device") != "cpu" or not end or last >= end or not is_quiet:
-        return
+    ranks = sorted({rank for each in incidents for rank in each.get("suspects", [])})
+    origin = next((each["first_bad"] for each in incidents if each.get("first_bad")), None)
+    parts = [f"{len(steps)} step{'s' * (len(steps) > 1)}, the first one {steps[0]}"]
+    if incidents and math.isfinite(incidents[0]["loss"]):
+        parts.append(f"the loss was {incidents[0]['loss']:.4g} and the gradient was not finite")
+    if origin:
+        parts.append(f"the first non-finite {origin['what']} is that of {origin['module']}")
+    is_error = not incidents or len(incidents) > 3 or incidents[-1]["decision"] == "stop"
     yield Finding(
-        "killed_for_memory",
-        "warning",
-        "possible",
-        "the kernel may have killed it for its memory",
-        f"Nothing was written after step {last} of {end}, and memory/peak_share was {share.last:.0%}.",
-        [Cause("`dmesg` on the host tells; so does the launcher: a rank was killed by SIGKILL.")] + _of_count(history),
-        steps=(last, last),
+        "loss_not_finite",
+        "error" if is_error else "warning",
+        "certain",
+        "the loss or the gradient is not finite",
+        "; ".join(parts) + ".",
+        _why_not_finite(history, steps[0], origin, ranks, incidents),
+        (steps[0], steps[-1]),
+        ranks,
+        explains=("loss_diverges", "loss_spikes", "early_loss_jump"),
     )
 
 
-def _of_count(history: History) -> list[Cause]:
-    training = training_of(history)
-    return remedies(held(training), 1, False)[:1] if training else []
+def _why_not_finite(
+    history: History, step: int, origin: dict | None, ranks: list[int], incidents: list[dict]
+) -> list[Cause]:
+    precision = str(history.key("trainer.precision", "32-true"))
+    loss = history.metrics["train/loss"].finite()
+    before = loss.values[loss.steps < step]
+    rose = len(before) > 1 and before[-1] > LOSS_ROSE * before.min()
+    # In the first steps the learning rate had no effect yet: the model, the data or the precision is at fault.
+    is_unstable = step > 2 and (expected.rate_is_high(history) or rose)
+    causes = []
+    if precision.startswith("16"):
+        causes.append(Cause(f"{precision} overflows above 65,504.", [expected.bf16(history)]))
+    if is_unstable:
+        causes.append(Cause("The learning rate is too high.", expected.lower_rate(history, step - 1)))
+    if origin:
+        place = f"{origin['module']} is the first module with a non-finite {origin['what']}"
+        causes.insert(len(causes) if is_unstable else 0, Cause(f"{place}: check its code and its weights."))
+    if len(incidents) > 1 and len(ranks) == 1:
+        hardware = f"Always rank {ranks[0]}, with different samples: its hardware may be defective."
+        causes.insert(0, Cause(hardware))
+    rows = incidents[0]["ranks"][ranks[0]].get("rows") if ranks and "ranks" in incidents[0] else None
+    which = f"; rank {ranks[0]} had rows {rows}" if rows else ""
+    skip = Change("numerics.on_non_finite", history.key("numerics.on_non_finite"), "skip")
+    damaged = f"The samples of that step are damaged{which}: inspect them, or skip such steps."
+    return [*causes, Cause(damaged, [skip])]

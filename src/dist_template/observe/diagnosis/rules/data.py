@@ -1,129 +1,124 @@
-"""What the data are, as they were looked at once (facts.json) and as training sees them."""
+"""Rules about the data, as inspected before training (facts.json) and during training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+
+import numpy as np
 
 from ...history.run import History
 from .. import expected, robust
-from ..engine import rule
 from ..finding import Cause, Change, Finding
 
-FEW_COUNT = 0.05  # of the labels; instruction data with long prompts have a tenth and more
-CONSTANT = 0.02  # of a micro-batch's tokens are distinct, at most
-FEW_DISTINCT = 4  # token ids
-DUPLICATES = 0.01  # of the validation split: above it the validation loss no longer tells about unseen text
-UNSHIFTED = 0.8  # of the labels; text repeats a token at once in a tenth of its places at most
-SEEN = 4.0  # epochs, up to which repeated text is as good as new (Muennighoff et al., arXiv:2305.16264)
+FEW_LABELS = 0.05  # share of the labels; instruction data with long prompts have a tenth and more
+FEW_TOKENS = 4  # distinct token ids
+OVERLAP = 0.01  # of the validation split: above, the validation loss does not measure unseen text
+UNSHIFTED = 0.8  # of the labels; at most a tenth of the tokens of a text repeat the one before
+MIN_VALIDATIONS = 4
+OVERFIT_RISE = 0.02  # of the best validation loss
 
 
-@rule
 def labels_masked(history: History) -> Iterator[Finding]:
-    counted = history.metrics["data/counted_share"].finite()
+    counted, loss = history.metrics["data/counted_share"].finite(), history.metrics["train/loss"].finite()
     share = robust.median(counted.values) if len(counted) else history.fact("data.counted_share")
-    loss = history.metrics["train/loss"].finite()
-    if share is None and len(loss) >= 3 and robust.median(abs(loss.values)) == 0:
-        share = 0.0  # a loss that is exactly 0 is a sum over no label
-    if share is None or share >= FEW_COUNT:
+    if share is None and len(loss) >= 3 and not robust.median(abs(loss.values)):
+        share = 0.0  # a loss of exactly 0 is a sum over no labels
+    if share is None or share >= FEW_LABELS:
         return
-    nothing = share == 0
-    yield Finding(
-        "labels_masked", "error" if nothing else "warning", "certain" if nothing else "likely",
-        "no label counts" if nothing else "few labels count",
-        f"{share:.2%} of the labels are not -100" + (f"; train/loss is {loss.last:.4g}." if len(loss) else "."),
-        [
-            Cause("The mask covers the answers too: labels are set to -100 where they should not be (data.py)."),
-            Cause("The template's markers were not found in the text, so that all of it counts as the prompt."),
-            Cause("seq_len cuts the answers off.", _longer(history)),
-        ],
-        steps=robust.span(counted) if len(counted) else None,
-        explains=("gradient_is_zero", "loss_stands_still", "loss_too_good", "clips_most_steps", "loss_oscillates"),
-    )  # fmt: skip
-
-
-def _longer(history: History) -> list[Change]:
     length = history.key("data.seq_len")
-    return [Change("data.seq_len", length, 2 * length)] if length else []
-
-
-@rule
-def data_is_constant(history: History) -> Iterator[Finding]:
-    shares = history.metrics["data/distinct_token_share"].finite()
-    distinct = history.fact("data.distinct_tokens")
-    share = robust.median(shares.values) if len(shares) else None
-    size = (history.key("data.micro_batch_size") or 0) * (history.key("data.seq_len") or 0)
-    seen = share * size if share is not None and size else None
-    few = (distinct is not None and distinct <= FEW_DISTINCT) or (seen is not None and seen <= FEW_DISTINCT)
-    if not few or (seen is not None and seen > FEW_DISTINCT and (distinct or 0) > FEW_DISTINCT):
-        return
-    told = f"{distinct} different tokens in the rows that were looked at" if distinct is not None else ""
-    told = told or f"{seen:.0f} different tokens in a micro-batch of {size}"
+    causes = [
+        Cause("The mask covers the answers too: data.py sets labels to -100 where it should not."),
+        Cause("The markers of the chat template were not found, so the whole text is masked as the prompt."),
+        Cause("seq_len truncates the answers.", [Change("data.seq_len", length, 2 * length)] if length else []),
+    ]
+    evidence = f"{share:.2%} of the labels are not -100" + (f"; train/loss is {loss.last:.4g}." if len(loss) else ".")
+    level, confidence = ("warning", "likely") if share else ("error", "certain")
     yield Finding(
-        "data_is_constant", "error", "certain", "the data say the same again and again",
-        f"There are {told}.",
-        [
-            Cause("The source yields one text, or the tokenizer turns everything into one token (<unk>)."),
-            Cause("Rows are filled with padding."),
-        ],
-        explains=("duplicates_across_splits", "loss_too_good", "loss_stands_still", "seen_too_often"),
-    )  # fmt: skip
+        "labels_masked",
+        level,
+        confidence,
+        "few labels count" if share else "no label counts",
+        evidence,
+        causes,
+        robust.span(counted) if len(counted) else None,
+        explains=("gradient_zero", "loss_not_decreasing"),
+    )
 
 
-@rule
-def duplicates_across_splits(history: History) -> Iterator[Finding]:
-    share = history.fact("data.duplicate_share")
-    if not share or share <= DUPLICATES:
-        return
-    yield Finding(
-        "duplicates_across_splits", "error" if share > 0.5 else "warning", "certain",
-        "the validation split has text of the train split",
-        f"{share:.1%} of the validation split's rows that were looked at stand in the train split as well.",
-        [
-            Cause(
-                "Documents were split after they had been cut or copied: equal documents go to one split, overlapping "
-                "ones do not. Remove near-duplicates before `prepare`."
-            )
-        ],
-        explains=("loss_too_good",),
-    )  # fmt: skip
-
-
-@rule
 def labels_not_shifted(history: History) -> Iterator[Finding]:
-    """The model is asked for the token that it is given."""
+    """The labels contain the token that the model is given."""
     share = history.fact("data.unshifted_share")
     if not share or share < UNSHIFTED:
         return
-    yield Finding(
-        "labels_not_shifted", "error", "certain", "labels repeat the inputs",
-        f"{share:.0%} of the labels are the input token at the same place: nothing is predicted, and the loss tells "
-        "nothing.",
-        [Cause("Labels must be the inputs moved by one: labels[:, t] = tokens[:, t + 1] (text/rows.py).")],
-        explains=("loss_too_good",),
-    )  # fmt: skip
+    evidence = f"{share:.0%} of the labels equal the input token at the same position: nothing is predicted."
+    causes = [Cause("Labels must be the inputs shifted by one: labels[:, t] = tokens[:, t + 1] (text/rows.py).")]
+    yield Finding("labels_not_shifted", "error", "certain", "labels repeat the inputs", evidence, causes)
 
 
-@rule
-def chat_template_missing(history: History) -> Iterator[Finding]:
-    """The tokenizer knows how a conversation is written, and the text is not written so."""
-    if history.fact("data.chat_share") != 0:
+def data_constant(history: History) -> Iterator[Finding]:
+    shares, distinct = history.metrics["data/distinct_token_share"].finite(), history.fact("data.distinct_tokens")
+    size = (history.key("data.micro_batch_size") or 0) * (history.key("data.seq_len") or 0)
+    in_batch = robust.median(shares.values) * size if len(shares) else math.inf
+    if distinct is not None and distinct <= FEW_TOKENS:
+        evidence = f"The inspected rows have {distinct} distinct tokens."
+    elif in_batch <= FEW_TOKENS:
+        evidence = f"A micro-batch of {size} tokens has {in_batch:.0f} distinct tokens."
+    else:
         return
+    causes = [
+        Cause("The source yields one text, or the tokenizer maps everything to one token (<unk>)."),
+        Cause("Rows are filled with padding."),
+    ]
+    explains = ("train_validation_overlap", "loss_not_decreasing")
     yield Finding(
-        "chat_template_missing", "info" if expected.is_from_scratch(history) else "warning", "possible",
-        "the chat template is not applied",
-        "The tokenizer has a chat template, and 0 % of the rows that were looked at have any of its markers.",
-        [Cause("Messages went in as plain text: write each document with tokenizer.apply_chat_template.")],
-    )  # fmt: skip
+        "data_constant", "error", "certain", "the data are constant", evidence, causes, explains=explains
+    )
 
 
-@rule
-def seen_too_often(history: History) -> Iterator[Finding]:
+def train_validation_overlap(history: History) -> Iterator[Finding]:
+    share = history.fact("data.duplicate_share")
+    if not share or share <= OVERLAP:
+        return
+    evidence = f"{share:.1%} of the inspected validation text is also in the train split."
+    cause = Cause(
+        "Near-duplicate documents: only equal documents are assigned to the same split. Remove near-duplicates"
+        " before `prepare`."
+    )
+    level, title = "error" if share > 0.5 else "warning", "validation text is in the train split"
+    yield Finding("train_validation_overlap", level, "certain", title, evidence, [cause])
+
+
+def overfits(history: History) -> Iterator[Finding]:
+    """The validation loss rises while the training loss falls."""
+    validation, loss = history.metrics["eval/loss"].finite(), history.metrics["train/loss"].finite()
+    validation = robust.later(validation, 0)  # no checkpoint is kept of the one before training
+    if min(len(validation), len(loss)) < MIN_VALIDATIONS or history.key("data.repeat_first_batch"):
+        return  # repeat_first_batch overfits on purpose
+    best = int(np.argmin(validation.values))
+    since, lowest, step = validation[best:], float(validation.values[best]), int(validation.steps[best])
+    rise = validation.last / lowest - 1
+    noise = robust.noise(validation.values[: best + 1]) / lowest if best > 2 else 0.0
+    if len(since) < 3 or rise < max(OVERFIT_RISE, 3 * noise) or robust.rising_share(since) < 0.7:
+        return
+    before = loss[loss.steps <= step]
+    if not len(before) or robust.tail(loss) >= robust.tail(before):
+        return  # both rise: training diverges
     tokens, size = history.metrics["train/tokens"].finite(), history.fact("data.train_tokens")
-    times = expected.epochs(history)
-    if times is None or times <= SEEN or history.key("data.repeat_first_batch"):
-        return
-    yield Finding(
-        "seen_too_often", "info", "certain", "the data have been seen many times",
-        f"{tokens.last:,.0f} tokens were trained on, of a split of {size:,}: {times:.1f} times.",
-        [Cause("There is too little text for so many steps: beyond 4 times it gives less and less than new text.")],
-    )  # fmt: skip
+    epochs = tokens.last / size if len(tokens) and size else 0.0
+    steps, decay = expected.max_steps(history), history.key("model.optim.weight_decay")
+    stop = [
+        Change("trainer.max_steps", int(steps) if math.isfinite(steps) else None, step),
+        Change("config", None, "configs/preset/early_stopping.yaml"),
+    ]
+    more_decay = [] if decay is None else [Change("model.optim.weight_decay", decay, min(max(0.1, 3 * decay), 0.3))]
+    causes = [Cause(f"The validation loss is lowest at step {step}: stop there (best-step{step} is kept).", stop)]
+    if epochs > 2:
+        causes.append(Cause(f"Each token was seen {epochs:.1f} times: use more data, or a smaller model."))
+    causes.append(Cause("The regularization is too weak.", more_decay))
+    evidence = (
+        f"eval/loss was {lowest:.4g} at step {step} and is {validation.last:.4g} at step {validation.steps[-1]},"
+        f" while train/loss fell from {robust.tail(before):.4g} to {robust.tail(loss):.4g}."
+    )
+    confidence, span = "certain" if rise > 5 * OVERFIT_RISE else "likely", (step, int(validation.steps[-1]))
+    yield Finding("overfits", "warning", confidence, "the model overfits", evidence, causes, span)

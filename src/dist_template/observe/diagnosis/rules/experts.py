@@ -1,4 +1,4 @@
-"""How a mixture of experts distributes its tokens."""
+"""Rules about how a mixture of experts distributes its tokens."""
 
 from __future__ import annotations
 
@@ -7,79 +7,68 @@ from collections.abc import Iterator
 
 from ...history.run import History
 from .. import expected, robust
-from ..engine import rule
 from ..finding import Cause, Change, Finding
 
 MIN_POINTS = 3  # log steps after the start
-DEAD = 0.1  # of all experts: a few without a token in one window happen
+UNUSED = 0.1  # of all experts: a few without a token in one log step are normal
 COLLAPSED = 0.5  # of all experts
-FEWEST_STEPS_TO_CROSS = 100  # a bias that crosses a router's whole range of scores in fewer overshoots
-USUAL_SPEED = 0.001  # DeepSeek-V3's (arXiv:2412.19437, section 4.2)
-USUAL_COEF = 0.01  # Switch Transformer's (arXiv:2101.03961, section 2.2)
+MIN_STEPS = 100  # in which a bias may cross the router's range of scores; faster, it overshoots
+USUAL_SPEED = 0.001  # DeepSeek-V3 (arXiv:2412.19437, section 4.2)
+USUAL_COEF = 0.01  # Switch Transformer (arXiv:2101.03961, section 2.2)
 
 
-def _num_experts(history: History) -> int:
-    """Routed experts of all layers; 0 where it is not known."""
-    return (history.fact("model.experts") or 0) * (history.fact("model.layers") or 0)
-
-
-def _ceiling(history: History) -> float | None:
-    """The largest possible load over the mean: each of a token's choices falls on the same few experts."""
-    experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
-    return experts / chosen if experts and chosen else None
-
-
-def _balance(history: History) -> list[Cause]:
-    """What balances this model's routers, and how to make it stronger."""
+def _balancing(history: History) -> list[Cause]:
+    """Returns the causes of an unbalanced load, with a stronger setting of what balances this model."""
+    steps = expected.max_steps(history)
     if history.fact("balance.has_bias"):
-        now = history.key("model.balance.bias_update_speed") or 0.0
-        # Scores are between 0 and 1: in the run's steps a bias must be able to move that far.
-        speed = min(max(USUAL_SPEED, 1 / expected.max_steps(history)), 1 / FEWEST_STEPS_TO_CROSS)
-        key, to = "model.balance.bias_update_speed", speed if now < speed else 2 * now
-        how = "Nothing moves the routers' biases" if not now else "The routers' biases move too slowly"
+        key, now = "model.balance.bias_update_speed", history.key("model.balance.bias_update_speed") or 0.0
+        # Scores are between 0 and 1: a bias must be able to move by 1 during the run.
+        least = min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS)
+        problem = "The biases of the routers move too slowly" if now else "The routers have no bias updates"
     else:
-        now = history.fact("balance.aux_loss_coef") or 0.0
-        # A short run needs a stronger term: in 1000 steps the usual weight evens out the loads of a small model.
-        coef = min(max(USUAL_COEF, 10 / expected.max_steps(history)), 10 * USUAL_COEF)
-        key, to = "model.balance.aux_loss_coef", coef if now < coef else 2 * now
-        how = "No loss term balances the load" if not now else "The load-balancing loss weighs too little"
+        key, now = "model.balance.aux_loss_coef", history.fact("balance.aux_loss_coef") or 0.0
+        # 1,000 steps with the usual coefficient balance a small model; a shorter run needs a larger one.
+        least = min(max(USUAL_COEF, 10 / steps), 10 * USUAL_COEF)
+        problem = "The load-balancing loss is too weak" if now else "There is no load-balancing loss"
+    change = Change(key, now, robust.rounded(least if now < least else 2 * now))
     return [
-        Cause(f"The router has collapsed. {how}.", [Change(key, now, robust.rounded(to))]),
+        Cause(f"The router has collapsed. {problem}.", [change]),
         Cause("The learning rate is too high for the router.", expected.lower_rate(history)),
     ]
 
 
-@rule
 def experts_unused(history: History) -> Iterator[Finding]:
     unused = robust.later(history.metrics["moe/unused_experts"].finite(), expected.settled_after(history))
-    total = _num_experts(history)
+    total = (history.fact("model.experts") or 0) * (history.fact("model.layers") or 0)
     if len(unused) < MIN_POINTS or not total:
         return
-    share = robust.tail(unused) / total
-    if share <= DEAD:
+    last = robust.tail(unused)
+    if last <= UNUSED * total:
         return
+    level = "error" if last >= COLLAPSED * total else "warning"
+    confidence = "certain" if robust.median(unused.values) > UNUSED * total else "likely"
+    evidence = (
+        f"{last:.0f} of at most {total} experts got no token at the last log steps, up to step {unused.steps[-1]}."
+    )
+    causes, steps = _balancing(history), robust.span(unused)
+    explains = ("experts_overloaded",)
     yield Finding(
-        "experts_unused", "error" if share >= COLLAPSED else "warning",
-        "certain" if robust.median(unused.values) > DEAD * total else "likely",
-        "experts get no tokens",
-        f"{robust.tail(unused):.0f} of at most {total} experts had none at the last log steps, up to step "
-        f"{unused.steps[-1]}.",
-        _balance(history),
-        steps=robust.span(unused), explains=("experts_overloaded",),
-    )  # fmt: skip
+        "experts_unused", level, confidence, "experts get no tokens", evidence, causes, steps, explains=explains
+    )
 
 
-@rule
 def experts_overloaded(history: History) -> Iterator[Finding]:
-    """Above the geometric mean of an even load, 1, and the ceiling."""
+    """The largest load is above the geometric mean of an even load (1) and the highest possible one."""
     load = robust.later(history.metrics["moe/expert_load_max_over_mean"].finite(), expected.settled_after(history))
-    ceiling = _ceiling(history)
-    if len(load) < MIN_POINTS or not ceiling or robust.tail(load) < math.sqrt(ceiling):
+    experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
+    if len(load) < MIN_POINTS or not experts or not chosen:
         return
-    yield Finding(
-        "experts_overloaded", "warning", "likely", "one expert gets most of the tokens",
-        f"The busiest expert has {robust.tail(load):.1f} times the mean, at the last log steps up to {load.steps[-1]};"
-        f" {ceiling:.3g}, experts over experts per token, is the most there can be.",
-        _balance(history),
-        steps=robust.span(load),
-    )  # fmt: skip
+    highest, last = experts / chosen, robust.tail(load)  # all tokens choose the same experts
+    if last < math.sqrt(highest):
+        return
+    evidence = (
+        f"The busiest expert gets {last:.1f} times the mean load at the last log steps, up to step {load.steps[-1]};"
+        f" the highest possible value is {highest:.3g} (experts / experts per token)."
+    )
+    title, causes = "one expert gets most of the tokens", _balancing(history)
+    yield Finding("experts_overloaded", "warning", "likely", title, evidence, causes, robust.span(load))

@@ -1,4 +1,4 @@
-"""How the training loss moves: it rises, jumps, has spikes, oscillates."""
+"""Rules about the training loss and the gradient norm."""
 
 from __future__ import annotations
 
@@ -10,114 +10,188 @@ import numpy as np
 from ...history.metrics import Series
 from ...history.run import History
 from .. import expected, robust
-from ..causes import of_small_batch, too_hot
-from ..engine import rule
-from ..finding import Finding
+from ..finding import Cause, Change, Finding
 
 MIN_POINTS = 6  # log steps; fewer show no trend
-SIGMAS = 4.0  # of the noise between log steps; less is noise
-RISE = 0.05  # of the loss, beyond which a rise is one
-JUMP, EARLY_STEPS = 0.25, 20  # of the lowest loss so far; and steps after the start that are its first ones
-STAYS = 0.1  # of the lowest, at the next log step: weights that were thrown need more than one to come back
-LOST = 2.0  # times where it began: no noise between batches does that
-SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise (numerics.spike_sigmas), and of the loss
-SPIKE_WINDOW = 9  # log steps of the running median
-LEAST = 0.5  # nats: near zero all noise is large beside it
-ALONE = 0.7  # of the entries above it have none beside them
-OSCILLATES = 0.06  # noise between log steps, of the loss; batches of a thousand tokens and more have 0.01 to 0.03
+NOISE_SIGMAS = 4.0  # a smaller rise is noise between log steps
+RISE = 0.05  # of the lowest loss; a smaller rise is not reported
+LOST = 2.0  # times the first loss; noise between batches does not reach it
+MIN_LOSS = 0.5  # nats: below, relative noise is large
+JUMP, JUMP_STAYS = 0.25, 0.1  # of the lowest loss so far: a jump, and what is left of it a log step later
+EARLY_STEPS = 20  # after the settled step: still the start of training
+SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and of the loss
+WIDTH = 9  # log steps of a running median
+ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
+NO_DECREASE = 0.03  # of the first loss: any sensible learning rate lowers an untrained model's by more
+UNTRAINED = 0.8  # of ln(vocabulary): a higher loss is that of an untrained model
+MIN_NORMS = 10  # log steps with a gradient norm
+NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median, or absolute: transformers have 0.1 to 10
 
 
 def _loss(history: History) -> Series:
     return history.metrics["train/loss"].finite()
 
 
-@rule
-def loss_rises(history: History) -> Iterator[Finding]:
-    """The loss had been lower, and stays up; or was thrown far above where it began."""
+def loss_diverges(history: History) -> Iterator[Finding]:
+    """The loss rose and stayed high, or is far above its first value."""
     loss = _loss(history)
     if len(loss) < MIN_POINTS:
         return
-    few = robust.binned(loss)
-    best = int(np.argmin(few.values[:-1]))
-    begins, end = float(loss.values[0]), robust.tail(loss)
-    limit = max(SIGMAS * robust.noise(loss.values), RISE * abs(few.values[best]))
-    rise = end - float(few.values[best])
-    if (rise <= limit or best >= len(few) - 3) and end <= LOST * max(begins, LEAST):
+    curve = robust.binned(loss)
+    best = int(np.argmin(curve.values[:-1]))
+    lowest, step = float(curve.values[best]), int(curve.steps[best])
+    first, end = float(loss.values[0]), robust.tail(loss)
+    rise = end - lowest
+    is_high = rise > max(NOISE_SIGMAS * robust.noise(loss.values), RISE * abs(lowest))
+    if not (is_high and best < len(curve) - 3) and end <= LOST * max(first, MIN_LOSS):
         return
-    is_lost = end > begins or rise > 0.5 * max(begins - float(few.values[best]), 0.0)
-    at_best = int(few.steps[best])
+    is_lost = end > first or rise > 0.5 * max(first - lowest, 0.0)
+    level, confidence = "error" if is_lost else "warning", "certain" if end > first else "likely"
+    evidence = (
+        f"train/loss was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
+        f" (first value: {first:.4g})."
+    )
+    causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
+    explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
     yield Finding(
-        "loss_rises", "error" if is_lost else "warning", "certain" if end > begins else "likely", "the loss diverges",
-        f"train/loss was {few.values[best]:.4g} around step {at_best} and is {end:.4g} at step {loss.steps[-1]} "
-        f"(it began at {begins:.4g}).",
-        too_hot(history, at_best),
-        steps=(at_best, int(loss.steps[-1])),
-        explains=("loss_oscillates", "loss_spikes", "loss_jumped_at_the_start", "loss_stands_still", "experts_unused"),
-    )  # fmt: skip
+        "loss_diverges", level, confidence, "the loss diverges", evidence, causes, steps, explains=explains
+    )
 
 
-@rule
-def loss_jumped_at_the_start(history: History) -> Iterator[Finding]:
-    """In its first steps the loss went far up, though it came back."""
+def early_loss_jump(history: History) -> Iterator[Finding]:
+    """The loss jumped in the first steps, even if it came down again."""
     loss = _loss(history)
     if len(loss) < MIN_POINTS:
         return
-    early = loss[loss.steps <= max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])]
-    values = early.values
-    lowest = np.minimum.accumulate(values)  # so far
-    stays = np.minimum(values[:-1], values[1:]) - lowest[:-1]  # at the next log step too: what does not is a spike
+    end = max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])
+    early = loss[loss.steps <= end]
+    values, lowest = early.values, np.minimum.accumulate(early.values)
+    # What is left at the next log step: a spike, which disappears at once, does not count.
+    stays = np.minimum(values[:-1], values[1:]) - lowest[:-1]
     top = int(np.argmax(stays))
-    jump = float(values[top] - lowest[top])
-    if jump <= max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top]) or stays[top] < STAYS * lowest[top]:
+    limit = max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
+    if values[top] - lowest[top] <= limit or stays[top] < JUMP_STAYS * lowest[top]:
         return
+    stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
+    title = "the loss jumped in the first steps"
+    evidence = (
+        f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]},"
+        f" and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
+    )
+    causes = expected.instability_causes(history, stable_until)[:2]
+    steps = (int(loss.steps[0]), int(early.steps[top]))
     yield Finding(
-        "loss_jumped_at_the_start", "warning", "likely", "the loss jumped in the first steps",
-        f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}, and is "
-        f"{robust.tail(loss):.4g} at step {loss.steps[-1]}.",
-        too_hot(history, float(early.steps[int(np.argmin(values[: top + 1]))]))[:2],
-        steps=(int(loss.steps[0]), int(early.steps[top])), explains=("loss_spikes",),
-    )  # fmt: skip
+        "early_loss_jump", "warning", "likely", title, evidence, causes, steps, explains=("loss_spikes",)
+    )
 
 
-@rule
 def loss_spikes(history: History) -> Iterator[Finding]:
-    """Single log steps far above their neighbours, which the curve comes back from."""
+    """Single log steps are far above their neighbours."""
     loss = robust.later(_loss(history), expected.settled_after(history))
-    if len(loss) < 2 * SPIKE_WINDOW:
+    if len(loss) < 2 * WIDTH:
         return
-    usual = robust.running_median(loss.values, SPIKE_WINDOW)
+    usual = robust.running_median(loss.values, WIDTH)
     above = loss.values - usual
     found = above > np.maximum(SPIKE_SIGMAS * robust.noise(above), SPIKE_SHARE * usual)
+    num_spikes = int(np.sum(found & ~np.roll(found, 1)))  # neighbouring entries are one spike
+    if num_spikes < 2:
+        return
     spikes = loss[found]
-    begins = np.flatnonzero(found & ~np.roll(found, 1))  # entries that follow each other are one spike
-    if len(begins) < 2:
-        return
     worst = int(np.argmax(spikes.values))
-    # Where the next log step is as good as before, the weights were not thrown: the samples were others.
-    alone = len(begins) > ALONE * found.sum() and not expected.rate_is_high(history)
-    causes = [*of_small_batch(history), *too_hot(history, math.inf)]
-    yield Finding(
-        "loss_spikes", "warning", "likely", "the loss has spikes",
-        f"{len(begins)} spikes; the worst is {spikes.values[worst]:.4g} at step {spikes.steps[worst]}, where "
-        f"{usual[np.flatnonzero(found)[worst]]:.4g} was usual.",
-        [causes[-1], *causes[:-1]] if alone else causes,
-        steps=robust.span(spikes),
-    )  # fmt: skip
+    causes = expected.instability_causes(history)
+    # The loss recovers at the next log step: the weights were not damaged, so the samples were.
+    if num_spikes > ISOLATED * found.sum() and not expected.rate_is_high(history):
+        causes = [causes[-1], *causes[:-1]]
+    evidence = (
+        f"{num_spikes} spikes; the highest is {spikes.values[worst]:.4g} at step"
+        f" {spikes.steps[worst]}, where {usual[found][worst]:.4g} was usual."
+    )
+    steps = robust.span(spikes)
+    yield Finding("loss_spikes", "warning", "likely", "the loss has spikes", evidence, causes, steps)
 
 
-@rule
-def loss_oscillates(history: History) -> Iterator[Finding]:
-    loss = robust.later(_loss(history), expected.settled_after(history))
-    if len(loss) < 3 * MIN_POINTS:
+def loss_not_decreasing(history: History) -> Iterator[Finding]:
+    """The loss of an untrained model does not decrease."""
+    loss, vocab_size = _loss(history), history.fact("model.vocab_size")
+    settled = robust.later(loss, expected.settled_after(history))
+    if len(loss) < MIN_POINTS or len(settled) < 3:
         return
-    half = loss[len(loss) // 2 :]
-    shake, level = robust.noise(half.values), robust.median(half.values)
-    if shake < OSCILLATES * level or level < LEAST:
+    first, last = float(loss.values[0]), robust.tail(loss)
+    uniform = math.log(vocab_size) if vocab_size else None
+    is_untrained = first > UNTRAINED * uniform if uniform else not history.key("model.pretrained")
+    if not is_untrained or abs(first - last) > NO_DECREASE * first:
         return
+    evidence = (
+        f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step"
+        f" {loss.steps[-1]}" + (f"; ln(vocabulary) is {uniform:.4g}." if uniform else ".")
+    )
+    confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
+    causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
+    title = "the loss does not decrease"
+    yield Finding("loss_not_decreasing", "error", confidence, title, evidence, causes, steps)
+
+
+def _why_not_decreasing(history: History) -> Iterator[Cause]:
+    """Yields what is known from the facts first, then what the metrics suggest."""
+    total = history.fact("parameters.total", 0)
+    trainable = history.fact("parameters.trainable", 0)
+    now, usual = expected.peak_rate(history), expected.usual_rate(history)
+    if total and trainable < total / 2:
+        yield Cause(
+            f"{1 - trainable / total:.1%} of the parameters are frozen ({trainable:,} of {total:,} are"
+            " trained): look for requires_grad_(False) in module.py."
+        )
+    if expected.rate_is_low(history):
+        yield Cause(
+            f"The learning rate is too low: all steps together can move a weight by at most"
+            f" {expected.largest_move(history):.1g}; initial weights are around {expected.WEIGHT}.",
+            expected.higher_rate(history),
+        )
+    elif expected.rate_is_high(history):
+        yield Cause(
+            f"The learning rate is too high: {now:.2g}, where {usual:.1g} is usual; the first steps"
+            " destroyed the initial weights.",
+            expected.lower_rate(history),
+        )
+    yield Cause("The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels).")
+
+
+def gradient_zero(history: History) -> Iterator[Finding]:
+    norm = history.metrics["train/grad_norm"].finite()
+    if len(norm) < 3 or robust.tail(norm) > 0:
+        return
+    last = f"the last {robust.window(norm)} log steps, up to step {norm.steps[-1]}"
+    evidence, steps = f"train/grad_norm is 0 at {last}.", robust.span(norm)
+    cause = Cause("The loss does not depend on the parameters: look for .detach() and no_grad in module.py.")
+    explains = ("loss_not_decreasing",)
     yield Finding(
-        "loss_oscillates", "warning", "likely", "the loss oscillates",
-        f"From one log step to the next train/loss moves by {shake:.2g} around {level:.3g} (steps {half.steps[0]} to "
-        f"{half.steps[-1]}).",
-        [*of_small_batch(history), *too_hot(history, math.inf)],
-        steps=robust.span(half),
-    )  # fmt: skip
+        "gradient_zero", "error", "certain", "the gradient is zero", evidence, [cause], steps, explains=explains
+    )
+
+
+def gradient_explodes(history: History) -> Iterator[Finding]:
+    """Single gradient norms are far above the usual ones."""
+    norm = robust.later(history.metrics["train/grad_norm"].finite(), expected.settled_after(history))
+    if len(norm) < MIN_NORMS:
+        return
+    limit = np.minimum(NORM_SPIKE * robust.running_median(norm.values, WIDTH), NORM_LIMIT)
+    high = norm[norm.values > limit]
+    if not len(high):
+        return
+    top, usual = int(np.argmax(high.values)), robust.median(norm.values)
+    causes = []
+    if expected.rate_is_high(history):
+        causes.append(Cause("The learning rate is too high.", expected.lower_rate(history)))
+    if not (now := history.key("trainer.gradient_clip_val")):
+        clip = Change("trainer.gradient_clip_val", now, min(robust.rounded(2 * usual), 1.0))
+        causes.append(Cause("Gradients are not clipped.", [clip]))
+    causes += [
+        Cause("The weights are too large: check the initialization, scales and missing norms."),
+        Cause("Single samples are damaged: inspect the samples of that step."),
+    ]
+    evidence = (
+        f"train/grad_norm was {high.values[top]:.3g} at step {high.steps[top]}, where {usual:.3g} is"
+        f" usual; {len(high)} log step{'s' * (len(high) > 1)} in total."
+    )
+    steps = robust.span(high)
+    yield Finding("gradient_explodes", "warning", "likely", "gradients explode", evidence, causes, steps)
