@@ -61,9 +61,14 @@ command.run(["fit"], OURS)
             "rank 1 is stalled: b, f:1; ranks 0, 2 wait for it in a",
         ),
         ({0: (7, "a", False), 1: (7, "a", True)}, "rank 0 is stalled: a, f:1; rank 1 waits for it in a"),
+        (
+            {0: (7, "a", True), 2: (7, "a", True)},
+            "rank 1 is unresponsive: its process is stopped or its node is lost; ranks 0, 2 wait for it in a",
+        ),
         ({0: (7, "a", True), 1: (7, "b", True)}, "no rank is behind the others; rank 0: a, f:1; rank 1: b, f:1"),
     ],
 )
 def test_the_stalled_rank_is_named(words: dict[int, tuple[int, str, bool]], sentence: str) -> None:
-    printed = {r: {"beats": b, "place": place, "waits": waits, "line": "f:1"} for r, (b, place, waits) in words.items()}
-    assert find_stalled(printed, [])["sentence"] == sentence
+    """Rank: (progress, place, whether it waits for others); a rank in between that is missing does not answer."""
+    statuses = {r: {"beats": b, "place": p, "waits": waits, "line": "f:1"} for r, (b, p, waits) in words.items()}
+    assert find_stalled(statuses, [r for r in range(max(words)) if r not in words])["sentence"] == sentence
