@@ -32,7 +32,7 @@ BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
     "ground": (610, 400, "errors, the user's project, tensors of any layout, small files, tables"),
     "compat": (1_500, 1_000, "private names of other libraries, Lightning's loop"),
-    "cluster": (1_650, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
+    "cluster": (1_620, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_600, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_300, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_500, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
