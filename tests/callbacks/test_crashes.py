@@ -118,7 +118,7 @@ def test_a_gpus_memory_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     figures |= {"max_memory_allocated": 70 * gib, "memory_allocated": 40 * gib}
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    memory = noting._memory(torch.device("cuda", 0), noting._Host(), CUDA)
+    memory = noting._memory(torch.device("cuda", 0), None, CUDA)
     assert (memory["total_gib"], memory["asked_gib"], memory["outside_gib"]) == (80.0, 2.0, 3.0)
     assert memory["used_gib"] == 80.0, "77 reserved and 3 outside"
     assert memory["pieces_gib"] == 7.0, "reserved, and held by no tensor"

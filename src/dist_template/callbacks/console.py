@@ -92,7 +92,11 @@ class Console(Callback):
         if "health/errors" in metrics:  # diagnosis is on
             parts.append((textwrap.shorten(self.worst or "ok", HEALTH, placeholder="…"), 3))
         bar = self._bar(step / total) if total != float("inf") else ""
-        self._print(self._fitted(bar, parts), final=final)
+        line = self._fitted(bar, parts)
+        if self._terminal:
+            print(f"\r\x1b[K{line}", end="\n" if final else "", flush=True)
+        else:
+            print(line, flush=True)
 
     def _fitted(self, bar: str, parts: list[tuple[str, int]]) -> str:
         """Returns `bar` and as many of the parts as fit the terminal, in their order."""
@@ -125,12 +129,6 @@ class Console(Callback):
         """Prints complete lines without breaking the progress line."""
         clear = "\r\x1b[K" if self._terminal else ""
         print(clear + text, file=file, flush=True)
-
-    def _print(self, line: str, *, final: bool) -> None:
-        if self._terminal:
-            print(f"\r\x1b[K{line}", end="\n" if final else "", flush=True)
-        else:
-            print(line, flush=True)
 
     def _bar(self, share: float) -> str:
         if not (self._terminal and self.bar_width):

@@ -13,7 +13,7 @@ import resource
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import psutil
@@ -43,10 +43,10 @@ class Crash(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CRASHES
         self._first_step: int | None = None
-        self._before: _Host | None = None
+        self._before: Any = None  # psutil's memory_info of Python and its libraries, before the model
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        self._before = self._before or _Host.now()  # Python and its libraries, before the model
+        self._before = self._before or psutil.Process().memory_info()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -76,7 +76,7 @@ class Crash(Callback):
             "error": type(error).__name__,
             "message": str(error),
             "kind": kind,
-            "memory": _memory(trainer.strategy.root_device, self._before or _Host(), str(error)),
+            "memory": _memory(trainer.strategy.root_device, self._before, str(error)),
             "phase": phase,
             "place": WATCHDOG.position(phase),
             "module": _innermost_module(frames, module),
@@ -100,19 +100,7 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
 # ---- memory, in GiB --------------------------------------------------------------------------------------------------
 
 
-class _Host(NamedTuple):
-    """Bytes of this process: resident memory, and address space."""
-
-    resident: int = 0
-    addresses: int = 0
-
-    @classmethod
-    def now(cls) -> _Host:
-        memory = psutil.Process().memory_info()
-        return cls(memory.rss, memory.vms)
-
-
-def _memory(device: torch.device, before: _Host, message: str) -> dict[str, float | str]:
+def _memory(device: torch.device, before: Any, message: str) -> dict[str, float | str]:
     """Returns the input of diagnosis/remedies.py: total, used, asked, outside of torch, and fragmented memory."""
     found = ASKED.search(message)
     asked = float(found[1]) * UNITS[found[2]] if found else 0.0
@@ -128,11 +116,10 @@ def _of_gpu(device: torch.device) -> dict[str, float]:
     return figures | {"reserved": reserved, "peak": allocated, "allocated": torch.cuda.memory_allocated(device)}
 
 
-def _of_host(before: _Host) -> dict[str, float]:
+def _of_host(before: Any) -> dict[str, float]:
     """Returns this process's address space where that is limited (ulimit -v), else its resident memory."""
-    now, limit = _Host.now(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    now, limit, kind = psutil.Process().memory_info(), resource.getrlimit(resource.RLIMIT_AS)[0], "vms"
     if limit == resource.RLIM_INFINITY:
-        limit, used, outside = memory_limit(), now.resident, before.resident
-    else:
-        used, outside = now.addresses, before.addresses
-    return {"total": limit, "used": used, "outside": min(outside, used), "rss": now.resident}
+        limit, kind = memory_limit(), "rss"
+    used = getattr(now, kind)
+    return {"total": limit, "used": used, "outside": min(getattr(before, kind, 0), used), "rss": now.rss}

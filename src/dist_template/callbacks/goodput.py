@@ -93,7 +93,9 @@ class Goodput(Checkpoint):
         self._kind, self._since = kind, now
 
     def _write(self, trainer: Any) -> None:
-        if not trainer.is_global_zero or trainer.state.fn not in ("fit", "validate") or not self._is_training(trainer):
+        verb = trainer.state.fn  # "validate" also after training, which then waits for data
+        is_training = verb == "fit" or (verb == "validate" and self._between == "data_wait")
+        if not trainer.is_global_zero or not is_training:
             return
         self._turn_to(self._kind)
         self._written = self._since
@@ -103,7 +105,3 @@ class Goodput(Checkpoint):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-    def _is_training(self, trainer: Any) -> bool:
-        """Returns True also in the validation after training; the verb `validate` writes no file."""
-        return trainer.state.fn == "fit" or self._between == "data_wait"

@@ -19,7 +19,6 @@ from lightning.pytorch import Callback
 from .. import weights
 from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
-from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..observe.history.run import CONFIG, DEFAULTS, FACTS, without_folder
 from ..observe.loggers.tensorboard import TensorBoard
@@ -71,13 +70,13 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     hosts = weights.from_all_ranks(platform.node())
     if not trainer.is_global_zero:
         return
-    model = getattr(module, "model", module)
+    model, balancer = getattr(module, "model", module), getattr(module, "balancer", None)
     data, size = trainer.datamodule, Size.of(model)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
     facts = {
         "parameters": {name: getattr(size, name) for name in ("total", "trainable", "active", "embedding")},
         "model": _model(model, size),
-        "balance": _balance(getattr(module, "balancer", None)),
+        "balance": {name: getattr(balancer, name) for name in ("has_bias", "aux_loss_coef")} if balancer else {},
         "data": _data(data),
         "machine": _machine(trainer, hosts),
         "training": _training(trainer, module) | {"flops_per_token": flops},
@@ -99,10 +98,6 @@ def _model(model: Any, size: Size) -> dict[str, Any]:
         "vocab_size": getattr(config, "vocab_size", None),
         "attention": attention_of(config),
     }
-
-
-def _balance(balancer: Balancer | None) -> dict[str, Any]:
-    return {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef} if balancer else {}
 
 
 def _data(data: Any) -> dict[str, Any]:

@@ -103,6 +103,13 @@ def git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
+def machine() -> str:
+    """Identifies where a process id is valid: this boot of this machine, and the container."""
+    namespace = Path("/proc/self/ns/pid")  # Linux, as the boot's id
+    known = [platform.node(), _read(Path("/proc/sys/kernel/random/boot_id")).strip()]
+    return " ".join([*filter(None, known), *([os.readlink(namespace)] if namespace.is_symlink() else [])])
+
+
 def memory_limit() -> int:
     """Returns the bytes that the processes of this control group, or of the machine, may use together."""
     import psutil

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Ended, Exit, local_rank
+from .environment import machine
 from .hang import ranks_text
 from .watchdog import WATCHDOG
 
@@ -103,7 +103,7 @@ def _connect(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None])
     rank, world_size = strategy.global_rank, strategy.world_size
     with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
         store = _store(strategy, rank, world_size, timeout_s)
-        store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
+        store.set(f"process/{rank}", f"{machine()} {os.getpid()}")
         act(Rendezvous(store, rank, world_size, timeout_s))
         first = rank - strategy.local_rank
         neighbours = [r for r in range(first, min(first + strategy.num_processes, world_size)) if r != rank]
@@ -158,20 +158,12 @@ def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
     )
 
 
-def _host() -> str:
-    """Identifies this machine, or the container on it in which a process id is valid."""
-    namespace = ""
-    with suppress(OSError):  # not Linux
-        namespace = os.readlink("/proc/self/ns/pid")
-    return f"{platform.node()}{namespace}"
-
-
 def _open_processes(store: Any, ranks: list[int]) -> dict[int, int]:
     """Returns rank -> file descriptor of its process, on this host; unlike an id it is never reused."""
     peers: dict[int, int] = {}
     for rank in ranks if hasattr(os, "pidfd_open") else ():
         host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
-        if host == _host():
+        if host == machine():
             with suppress(OSError):  # it has exited already, which other ranks will notice
                 peers[rank] = os.pidfd_open(int(pid))
     return peers

@@ -27,6 +27,7 @@ import psutil
 
 from ..errors import Exit
 from ..records import write_atomically
+from .environment import machine
 from .launch import LAUNCH, RUN_ID
 from .watchdog import WATCHDOG
 
@@ -89,20 +90,12 @@ def _own() -> dict[str, Any]:
     process = psutil.Process()
     return {
         "host": platform.node(),
-        "machine": _machine(),
+        "machine": machine(),
         "pid": process.pid,
         "since": process.create_time(),
         "parent": PARENT,
         "launch": launch(),
     }
-
-
-def _machine() -> str:
-    """Identifies where a process id is valid: this boot of this machine, and the container."""
-    known = [platform.node()]
-    with contextlib.suppress(OSError):  # not Linux
-        known += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
-    return " ".join(known)
 
 
 def _create(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
