@@ -124,7 +124,7 @@ def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dic
     Raises:
         InputError: the configuration cannot be read or made small.
     """
-    runs = _small(project, flags, folder, 8)
+    runs = _small(project, flags, folder, 6)
     results = [check.run(runs) for check in CHECKS if only in check.name and (only or not check.reads_source)]
     return {r.check: f"{r.got} {r.where} {r.cause}".strip() for r in results if r.verdict in ("FAIL", "not run")}
 

@@ -20,10 +20,10 @@ from lightning.pytorch import Callback
 from dist_template.callbacks.random_state import RandomState
 from dist_template.checkpoint import manifest
 from dist_template.compat.epochs import KEY, Point, ResumableEpochLoop
-from dist_template.rehearsal.acts import KillAt
 from dist_template.rehearsal.compare import first_difference
+from dist_template.rehearsal.interventions import KillAt
 from dist_template.rehearsal.record import RunRecord
-from dist_template.rehearsal.trace import trace_resumed
+from dist_template.rehearsal.root_cause import trace_resumed
 from dist_template.text.order import ConsumedSamples
 from tests.support.faults_of_runs import random_state_not_saved
 from tests.support.runs import Workers, logged, only_run, run

@@ -6,7 +6,7 @@ share are in faults_of_ranks.py, of processes and of what a resumed training lac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
 from dist_template.text.order import GlobalOrder
-from dist_template.text.sources import Source
 
 
 def after_configure_model(change: Callable[[Any], None]) -> None:
@@ -63,14 +62,6 @@ def repeating_sampler() -> None:
         return entries(self, position - self.rank * self.micro_batch_size, count)
 
     GlobalOrder._entries = same_for_all
-
-
-class HashedSource(Source):
-    """Documents out of a set: their order is that of the process's hashes."""
-
-    def documents(self) -> Iterator[tuple[str, str]]:
-        for name in {f"{number}.txt" for number in range(50)}:
-            yield name, f"text {name}"
 
 
 # ---- the forward pass ----------------------------------------------------------------------------------------------

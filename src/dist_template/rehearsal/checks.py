@@ -1,6 +1,6 @@
-"""What a rehearsal proves, check by check, in the order in which it is printed.
+"""The checks of a rehearsal, in the order in which they are printed.
 
-Every check compares runs (runs.py) and, where they differ, says where that begins (trace.py).
+A check compares trainings (runs.py); if they differ, it names the first difference (root_cause.py).
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import InputError
-from . import exported, source_order
+from . import exported_model, source_order
 from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples
-from .probe import sentence
+from .leakage import sentence
 from .record import RunRecord
 from .report import Result, Verdict
+from .root_cause import disagreement, lost_at_the_end, trace, trace_resumed
 from .runs import RunFailed, Runs
-from .trace import disagreement, lost_at_the_end, trace, trace_resumed
 
-LOSS, GRAD_NORM, LOGITS = 1e-5, 1e-4, 1e-5  # largest relative differences, in fp32
+LOSS, GRAD_NORM, LOGITS = 1e-5, 1e-4, 1e-5  # tolerated relative differences, in fp32
 
 
 class NotEqual(Exception):
-    """A check does not hold.
+    """A check failed.
 
     Args:
         got: What was found.
-        where: At which step, if that is not all.
-        cause: What differs first, and which code to look at; several checks may find the same one.
+        where: The step, if it is known.
+        cause: The first difference and the code to inspect; several checks may have the same cause.
     """
 
     def __init__(self, got: str, cause: str, where: str = "") -> None:
@@ -38,7 +38,7 @@ class NotEqual(Exception):
 
 
 class NotOffered(Exception):
-    """The strategy, or the model, does not do this."""
+    """The strategy or the model does not support what the check needs."""
 
     def __init__(self, why: str, got: str = "not possible here") -> None:
         super().__init__(why)
@@ -47,12 +47,12 @@ class NotOffered(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table.
+    """A check: one line of the report.
 
     Args:
         name: What is compared.
         expected: What must hold.
-        compare: Returns what it got; raises where that is not what was expected.
+        compare: Returns what was found; raises NotEqual, NotOffered or RunFailed.
         reads_source: Needs `--keep_data`.
     """
 
@@ -62,7 +62,7 @@ class Check:
     reads_source: bool = False
 
     def run(self, runs: Runs) -> Result:
-        """The verdict, after the trainings that it needs and that no check before it has asked for."""
+        """Runs the trainings that no earlier check has run, compares, and returns the result."""
         started = time.perf_counter()
         if runs.hung:
             return Result(self.name, self.expected, f"{runs.hung!r} hung, see above", "not run")
@@ -98,37 +98,37 @@ def every_gradient(runs: Runs) -> str:
     if used:
         raise NotEqual(
             f"{len(used)} parameters get none",
-            f"{used[0]} gets no gradient though the forward of its module runs ({runs.one.owner(used[0])}): what it"
-            " computes is detached, or the loss does not use it; freeze it with requires_grad_(False) if that is meant",
+            f"{used[0]} gets no gradient though the forward of its module runs ({runs.one.owner(used[0])}): its"
+            " output is detached, or the loss does not use it; if intended, freeze it with requires_grad_(False)",
         )
     if unused:
-        raise NotOffered(f"modules that are never called hold them, first {unused[0]}", f"{len(unused)} get none")
+        raise NotOffered(f"their modules are never called, first {unused[0]}", f"{len(unused)} get none")
     return f"{len(runs.one.tensors('gradients') or {})} parameters"
 
 
 def no_other_document(runs: Runs) -> str:
     if (key := _probed(runs, "documents")) is None:
-        raise NotOffered("no row of the first batches holds two documents, or they may see each other")
+        raise NotOffered("no row of the first batches has two documents, or data.cross_document_attention is true")
     if key:
-        raise NotEqual("they do", sentence(key, runs.one.places))
-    return "an earlier document changes nothing"
+        raise NotEqual("outputs change", sentence(key, runs.one.places))
+    return "no output changes"
 
 
 def no_later_token(runs: Runs) -> str:
     if (key := _probed(runs, "future")) is None:
         raise NotOffered("forward does not return one row of logits for each token")
     if key:
-        raise NotEqual("they do", sentence(key, runs.one.places))
-    return "later tokens change nothing"
+        raise NotEqual("outputs change", sentence(key, runs.one.places))
+    return "no output changes"
 
 
 def _probed(runs: Runs, name: str) -> str | None:
-    return (runs.one.tensors("probe") or {}).get(name)
+    return (runs.one.tensors("leakage") or {}).get(name)
 
 
 def order_of_source(runs: Runs) -> str:
     if runs.source is None:
-        raise NotOffered("made-up text is read; --keep_data reads yours")
+        raise NotOffered("the text is generated; --keep_data reads the configured source")
     try:
         num, difference = source_order.difference(runs.source)
     except RuntimeError as error:
@@ -146,9 +146,9 @@ def shared_tensors(runs: Runs) -> str:
 
 def each_sample_once(runs: Runs) -> str:
     seen: dict[str, tuple[int, int]] = {}
-    order = f"; the order is that of {runs.strategy.places.get('order', 'the loader')}"
-    for step, dealt in sorted(runs.strategy.rows().items()):
-        for row, rank in dealt:
+    order = f"; the order comes from {runs.strategy.places.get('order', 'the loader')}"
+    for step, rows in sorted(runs.strategy.rows().items()):
+        for row, rank in rows:
             if row in seen:
                 first_step, first_rank = seen[row]
                 where = f"step {step} of rank {rank} repeats a sample of step {first_step} of rank {first_rank}"
@@ -200,17 +200,17 @@ def _draws(record: RunRecord) -> dict[str, str]:
 
 
 def _refuse_draws(record: RunRecord) -> None:
-    """Random numbers other than dropout, which is off, differ between ranks.
+    """Refuses a comparison if the forward pass draws random numbers other than dropout, which is off.
 
     Raises:
-        NotOffered: the first step's forward draws some.
+        NotOffered: it does.
     """
     for name, what in _draws(record).items():
         if what != "dropout":
             where = record.places.get(name, "?")
             raise NotOffered(
-                f"the forward of {name or 'the module'} ({where}) draws random numbers other than torch's dropout,"
-                " which other ranks draw otherwise: turn that off to compare"
+                f"the forward of {name or 'the module'} ({where}) draws random numbers other than torch's dropout;"
+                " they differ between ranks: turn that off to compare"
             )
 
 
@@ -218,15 +218,15 @@ def kill_and_resume(runs: Runs) -> str:
     last = max(runs.killed.loss, default=0)
     first = min(runs.resumed.loss, default=0)
     if first != runs.kept_step + 1:
-        where = f"killed after step {last} with a checkpoint of step {runs.kept_step}, it went on with step {first}"
+        where = f"killed after step {last} with a checkpoint of step {runs.kept_step}, it resumed with step {first}"
         raise NotEqual("another step", where)
-    difference, each = relative_difference(runs.whole.loss, runs.resumed.loss)
+    difference, each = relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
     if difference > 0:
         step = next(step for step, value in each.items() if value > 0)
-        cause = trace_resumed(runs.whole, runs.resumed)
+        cause = trace_resumed(runs.uninterrupted, runs.resumed)
         raise NotEqual(f"losses differ by {difference:.1e}", cause, f"from step {step} on")
-    if lost := lost_at_the_end(runs.whole, runs.resumed):
-        raise NotEqual("losses agree, something else does not", lost)
+    if lost := lost_at_the_end(runs.uninterrupted, runs.resumed):
+        raise NotEqual("losses agree, other state does not", lost)
     return f"steps {first}-{max(each)} bit-identical"
 
 
@@ -248,7 +248,7 @@ def resume_on_fewer(runs: Runs) -> str:
     return f"{difference:.1e}, {runs.small.processes} to {fewer.size} processes"
 
 
-def exported_model(runs: Runs) -> str:
+def exported_logits(runs: Runs) -> str:
     trained = runs.strategy
     try:
         folder = runs.export()
@@ -256,36 +256,36 @@ def exported_model(runs: Runs) -> str:
         if failure.refusal:
             raise NotOffered(failure.refusal) from failure
         raise
-    weights = exported.weights(folder)
-    trained_weights = {  # what the module has beside its model is not exported
+    weights = exported_model.weights(folder)
+    trained_weights = {  # the module's other state is not exported
         name.removeprefix("model."): tensor for name, tensor in trained.end.items() if name.startswith("model.")
     }
     if name := first_difference(trained_weights, {name: weights[name] for name in trained_weights if name in weights}):
         raise NotEqual("other weights", f"first in {name}; {trained.owner('model.' + name)}")
     batch, logits = trained.tensors("logits") or ({}, None)
     if logits is None or not (folder / "config.json").exists():
-        return "weights equal; logits are not a transformers model's"
-    difference = ((exported.logits(folder, batch) - logits).abs().max() / logits.abs().max()).item()
+        return "weights equal; logits not compared: it is not a transformers model"
+    difference = ((exported_model.logits(folder, batch) - logits).abs().max() / logits.abs().max()).item()
     if not difference <= LOGITS:
         forward = trained.places.get("forward", "?")
-        cause = f"the weights in {folder} are the same: forward ({forward}) does what the exported model does not"
+        cause = f"the weights in {folder} are equal: forward ({forward}) computes what the exported model does not"
         raise NotEqual(f"logits differ by {difference:.1e}", cause)
     return f"weights equal, logits within {difference:.1e}"
 
 
 CHECKS = (
     Check("the source keeps its order", "two readings are equal", order_of_source, reads_source=True),
-    Check("a document sees itself alone", "others change nothing", no_other_document),
-    Check("no token sees a later one", "they change nothing", no_later_token),
-    Check("every parameter gets a gradient", "those that are trained", every_gradient),
+    Check("a document sees itself alone", "other documents change nothing", no_other_document),
+    Check("no token sees a later one", "later tokens change nothing", no_later_token),
+    Check("every parameter gets a gradient", "all trainable parameters", every_gradient),
     Check("starting weights over strategies", "one process = ddp = strategy", starting_weights),
-    Check("every rank sees its samples once", "those of one process", each_sample_once),
+    Check("every rank sees its samples once", "the samples of one process", each_sample_once),
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
     Check("loss curve = one process", f"within {LOSS:.0e}", loss_curve),
     Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
-    Check("each gradient = one process", f"within {GRADIENT:.0e} of its largest value", each_gradient),
-    Check("ranks agree on what they share", "equal parameters and buffers", shared_tensors),
-    Check("kill and resume = never stopping", "bit-identical losses", kill_and_resume),
+    Check("each gradient = one process", f"within {GRADIENT:.0e} of the largest value", each_gradient),
+    Check("ranks agree on what they share", "equal parameters, buffers", shared_tensors),
+    Check("kill and resume = uninterrupted", "bit-identical losses", kill_and_resume),
     Check("resume on fewer processes", f"loss within {LOSS:.0e}", resume_on_fewer),
-    Check("checkpoint -> exported model", f"same logits within {LOGITS:.0e}", exported_model),
+    Check("checkpoint -> exported model", f"same logits within {LOGITS:.0e}", exported_logits),
 )

@@ -1,4 +1,4 @@
-"""Compares the numbers of two trainings: losses, tensors, gradients, samples, replicas."""
+"""Compares two trainings: losses, tensors, gradients, samples, replicas."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from .forward import describe, first_different
+from .forward_hooks import describe, first_different
 from .record import RunRecord
 
-FORWARD = GRADIENT = 1e-4  # of a tensor's largest value; rounding in another order makes 1e-6
-NOISE = 1e-3  # of the largest gradient: below it, a parameter whose true gradient is zero would be compared with itself
+FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of summation gives 1e-6
+NOISE = 1e-3  # relative to the largest gradient: smaller gradients are rounding errors of a true zero
 
 
 def relative_difference(expected: Mapping[int, float], got: Mapping[int, float]) -> tuple[float, dict[int, float]]:
-    """The largest relative difference over the steps of `got`, and that of each step; infinite for a missing step."""
+    """Returns the largest relative difference, and that of each step of `got`; infinite for a missing step."""
     each = {step: _relative(expected[step], value) if step in expected else float("inf") for step, value in got.items()}
     return max(each.values(), default=float("inf")), each
 
@@ -28,14 +28,14 @@ def _relative(expected: float, got: float) -> float:
 
 
 def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float = 0.0) -> str:
-    """The first tensor in `expected` to differ by more than `tolerance` of its largest value; "" if there is none."""
+    """Returns the first tensor that differs by more than `tolerance` times its largest value; "" if none does."""
     return next((f"{name} ({how})" for name, how in _differing(expected, got, tolerance)), "")
 
 
 def _differing(
     expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float, floor: float = 0.0
 ) -> Iterator[tuple[str, str]]:
-    """Names, and how they differ."""
+    """Yields (name, how it differs) of each tensor that differs."""
     for name, tensor in expected.items():
         if name not in got:
             yield name, "missing"
@@ -53,7 +53,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def samples(expected: RunRecord, got: RunRecord) -> str:
-    """The first step at which the two read other sequences; "" if none."""
+    """Describes the first step at which `got` lacks samples of `expected`; "" if there is none."""
     want, have = expected.rows(), got.rows()
     for step in sorted(have):
         missing = Counter(row for row, _ in want.get(step, [])) - Counter(row for row, _ in have[step])
@@ -63,7 +63,7 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
 
 
 def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int] | None:
-    """(step, tensor, rank, other rank) where ranks first hold different values of what should be one; None: nowhere.
+    """Returns (step, tensor, rank, other rank) of the first tensor whose replicas differ; None if none does.
 
     `kind` is step (parameters and buffers after each step) or gradients (of the first step).
     """
@@ -80,9 +80,9 @@ def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int]
 
 
 def forward_pass(expected: RunRecord, got: RunRecord) -> str:
-    """Where the first step's forward passes first differ, on any rank, and in which code; "" if nowhere.
+    """Describes where forward passes of the first step first differ, on any rank, and in which code; "" if nowhere.
 
-    A micro-batch is compared with the one of the same first sequence.
+    Micro-batches are matched by their sequences.
     """
     wanted = [each for rank in range(expected.size) for each in expected.tensors(f"forward{rank}") or []]
     for rank in range(got.size):
@@ -98,14 +98,14 @@ def forward_pass(expected: RunRecord, got: RunRecord) -> str:
 
 
 def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
-    """The parameters whose gradients of the first step differ, and how."""
+    """Returns {parameter: how it differs} of the gradients of the first step."""
     want, have = expected.tensors("gradients") or {}, got.tensors("gradients") or {}
     floor = NOISE * max(map(_largest, want.values()), default=0.0)
     return dict(_differing(want, {name: have[name] for name in want if name in have}, GRADIENT, floor))
 
 
 def gradient_factor(expected: RunRecord, got: RunRecord) -> float | None:
-    """The factor between the gradients of the first step; None where it is not the same for all of them."""
+    """Returns the factor between the gradients of the first step; None unless all have the same factor."""
     want, have = expected.tensors("gradients") or {}, got.tensors("gradients") or {}
     norms = [(want[n].double().norm().item(), have[n].double().norm().item()) for n in want if n in have]
     factors = [b / a for a, b in norms if a > NOISE * max(first for first, _ in norms)]

@@ -1,4 +1,4 @@
-"""What crosses between the process that starts the ranks (workers.py) and a rank (worker.py)."""
+"""Messages between the process that starts the ranks (workers.py) and a rank (worker.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """One rank's work; crosses to the worker by pickle."""
+    """One rank's work, sent to the worker by pickle."""
 
     argv: list[str]
     project: Project
@@ -29,6 +29,6 @@ class Job:
 
 @dataclass
 class Idle:
-    """A rank's answer when its main thread makes no progress; `word` is what `cluster/hang.py` reads."""
+    """A rank's answer when its main thread makes no progress; `word` is its status for `cluster/hang.py`."""
 
     word: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What `recorder.py` wrote, for the checks and tests to compare."""
+"""Reads what `recorder.py` wrote, for checks and tests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One command on N ranks.
+    """The record of one command on N ranks.
 
     Args:
-        folder: Where its files are.
-        answers: What each rank ended with: "done", an error, "refused: …" (bad input), "killed: …", "hung: …".
+        folder: Folder of its files.
+        answers: {rank: how it ended}: "done", an error, "refused: …" (bad input), "killed: …", "hung: …".
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class RunRecord:
 
     @property
     def error(self) -> str:
-        """The error that explains the others, with its rank; "" when there is none."""
+        """The error that caused the others, with its rank; "" if there is none."""
         if self.ok:
             return ""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
@@ -49,11 +49,11 @@ class RunRecord:
 
     @property
     def hung(self) -> bool:
-        """Whether ranks stopped making progress."""
+        """Whether the ranks stopped making progress."""
         return self.answers[self.failed_rank].startswith("hung: ")
 
     def last_line(self, rank: int) -> str:
-        """What the rank printed last; of a crash in C, the innermost line of this project."""
+        """Returns the last line that the rank printed; for a crash in C, the innermost line of the user's code."""
         lines = [line.strip() for line in self.log(rank).splitlines() if line.strip()]
         fatal = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
         if fatal is None:
@@ -64,13 +64,13 @@ class RunRecord:
 
     @property
     def failed_rank(self) -> int:
-        """The rank whose error explains the others'; 0 when there is none."""
+        """The rank that failed first; 0 if none did."""
         wrong = {rank: answer for rank, answer in sorted(self.answers.items()) if answer != "done"}
         return next((rank for rank, answer in wrong.items() if not _is_echo(answer)), next(iter(wrong), 0))
 
     @property
     def refusal(self) -> str:
-        """The sentence by which the command was refused as bad input; "" when it was not."""
+        """The message if the command was refused as bad input, otherwise ""."""
         answer = self.answers[self.failed_rank]
         return answer.removeprefix("refused: ") if answer.startswith("refused: ") else ""
 
@@ -79,10 +79,10 @@ class RunRecord:
         return all(answer.startswith("killed: exit code -9") for answer in self.answers.values())
 
     def check(self) -> RunRecord:
-        """This record, of a command that must have ended well.
+        """Returns this record if the command succeeded.
 
         Raises:
-            RuntimeError: it did not; with the error and the end of that rank's log.
+            RuntimeError: it failed; with the error and the end of that rank's log.
         """
         if self.ok:
             return self
@@ -93,12 +93,12 @@ class RunRecord:
         return self.folder / f"rank{rank}.log"
 
     def log(self, rank: int = 0) -> str:
-        """What the rank printed."""
+        """Returns the rank's output."""
         return self.log_path(rank).read_text(encoding="utf-8", errors="replace")
 
     @cached_property
     def ranks(self) -> list[list[Event]]:
-        """Every rank's events in time order."""
+        """The events of every rank, in order of time."""
         paths = [self.folder / f"rank{rank}.jsonl" for rank in sorted(self.answers)]
         return [_read(path) if path.exists() else [] for path in paths]
 
@@ -107,11 +107,11 @@ class RunRecord:
 
     @property
     def run(self) -> Path:
-        """The run's own folder: checkpoints, logs."""
+        """The run folder, with checkpoints and logs."""
         return Path(self.events("run")[-1]["folder"])
 
     def metric(self, name: str) -> dict[int, float]:
-        """Optimizer step -> what the module logged as `name`."""
+        """Returns {optimizer step: value that the module logged as `name`}."""
         return {e["step"]: e["metrics"][name] for e in self.events("step") if name in e["metrics"]}
 
     @property
@@ -127,27 +127,27 @@ class RunRecord:
         return self.metric("train/learning_rate")
 
     def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
-        """Optimizer step -> metrics of its validation; `stage` may also be sanity or test."""
+        """Returns {optimizer step: metrics of its validation}; `stage` may also be sanity or test."""
         return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
 
     def rows(self) -> dict[int, list[tuple[str, int]]]:
-        """Optimizer step -> (hash, rank) of each sequence of its global batch; ranks that share a batch count once."""
+        """Returns {optimizer step: (hash, rank) of each sequence}; ranks that share a batch count once."""
         rows: dict[int, list[tuple[str, int]]] = {}
         seen: set[int] = set()
         for rank in range(self.size):
-            dealt = self.events("run", rank)[-1]["dp_rank"] if self.events("run", rank) else rank
-            if dealt not in seen:
-                seen.add(dealt)
+            dp_rank = self.events("run", rank)[-1]["dp_rank"] if self.events("run", rank) else rank
+            if dp_rank not in seen:
+                seen.add(dp_rank)
                 for event in self.events("rows", rank):
                     rows.setdefault(event["step"], []).extend((row, rank) for row in event["rows"])
         return rows
 
     def random(self, rank: int) -> dict[int, str]:
-        """Optimizer step -> hash of the rank's random state before its last micro-batch."""
+        """Returns {optimizer step: hash of the rank's random state before its last micro-batch}."""
         return {event["step"]: event["random"] for event in self.events("rows", rank)}
 
     def after(self, step: int, kind: str, rank: int = 0) -> Any:
-        """What the rank recorded as `kind` (tensors, optimizer, python) after `step`; {} where it did not get there."""
+        """Returns what the rank recorded as `kind` (tensors, optimizer, python, rates) after `step`, or {}."""
         events = self.events("step", rank)
         found = next((event[kind] for event in events if event["step"] == step), {})
         return events[0][kind] | found if found and kind == "python" else found
@@ -159,34 +159,34 @@ class RunRecord:
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """Module -> its class and file:line; the same of training_step, forward, datamodule, optimizer, order."""
+        """{module: class and file:line}; also of training_step, forward, datamodule, optimizer, order."""
         return self.tensors("places") or {}
 
     def owner(self, tensor: str) -> str:
-        """Class and file:line of the module that holds a parameter or buffer."""
+        """Returns class and file:line of the module that owns a parameter or buffer."""
         return self.places.get(tensor.split(" ")[0].rpartition(".")[0], "?")
 
     def tensors(self, name: str) -> Any:
-        """What was written into the folder as `name`; None where it did not get there."""
+        """Returns the content of `name`.pt; None if it was not written."""
         path = self.folder / f"{name}.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
-        """Whole weights before the first step."""
+        """Unsharded weights before the first step."""
         return torch.load(self.folder / "start.pt", weights_only=True)
 
     @cached_property
     def end(self) -> dict[str, Tensor]:
-        """Whole weights after the last step."""
+        """Unsharded weights after the last step."""
         return torch.load(self.folder / "end.pt", weights_only=True)
 
 
 def _read(path: Path) -> list[Event]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed rank may leave half a line
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed rank may leave an incomplete line
 
 
 def _is_echo(text: str) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """Returns whether an error only follows from the failure of another rank."""
     return text.startswith("stopped:") or "gloo" in text or another_rank_is_gone(text)

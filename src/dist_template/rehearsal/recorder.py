@@ -1,17 +1,17 @@
-"""Records what a training does while it does it, on every rank: a killed run leaves all up to its last step.
+"""Records each training step on every rank, so that a killed run leaves a record up to its last step.
 
-Lines of JSON in `rank<N>.jsonl`, each with an `event`:
+Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
 
-    run         folder, dp_rank (which distinct batches this rank sees), dp_size
+    run         folder, dp_rank (data-parallel rank), dp_size
     rows        step, micro_batch, rows (a hash of each sequence), random (a hash of the random state before it)
-    gradients   tensors: of the first optimizer step, before clipping (see `replicas`)
-    step        step, metrics (what the module logged), tensors (see `replicas`), and of state.py: optimizer, rates,
-                python (all of it before the first step, later what has changed since); before the first step also
-                buffers: the names among `tensors` that are no parameters
+    gradients   tensors (see `replicas`): gradients of the first optimizer step, before clipping
+    step        step, metrics (that the module logged), tensors (see `replicas`), and from training_state.py: optimizer,
+                rates, python (before the first step all of it, later the changes since then); before the first step
+                also buffers: the names among `tensors` that are buffers
     eval        step, stage (sanity, validate, test), metrics
     end         step
 
-Rank 0 also keeps the unsharded weights, as `start.pt` and `end.pt`.
+Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..weights import gather, is_partitioned_by_zero
-from . import state
+from . import training_state
 
 
 class Recorder(Callback):
-    """Writes; changes nothing of the training. It sees what is logged: `trainer.log_every_n_steps` should be 1.
+    """Records without changing the training. `trainer.log_every_n_steps` should be 1: it records logged metrics.
 
     Args:
-        folder: Where to.
-        rank: Whose file it is.
-        run: The run's own folder, where its checkpoints are.
+        folder: Destination.
+        rank: This process's rank.
+        run: The run folder, which has the checkpoints.
     """
 
     def __init__(self, folder: Path, rank: int, run: Path) -> None:
@@ -51,14 +51,14 @@ class Recorder(Callback):
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        alone = {"rank": 0, "num_replicas": 1}
-        dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", alone)
-        self._write("run", folder=str(self.run), dp_rank=dealt["rank"], dp_size=dealt["num_replicas"])
+        single = {"rank": 0, "num_replicas": 1}
+        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", single)
+        self._write("run", folder=str(self.run), dp_rank=sampler["rank"], dp_size=sampler["num_replicas"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._recorded_step = trainer.global_step
         self._save_weights("start", pl_module)
-        self._start = state.python_state(trainer, pl_module)
+        self._start = training_state.python_state(trainer, pl_module)
         buffers = [name for name, _ in pl_module.named_buffers()]
         self._write_step(trainer, pl_module, {}, self._start, buffers=buffers)
 
@@ -77,7 +77,7 @@ class Recorder(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._recorded_step:
             self._recorded_step = trainer.global_step
-            python = state.python_state(trainer, pl_module)
+            python = training_state.python_state(trainer, pl_module)
             changed = {name: value for name, value in python.items() if self._start.get(name) != value}
             self._write_step(trainer, pl_module, pl_module.metrics.latest, changed)
 
@@ -93,12 +93,12 @@ class Recorder(Callback):
         self._write("end", step=trainer.global_step)
 
     def _write_step(self, trainer: L.Trainer, module: Any, metrics: Any, python: dict[str, str], **more: Any) -> None:
-        tensors, optimizer = dict(replicas(module)), state.optimizer_state(trainer, module)
-        kept = {"optimizer": optimizer, "rates": state.learning_rates(trainer), "python": python}
+        tensors, optimizer = dict(replicas(module)), training_state.optimizer_state(trainer, module)
+        kept = {"optimizer": optimizer, "rates": training_state.learning_rates(trainer), "python": python}
         self._write("step", step=trainer.global_step, metrics=metrics, tensors=tensors, **kept, **more)
 
     def _save_weights(self, name: str, module: nn.Module) -> None:
-        weights = gather(module)  # all ranks take part
+        weights = gather(module)  # collective
         if self.rank == 0:
             torch.save(weights, self.folder / f"{name}.pt")
 
@@ -107,10 +107,10 @@ class Recorder(Callback):
 
 
 def replicas(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
-    """(name, (part, hash)) of this rank's parameters and buffers.
+    """Yields (name, (shard, hash)) of this rank's parameters and buffers.
 
-    Ranks that hold the same part of a tensor must have the same hash. `part` is "" for an unsharded tensor, the
-    coordinate among the shards for a sharded one. ZeRO-3's parts are skipped: no two ranks hold the same.
+    Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded tensor, and its
+    coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold the same.
     """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if not is_partitioned_by_zero(tensor):
@@ -118,18 +118,18 @@ def replicas(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _replica(tensor: Tensor) -> tuple[str, str]:
-    return _part(tensor), fingerprint(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return _shard(tensor), fingerprint(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
-def _part(tensor: Tensor) -> str:
+def _shard(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return ""
-    place = tensor.device_mesh.get_coordinate() or []
-    cut = [(i, p) for i, p in zip(place, tensor.placements, strict=True) if not p.is_replicate()]
-    return " ".join(f"{placement}:{index}" for index, placement in cut)
+    coordinate = tensor.device_mesh.get_coordinate() or []
+    pairs = zip(coordinate, tensor.placements, strict=True)
+    return " ".join(f"{placement}:{index}" for index, placement in pairs if not placement.is_replicate())
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Equal for equal bits."""
+    """Returns a hash of the tensor's bits."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()

@@ -1,16 +1,16 @@
-"""The trainings of a rehearsal, each run once, when a check first asks for it.
+"""The trainings of a rehearsal. Each runs once, when a check first needs it.
 
-    one        one process, accumulating
-    big        one process, each global batch in one micro-batch
-    ddp        two processes, DDP
-    strategy   the chosen strategy
-    whole      the chosen strategy, with dropout where the model has any
-    killed     the same, killed
-    resumed    the same, going on from killed's last checkpoint
-    fewer      the chosen strategy on half of the processes, going on from a checkpoint of `strategy`
+    one            one process, with gradient accumulation
+    big            one process, each global batch as one micro-batch
+    ddp            two processes, DDP
+    strategy       the chosen strategy
+    uninterrupted  the chosen strategy, with dropout if the model has any
+    killed         the same, killed
+    resumed        the same, resumed from the last checkpoint of killed
+    fewer          the chosen strategy on half of the processes, resumed from a checkpoint of `strategy`
 
-Dropout is off in all of them but whole, killed and resumed: other ranks draw it differently.
-Each has a folder with its `config.yaml`, with which `fit` runs it again.
+Dropout is off except in uninterrupted, killed and resumed, because random masks differ between ranks. Each training has
+a folder with its `config.yaml`, with which `fit` repeats it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import yaml
 from lightning.pytorch import Callback
 
 from ..project import Project
-from .acts import KeepCheckpoint, KillAt, RaggedLabels
-from .details import Details
-from .probe import Probe
+from .first_step import Details
+from .gradient_hooks import GradientHooks
+from .interventions import KeepCheckpoint, KillAt, RaggedLabels
+from .leakage import LeakageTest
 from .record import RunRecord
-from .shrink import Small, checkpoint_step, fewer
-from .stages import GradientStages
+from .shrink_config import Small, checkpoint_step, fewer
 from .workers import Workers
 
 
 class RunFailed(Exception):
-    """A training did not end as it should.
+    """A training did not end as expected.
 
     Args:
-        name: Of the training.
-        record: What is left of it.
-        is_known: A check before this one has reported it.
+        name: The training.
+        record: Its record.
+        is_known: An earlier check has reported the failure.
     """
 
     def __init__(self, name: str, record: RunRecord, is_known: bool = False) -> None:
@@ -49,17 +49,17 @@ class RunFailed(Exception):
 
 
 class Runs:
-    """Runs what is asked for, and keeps the records.
+    """Runs trainings on demand and keeps their records.
 
     Args:
-        small: What is trained.
-        strategy: The chosen strategy's object, to ask for its sizes.
-        folder: Each run gets a folder here, its configuration in it.
-        project: Whose module and data are trained.
+        small: The small configuration.
+        strategy: The chosen strategy object, which computes mesh sizes.
+        folder: Each training gets a folder in it.
+        project: Its module and data are trained.
         prelude: Called in each process before anything else.
         idle_s: Seconds without progress after which a training counts as hung.
-        source: The user's data source, where it is read; None: made-up text is.
-        known: Trainings that need not run again.
+        source: The user's data source; None if generated text is used.
+        known: Records of trainings that need not run again.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class Runs:
         self.idle_s = idle_s
         self.source = source
         self.kept_step = checkpoint_step(small.steps)
-        self.hung = ""  # the training that did
+        self.hung = ""  # name of the training that hung
         self._records: dict[str, RunRecord] = known or {}
         self._failed: set[str] = set()
 
     def prepare(self) -> None:
-        """Tokenize, once.
+        """Tokenizes the text.
 
         Raises:
-            RunFailed: it could not.
+            RunFailed: it failed.
         """
         self._tool("prepare", "prepare", f"--config={self._write('prepare', self.small.config)}")
 
     @property
     def one(self) -> RunRecord:
-        probe = Probe((self.folder / "one").absolute())
-        return self._run("one", 1, self.small.variant(1, "auto"), [probe])
+        test = LeakageTest((self.folder / "one").absolute())
+        return self._run("one", 1, self.small.variant(1, "auto"), [test])
 
     @property
     def big(self) -> RunRecord:
@@ -104,7 +104,7 @@ class Runs:
 
     @property
     def ddp(self) -> RunRecord:
-        if str(self.small.strategy).startswith("ddp") and self.small.processes == 2:  # ddp_find_unused_parameters_true
+        if str(self.small.strategy).startswith("ddp") and self.small.processes == 2:  # ddp, or ddp_find_unused_…
             return self.strategy
         return self._run("ddp", 2, self.small.variant(2, "ddp"))
 
@@ -118,14 +118,14 @@ class Runs:
         return (self.folder / "strategy" / f"step{self.kept_step}.ckpt").absolute()
 
     @property
-    def whole(self) -> RunRecord:
+    def uninterrupted(self) -> RunRecord:
         if not (self.small.dropouts or self.strategy.tensors("draws")):
             return self.strategy
-        return self._run("whole", self.small.processes, self.small.with_dropout(), has_dropout=True)
+        return self._run("uninterrupted", self.small.processes, self.small.with_dropout(), has_dropout=True)
 
     @property
     def killed(self) -> RunRecord:
-        kill = KillAt(2 * self.kept_step - 1)  # just before the next checkpoint would be written
+        kill = KillAt(2 * self.kept_step - 1)  # one step before the next checkpoint
         return self._run(
             "killed", self.small.processes, self.small.with_dropout(), [kill], is_killed=True, has_dropout=True
         )
@@ -133,20 +133,20 @@ class Runs:
     @property
     def resumed(self) -> RunRecord:
         config = self.small.with_dropout()
-        config["run"]["name"] = self.killed.folder.name  # among whose runs `last` looks
+        config["run"]["name"] = self.killed.folder.name  # `last` searches the runs of this name
         return self._run("resumed", self.small.processes, config, checkpoint="last", has_dropout=True)
 
     @property
     def fewer(self) -> RunRecord:
-        assert self.strategy.ok  # its checkpoint is there
+        assert self.strategy.ok  # it has written the checkpoint
         spec, num = fewer(self.small, self.strategy_object)
         return self._run("fewer", num, self.small.variant(num, spec), checkpoint=str(self.kept_checkpoint))
 
     def export(self) -> Path:
-        """The folder of the exported model.
+        """Exports the trained model and returns its folder.
 
         Raises:
-            RunFailed: there is no such export.
+            RunFailed: the export failed or is not supported.
         """
         checkpoint, output = self.strategy.run / "checkpoints", self.folder / "exported"
         config = self.strategy.folder / "config.yaml"
@@ -154,7 +154,7 @@ class Runs:
         return output
 
     def _tool(self, name: str, *flags: str) -> None:
-        """Run a verb that is no training, on one process."""
+        """Runs a verb other than training on one process."""
         with Workers(1, self.project) as workers:
             record = workers.run(flags, self.folder / name, prelude=self.prelude, timeout_s=None)
         if not record.ok:
@@ -176,7 +176,7 @@ class Runs:
             flags = ["fit", f"--config={self._write(name, config)}"]
             flags += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder = self.folder / name
-            record_all = [Details(folder.absolute(), not has_dropout), GradientStages(folder.absolute())]
+            record_all = [Details(folder.absolute(), not has_dropout), GradientHooks(folder.absolute())]
             options: dict[str, Any] = {"prelude": self.prelude, "timeout_s": None, "idle_s": self.idle_s}
             with Workers(num, self.project) as workers:
                 self._records[name] = workers.run(

@@ -1,4 +1,4 @@
-"""Reads the user's data source twice, in processes whose strings hash differently, and compares the documents."""
+"""Reads the user's data source in two processes with different hash seeds, and compares the documents."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import first_line
-from . import locations
+from . import code_locations
 
 MAX_DOCUMENTS = 10_000
-SEEDS = ("1", "2")  # of PYTHONHASHSEED: sets iterate in another order
-Document = tuple[str, str]  # its name and a hash of its text
+SEEDS = ("1", "2")  # PYTHONHASHSEED: sets iterate in another order
+Document = tuple[str, str]  # name, hash of the text
 
 
 def difference(source: Any) -> tuple[int, str]:
-    """How many documents were compared, and how they differ between two readings; "" if they do not.
+    """Returns the number of documents compared, and their first difference; "" if there is none.
 
     Raises:
-        RuntimeError: the source cannot be read in a process of its own.
+        RuntimeError: the source cannot be read in another process.
     """
     first, second = (_read(source, seed) for seed in SEEDS)
     for number, (a, b) in enumerate(itertools.zip_longest(first, second), 1):
         if a != b:
-            names = [Path(each[0]).name if each else "not there" for each in (a, b)]
+            names = [Path(each[0]).name if each else "missing" for each in (a, b)]
             return len(first), (
                 f"document {number} is {names[0]} in one process and {names[1]} in another (PYTHONHASHSEED"
                 f" {' and '.join(SEEDS)}): sort what {type(source).__name__}.documents iterates over"
-                f" ({locations.of_function(source.documents)})"
+                f" ({code_locations.of_function(source.documents)})"
             )
     return len(first), ""
 
@@ -65,6 +65,6 @@ def _send(connection: Connection, source: Any) -> None:
     try:
         documents = itertools.islice(source.documents(), MAX_DOCUMENTS)
         answer: Any = [(name, hashlib.sha256(text.encode(errors="replace")).hexdigest()) for name, text in documents]
-    except Exception as error:  # whatever a user's source raises, the parent reports it
+    except Exception as error:  # the parent process reports it
         answer = f"{type(error).__name__}: {first_line(error)}"
     connection.send(answer)

@@ -1,4 +1,4 @@
-"""One rank of one training; `workers.py` starts it. Importing this module makes the process a CPU process."""
+"""Runs one command as one rank; `workers.py` starts it. Importing this module hides GPUs from the process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Before torch and DeepSpeed look: no GPU, one thread per rank, no compilation of kernels.
+# Before torch and DeepSpeed are imported: no GPU, one thread per rank, no compiled kernels.
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as cli/main.py does
-os.environ["TORCH_WARM_POOL"] = "0"  # no processes of torch's compiler beside the one that is forked from
+os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is forked
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
@@ -30,14 +30,14 @@ from ..cluster import signals  # noqa: E402
 from ..cluster.messages import MESSAGES  # noqa: E402
 from ..cluster.watchdog import WATCHDOG  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
-from . import locations  # noqa: E402
+from . import code_locations  # noqa: E402
 from .job import Idle, Job  # noqa: E402
 from .recorder import Recorder  # noqa: E402
 
-# What most trainings import on their way, from modules that load themselves lazily.
+# Modules that most trainings import lazily.
 for _slow in (
     "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # by every engine; brings torch's compiler, two seconds
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by every engine; imports torch's compiler, two seconds
     "torch.distributed.fsdp",
     "torch.profiler",
     "torch.utils.tensorboard",
@@ -53,18 +53,18 @@ for _slow in (
 
 
 def serve(connection: Connection, job: Job) -> None:
-    """Run `job`, answer "done", "refused: …" (bad input) or its error, wait for the other ranks, and end."""
+    """Runs `job`; sends "done", "refused: …" (bad input) or its error; waits for the other ranks; exits."""
     os.environ.update(job.environment)
-    # As in a process of its own: a loader's workers are then this rank's children, start at once, and end with it.
+    # The platform's default, so that loader workers are children of this rank and exit with it.
     multiprocessing.set_start_method(None, force=True)
     rank = int(os.environ["RANK"])
     with (job.record / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
-        os.dup2(log.fileno(), 1)  # what libraries in C++ print goes there too
+        os.dup2(log.fileno(), 1)  # for the output of C++ libraries
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
         signals.listen()
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        faulthandler.enable(log, all_threads=False)  # a crash in C leaves its Python lines in the log
+        faulthandler.enable(log, all_threads=False)  # logs the Python stack of a crash in C
         if job.timeout_s is not None:
             _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
         if job.idle_s:
@@ -72,24 +72,24 @@ def serve(connection: Connection, job: Job) -> None:
             threading.Thread(target=_report_idleness, args=(connection, job.idle_s, log), daemon=True).start()
         answer = _attempt(job, rank)
         connection.send(answer)
-        if answer == "done":  # after an error the others must not wait: they notice the closed sockets
+        if answer == "done":  # after an error, the other ranks notice the closed sockets
             with contextlib.suppress(EOFError, OSError):
-                connection.recv()  # rank 0 keeps the store that the others still need
-    os._exit(0)  # the libraries' farewells could wait for ranks that are gone
+                connection.recv()  # rank 0 hosts the store that the others still need
+    os._exit(0)  # exit handlers of libraries could wait for ranks that have exited
 
 
 def _dump_stacks_after(seconds: float, log: Any) -> None:
-    timer = threading.Timer(seconds, faulthandler.dump_traceback, (log,))  # faulthandler's own timer is the watchdog's
+    timer = threading.Timer(seconds, faulthandler.dump_traceback, (log,))  # the watchdog uses faulthandler's own timer
     timer.daemon = True
     timer.start()
 
 
 def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
-    """Answer for the main thread when it makes no progress: the parent then ends all ranks."""
+    """Sends the status of the main thread when it makes no progress; the parent then ends all ranks."""
     while WATCHDOG.idle_s < idle_s:
         time.sleep(idle_s / 100)
-    frames = locations.frames_of(sys._current_frames().get(threading.main_thread().ident or 0))
-    word, own = WATCHDOG.status(), locations.of_stack(frames)
+    frames = code_locations.frames_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    word, own = WATCHDOG.status(), code_locations.of_stack(frames)
     if own and own.rpartition(":")[0].rpartition("/")[2] not in word["line"]:
         word["line"] += f", called from {own}"
     faulthandler.dump_traceback(log, all_threads=True)
@@ -107,12 +107,12 @@ def _attempt(job: Job, rank: int) -> str:
         else:
             importlib.import_module(f"{LIBRARY}.{VERBS[job.argv[0]][0]}").main(job.argv, job.project)
         return "done"
-    except SystemExit as stop:  # the parser has printed why
+    except SystemExit as stop:  # the parser has printed the reason
         return "done" if stop.code in (0, None) else f"refused: {_last_line(job, rank)}"
     except BaseException as error:
         traceback.print_exc()
         kind = "refused" if isinstance(error, InputError) else type(error).__name__
-        line = locations.of_stack(traceback.walk_tb(error.__traceback__))
+        line = code_locations.of_stack(traceback.walk_tb(error.__traceback__))
         where = [f"({line})"] if line and kind != "refused" else []
         return " ".join([f"{kind}: {first_line(error)}", *where, *getattr(error, "__notes__", [])])
     finally:
@@ -133,7 +133,7 @@ def _end_with_parent() -> None:
 
 
 class _RecordedCLI(CLI):
-    """The command line as it is, with the recorder and the job's callbacks after all others."""
+    """The command line, with the recorder and the job's callbacks after all other callbacks."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank

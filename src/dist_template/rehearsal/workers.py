@@ -1,15 +1,15 @@
-"""Trainings on N processes of this machine's CPU, quick to start and sure to end.
+"""Runs commands on N CPU processes of this machine.
 
     with Workers(2, project) as workers:
         record = workers.run(["fit", "--config=…", "--trainer.strategy=ddp"], folder, callbacks=[KillAt(5)])
         record.check().loss         # {step: loss}
 
-The command is what `python -m <package>` takes. Each one gets fresh processes, as on a cluster: no group, cache or
-random state is left over from the one before. They are forked from one process that has imported torch, Lightning,
-transformers and DeepSpeed already (multiprocessing's "forkserver"), so that starting costs a tenth of a second and
-not six. Where a process must not be forked after such imports (macOS), each imports for itself.
+The command is that of `python -m <package>`. Each command gets new processes, so that no process group, cache or
+random state remains from the previous one. They are forked from a process that has already imported torch, Lightning,
+transformers and DeepSpeed (multiprocessing's "forkserver"): a start takes 0.1 s instead of 6 s. On macOS, where forking
+after such imports is unsafe, each process imports for itself.
 
-The ranks find each other over loopback as torchrun's would, so Lightning starts no processes of its own.
+The ranks meet over loopback with torchrun's environment variables, so Lightning starts no processes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .record import RunRecord
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
-GRACE_S = 20.0  # for the other ranks, once one has failed: time to say what they saw
+GRACE_S = 20.0  # after one rank has failed, for the other ranks to report
 IDLE = "idle"
 _WORKER = f"{__package__}.worker"
 
 
 class Workers:
-    """`num` CPU processes at a time that run this package's commands, one command after the other.
+    """Runs commands of a project, one after the other, on `num` CPU processes.
 
     Args:
-        num: Ranks, each a process with one thread. With 1, Lightning's own default makes no process group.
-        project: Whose module and data are trained.
+        num: Ranks, each a process with one thread. With 1, there is no process group.
+        project: Its module and data are trained.
     """
 
     def __init__(self, num: int, project: Project) -> None:
@@ -56,7 +56,7 @@ class Workers:
         self._context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
         self._context.set_forkserver_preload([_WORKER])
         _start_resource_tracker()
-        self._ranks: list[tuple[Any, Connection]] = []  # process and our end of its pipe
+        self._ranks: list[tuple[Any, Connection]] = []  # process, and the parent's end of its pipe
 
     def __enter__(self) -> Workers:
         return self
@@ -75,17 +75,16 @@ class Workers:
         prelude: Callable[[], None] | None = None,
         run_id: str | None = None,
     ) -> RunRecord:
-        """Run one command on all ranks and wait for its end, whatever it is; raises nothing that a rank raised.
+        """Runs one command on all ranks and waits for it; an error of a rank is in the returned record.
 
         Args:
             argv: A verb and its flags. A verb other than fit, validate, test, predict runs on one process.
-            record: A new folder for what the ranks write down; their output is there too, as `rank<N>.log`.
-            timeout_s: After so long the ranks write their stacks into their logs and are killed. None: no limit.
-            idle_s: The same after so long without progress (`WATCHDOG.beat`), of which each rank then reports where it
-                is. 0: off.
-            callbacks: Appended to the trainer's, after all others; they must pickle.
-            prelude: Called in each worker before the command: tests plant faults by it.
-            run_id: Name of the run's folder under `--run.root` and `--run.name`. None: that of `record`.
+            record: A new folder for the record, and for the ranks' output as `rank<N>.log`.
+            timeout_s: Seconds after which the ranks log their stacks and are killed. None: no limit.
+            idle_s: Seconds without progress (`WATCHDOG.beat`) after which each rank reports its position. 0: off.
+            callbacks: Appended to the trainer's callbacks; they must pickle.
+            prelude: Called in each worker before the command; tests inject faults with it.
+            run_id: Name of the run folder under `--run.root` and `--run.name`. None: that of `record`.
         """
         record.mkdir(parents=True, exist_ok=True)
         one = argv[0] not in ("fit", "validate", "test", "predict")
@@ -99,7 +98,7 @@ class Workers:
         return RunRecord(record, answers)
 
     def kill(self) -> None:
-        """End every process that is left."""
+        """Kills all remaining processes."""
         for process, connection in self._ranks:
             process.kill()
             process.join()
@@ -117,7 +116,7 @@ class Workers:
             self._ranks.append((process, ours))
 
     def _wait(self, timeout_s: float | None) -> dict[int, str]:
-        """What each rank ended with: "done", its error, how its process died, or where it hangs."""
+        """Returns how each rank ended: "done", its error, how its process died, or where it hangs."""
         answers: dict[int, str] = {}
         idle: dict[int, dict[str, Any]] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -138,9 +137,9 @@ class Workers:
             if any(answer != "done" for answer in answers.values()):
                 grace = time.monotonic() + GRACE_S
                 deadline = grace if deadline is None else min(deadline, grace)
-        with contextlib.suppress(OSError):  # a rank that is gone already
+        with contextlib.suppress(OSError):  # the rank may have exited
             for _, connection in self._ranks:
-                connection.send("exit")  # all have answered: now none is missed by another
+                connection.send("exit")  # all have answered: no rank needs another any more
         if idle:
             silent = [rank for rank, answer in answers.items() if answer == IDLE and rank not in idle]
             sentence = f"hung: {find_stalled(idle, silent)['sentence']}"
@@ -157,7 +156,7 @@ class Workers:
 
 
 def _start_resource_tracker() -> None:
-    """Python's own helper, which removes what a killed rank leaves behind; here without a warning about each."""
+    """Starts Python's helper that removes resources of killed ranks, without its warnings."""
     before = os.environ.get("PYTHONWARNINGS", "")
     os.environ["PYTHONWARNINGS"] = f"{before},ignore:resource_tracker:UserWarning".lstrip(",")
     resource_tracker.ensure_running()
@@ -165,13 +164,13 @@ def _start_resource_tracker() -> None:
 
 
 def _serve(connection: Connection, job: Job) -> None:
-    from .worker import serve  # here, not above: it imports what takes seconds, and the parent needs none of it
+    from .worker import serve  # imports for seconds; the parent does not need it
 
     serve(connection, job)
 
 
 def _rank_environment(rank: int, num: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """Returns torchrun's environment variables."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,4 +1,4 @@
-"""`rehearse`: prove a production configuration on a few CPU processes, in minutes, before it costs GPU hours."""
+"""`rehearse`: checks a production configuration on a few CPU processes, in minutes, before it uses GPU hours."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REAL_SIZES = "the real sizes fit together"
 
 
 def main(argv: list[str], project: Project, prelude: Callable[[], None] | None = None) -> None:
-    """Check `argv`'s configuration at its real size without running it, then run it small; `prelude` is for tests.
+    """Checks the sizes of a configuration without running it, then trains it small; `prelude` is for tests.
 
     Raises:
-        InputError: it cannot be read or folded.
-        SystemExit: with 1, when a check does not hold.
+        InputError: it cannot be read or made small.
+        SystemExit: with 1, if a check fails.
     """
     own, flags = own_flags().parse_known_args(argv[1:])
     from ..rehearsal.checks import CHECKS
@@ -37,7 +37,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
 
     names = [REAL_SIZES, *(check.name for check in CHECKS)]
     if not any(own.only in name for name in names):
-        raise InputError(f"--only {own.only!r} is in the name of no check; there are: {', '.join(names)}")
+        raise InputError(f"--only {own.only!r} matches no check; the checks are: {', '.join(names)}")
     folder = Path(own.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder, or remove it")
@@ -68,13 +68,13 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
 def make_small(
     own: argparse.Namespace, flags: list[str], folder: Path, project: Project, prelude: Callable[[], None] | None = None
 ) -> tuple[Any, Any, Runs]:
-    """The configuration's objects, the model's configuration at its real size, and the small trainings, none run yet.
+    """Returns the configuration's objects, the model's full-size configuration, and the small trainings, not yet run.
 
     Raises:
-        InputError: it cannot be read or folded.
+        InputError: it cannot be read or made small.
     """
     from ..rehearsal.runs import Runs
-    from ..rehearsal.shrink import shrink
+    from ..rehearsal.shrink_config import shrink
 
     cli = _parse(flags, own, project)
     strategy, model_config = cli.config_init.trainer.strategy, _model_config(cli)
@@ -84,25 +84,21 @@ def make_small(
 
 
 def own_flags() -> argparse.ArgumentParser:
-    parser = sizes.parser(
-        "rehearse",
-        "Prove a production configuration on a few CPU processes, in minutes, before it costs GPU hours.",
-        " Exit code: 0 all holds, 1 a check failed, 2 bad input.",
-    )
-    parser.add_argument("--processes", type=int, help="CPU processes here (default: what the folded strategy needs)")
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each training, 6 or more (default: 8)")
+    exit_codes = " Exit code: 0 all checks hold, 1 a check failed, 2 bad input."
+    parser = sizes.parser("rehearse", str(__doc__), exit_codes)
+    parser.add_argument("--processes", type=int, help="CPU processes (default: the minimum for the strategy)")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each training, 6 or more (default: 6)")
     parser.add_argument("--output", help="folder for the report and all runs (default: runs/rehearsals/<time>)")
-    parser.add_argument(
-        "--keep_data", action="store_true", help="read data.source and data.tokenizer, not made-up text"
-    )
-    parser.add_argument("--only", default="", help="run the checks with this in their name (default: all)")
-    idle = "seconds without progress after which a training has hung (60)"
+    keep = "read data.source with data.tokenizer instead of generated text"
+    parser.add_argument("--keep_data", action="store_true", help=keep)
+    parser.add_argument("--only", default="", help="run only the checks with this in their name (default: all)")
+    idle = "seconds without progress after which a training counts as hung (default: 60)"
     parser.add_argument("--timeout", type=float, default=60, help=idle)
     return parser
 
 
 def _parse(flags: list[str], own: argparse.Namespace, project: Project) -> Any:
-    """The configuration as it was given, and the objects that it describes."""
+    """Returns the parsed configuration, with `given`, its keys and values, and its objects."""
     import yaml
 
     from ..cli.fit import WithoutTrainer
@@ -114,22 +110,22 @@ def _parse(flags: list[str], own: argparse.Namespace, project: Project) -> Any:
             super().before_instantiate_classes()
 
     if own.steps < 6:
-        raise InputError(f"--steps {own.steps} is below 6: there must be steps before and after a kill")
+        raise InputError(f"--steps {own.steps} is below 6: the kill needs steps before and after it")
     os.environ.pop(RUN_ID, None)
     return Given(project, [*flags, *sizes.as_flags(own)], run=False)
 
 
 def _model_config(cli: Any) -> Any:
-    """The transformers configuration at its real size; None for another kind of model."""
+    """Returns the transformers configuration at full size; None for another kind of model."""
     tokenizer = getattr(cli.datamodule, "tokenizer", None)
-    vocab_size = getattr(tokenizer, "vocab_size", 2**15)  # tokens are not there before `prepare`
+    vocab_size = getattr(tokenizer, "vocab_size", 2**15)  # the vocabulary is unknown before `prepare`
     data = SimpleNamespace(vocab_size=vocab_size, eos_token_id=0, seq_len=cli.datamodule.seq_len)
     build = getattr(cli.model, "build_config", None)
     return build(data) if build else None
 
 
 def _check_real_sizes(report: Report, cli: Any, model_config: Any) -> None:
-    """One line for all that cannot work together on the real machine."""
+    """Adds one result: which settings cannot work together on the real machine."""
     from ..cli.limits import violations
     from ..rehearsal.report import Result
 
@@ -149,10 +145,10 @@ def _check_real_sizes(report: Report, cli: Any, model_config: Any) -> None:
 
 
 def _real_machine(trainer: dict[str, Any]) -> Any:
-    """Where it will run: this machine if only it can tell how many devices `auto` are, else as the numbers say.
+    """Returns the machine of the real run: as configured, or this machine where the devices are `auto`.
 
     Raises:
-        InputError: this machine has not what is asked for, and no numbers are given.
+        InputError: this machine lacks the devices, and no numbers are given.
     """
     from ..cli.limits import Machine
 

@@ -1,4 +1,4 @@
-"""What a rehearsal does to a training that it must survive, or that makes a fault visible."""
+"""Callbacks that change a training of a rehearsal: kill it, keep one of its checkpoints, make its labels ragged."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_MASKED_SHARE = 0.8
 
 
 class RaggedLabels(Callback):
-    """Let another share of each sequence's labels count, from none masked to most of them.
+    """Masks a different share of the labels in each row, from none to most of them.
 
-    In rows that are all full, a loss that is averaged per rank and not over the tokens of the global batch is right by
-    accident. Which labels are masked follows from the row alone, so it is the same on any number of ranks.
+    With full rows, a loss that is averaged per rank instead of over the tokens of the global batch would be correct by
+    accident. The mask depends on the row alone, so it is the same on any number of ranks.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -46,7 +46,7 @@ def _with_ragged_batches(make_loader: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _Ragged:
-    """What a loader's worker process can be given, where a closure cannot."""
+    """A collate function that can be pickled for a loader's worker process, unlike a closure."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -59,32 +59,32 @@ class _Ragged:
 
 
 def _masked(labels: Tensor) -> Tensor:
-    """(T,) labels of which a share does not count."""
+    """Returns (T,) labels with a random share set to NOT_COUNTED."""
     draw = np.random.default_rng(np.abs(labels.numpy()))
     share = draw.uniform(0, MAX_MASKED_SHARE)
     masked = torch.from_numpy(draw.random(len(labels)) < share)
-    masked[0] = False  # a row without any label would be a micro-batch without a loss
+    masked[0] = False  # a micro-batch without any label has no loss
     return labels.masked_fill(masked, NOT_COUNTED)
 
 
 class KillAt(Callback):
-    """SIGKILL this process, as every rank does, once `step` optimizer steps are done."""
+    """Kills every rank with SIGKILL after `step` optimizer steps."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step >= self.step:
-            trainer.strategy.barrier()  # all have got so far, and all checkpoints are written
+            trainer.strategy.barrier()  # until all ranks are here and all checkpoints are written
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class KeepCheckpoint(Callback):
-    """Copy the checkpoint that was written after `step`, before it is deleted for newer ones.
+    """Copies the checkpoint that was written after `step`, before newer ones replace it.
 
     Args:
-        step: In optimizer steps.
-        path: Where to.
+        step: Optimizer step of the checkpoint.
+        path: Destination.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -93,7 +93,7 @@ class KeepCheckpoint(Callback):
         self._is_done = False
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Of the next step: Lightning may have sorted the callbacks so that the checkpoint's comes last."""
+        """Runs at the next step: Lightning calls checkpoint callbacks last, so that the file exists only then."""
         if trainer.global_step != self.step or self._is_done:
             return
         self._is_done = True

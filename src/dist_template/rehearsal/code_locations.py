@@ -1,4 +1,4 @@
-"""Returns where code is defined, as file:line, for sentences that lead a reader to it."""
+"""Returns file:line of functions, modules, classes and stacks, for error messages."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..project import is_users
 
 
 def of_function(function: Any) -> str:
-    """The file:line of a function, method or wrapped function; "" for one in C."""
+    """Returns file:line of a function, method or wrapped function; "" for one in C."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else ""
 
 
 def of_module(module: Any) -> str:
-    """A module's class, and the file:line of its `forward` unless that is torch's own."""
+    """Returns a module's class, and file:line of its `forward` unless that is torch's own."""
     location = of_function(module.forward)
     return type(module).__name__ + ("" if type(module).__module__.startswith("torch.") else f", {location}")
 
 
 def of_class(kind: type) -> str:
-    """A class and its file:line, where Python can find it."""
+    """Returns a class and its file:line, if Python finds it."""
     try:
         return f"{kind.__name__}, {_short(inspect.getsourcefile(kind) or '')}:{inspect.getsourcelines(kind)[1]}"
     except (OSError, TypeError):
@@ -33,7 +33,7 @@ def of_class(kind: type) -> str:
 
 
 def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The file:line of the innermost frame in the user's project; "" when there is none. `frames`: outermost first."""
+    """Returns file:line of the innermost frame in the user's code, or ""; `frames` start with the outermost."""
     found = ""
     for frame, line in frames:
         if is_users(frame.f_code.co_filename):
@@ -42,7 +42,7 @@ def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def frames_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    """The stack whose innermost frame is `frame`, outermost first."""
+    """Returns the stack of `frame`, outermost first."""
     found = []
     while frame is not None:
         found.append((frame, frame.f_lineno))
@@ -51,6 +51,6 @@ def frames_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
 
 
 def _short(file: str) -> str:
-    """Relative to the working directory where it is below it, else the last three parts."""
+    """Returns the path relative to the working directory, or its last three parts if it is outside."""
     relative = os.path.relpath(file)
     return relative if not relative.startswith("..") else "/".join(Path(file).parts[-3:])

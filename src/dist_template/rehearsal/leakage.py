@@ -1,6 +1,6 @@
-"""Probes the trained module: does a token's output depend on what it must not see, another document or a later token?
+"""Tests whether a token's output depends on another document or on a later token.
 
-It changes tokens that must not be seen, and compares what comes out elsewhere; the sharding does not matter to that.
+Changes tokens that must not be visible, and compares the outputs of the others.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from .forward import ForwardCall, ForwardHooks, describe
+from .forward_hooks import ForwardCall, ForwardHooks, describe
 
-TOLERANCE = 1e-4  # of a tensor's largest value: other experts' tokens change the order of sums
+TOLERANCE = 1e-4  # relative to the largest value: tokens of other experts change the order of summation
 Places = Mapping[str, str]
 
 
-class Probe(Callback):
-    """Write probe.pt: {"documents": …, "future": …}, each the first key of `ForwardHooks` that changes, or "".
+class LeakageTest(Callback):
+    """Writes leakage.pt: {"documents": …, "future": …}, each the first key of `ForwardHooks` that changes, or "".
 
-    A probe that this module or its batch does not allow is missing.
+    A test that this module or its batch does not allow is missing.
 
     Args:
-        folder: Where to.
+        folder: Destination.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,11 +56,11 @@ class Probe(Callback):
                 kept = {row: (start, None) for row, start in starts.items()}
                 found["documents"] = _first_change(pl_module, call, batch, changed, kept, expected)
         pl_module.train()
-        torch.save(found, self.folder / "probe.pt")
+        torch.save(found, self.folder / "leakage.pt")
 
 
 def _documents(batch: Any) -> dict[int, int]:
-    """Row -> where its last document starts, of the rows in which another one is before it."""
+    """Returns {row: start of its last document} of the rows that hold several documents."""
     positions = batch.get("position_ids") if isinstance(batch, dict) else None
     if not isinstance(positions, Tensor):
         return {}
@@ -80,11 +80,11 @@ def _tensors(module: Any, call: ForwardCall, changed: Mapping[Tensor, Tensor] | 
 def _first_change(
     module: Any, call: ForwardCall, batch: Any, changed: dict, kept: dict, expected: Mapping[str, Tensor]
 ) -> str:
-    """The first tensor to change at the places `kept`, {row: (start, end)}, when tokens at `changed` do."""
+    """Returns the first tensor that changes in the ranges `kept`, {row: (start, end)}, if tokens in `changed` do."""
     tokens = batch["input_ids"].clone()
     shape = tuple(tokens.shape)
     ends = tokens[:, :-1][batch["position_ids"][:, 1:] == 0] if "position_ids" in batch else tokens[:0, 0]
-    others = [token for token in tokens.unique().tolist() if token not in ends]  # ends of documents stay where they are
+    others = [token for token in tokens.unique().tolist() if token not in ends]  # document ends stay
     following = dict(zip(others, others[1:] + others[:1], strict=True))
     for row, (start, end) in changed.items():
         tokens[row, start:end].apply_(lambda token: following.get(token, token))
@@ -105,6 +105,6 @@ def _first_change(
 
 
 def sentence(key: str, places: Places) -> str:
-    """Where what must not be seen is first seen, and the code that says what is."""
+    """Names the first tensor that changes, and the code that passes document boundaries to the model."""
     forward = places.get("forward", "?")
-    return f"it shows first in {describe(key, places)}; what tells the model where documents are is forward ({forward})"
+    return f"the first change is in {describe(key, places)}; forward ({forward}) passes the document boundaries"

@@ -1,4 +1,4 @@
-"""Hashes what a training keeps besides its weights: what a resumed one must have again, or trains differently."""
+"""Hashes the state of a training besides its weights, which a resumed training must restore."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 OF_LIGHTNING = set(vars(L.LightningModule())) | set(vars(Callback()))
-NOT_TRAINING = {
-    "eval_metrics",
-    "metrics",
-    "prepare_data_per_node",
-    "allow_zero_length_dataloader_with_multiple_devices",
-}
-MAX_ITEMS = 1000  # of a container; a larger one is data, not state
+NOT_TRAINING = {"eval_metrics", "metrics", "prepare_data_per_node"}
+NOT_TRAINING |= {"allow_zero_length_dataloader_with_multiple_devices"}
+MAX_ITEMS = 1000  # a larger container is data, not state
 
 
 def optimizer_state(trainer: Any, module: nn.Module) -> dict[str, str]:
-    """{"parameter: field": hash of this rank's part} of every optimizer."""
+    """Returns {"parameter: field": hash of this rank's shard} of every optimizer."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, str] = {}
     for optimizer in trainer.optimizers:
@@ -38,15 +34,15 @@ def optimizer_state(trainer: Any, module: nn.Module) -> dict[str, str]:
 
 
 def learning_rates(trainer: Any) -> list[float]:
-    """Of every parameter group, for the next step."""
+    """Returns the learning rate of every parameter group for the next step."""
     return [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
 
 
 def python_state(trainer: Any, module: nn.Module) -> dict[str, str]:
-    """{"NAME.attribute": hash} of the attributes that are plain values, tensors, generators or containers of these.
+    """Returns {"NAME.attribute": hash} of attributes that are plain values, tensors, generators or containers of these.
 
-    Of the module and all modules in it, and of the user's callbacks. What checkpoints hold (parameters and buffers) and
-    what Lightning and this package's callbacks keep for themselves is not in it.
+    It covers the module, all its submodules and the user's callbacks, without parameters and buffers (checkpoints have
+    them), and without the attributes of Lightning and of this library's callbacks.
     """
     callbacks = [callback for callback in trainer.callbacks if not _is_ours(callback)]
     owners = [*module.named_modules(), *((type(callback).__name__, callback) for callback in callbacks)]
@@ -66,11 +62,11 @@ def _attributes(owner: Any) -> Iterator[tuple[str, str]]:
 
 
 def _hash(value: Any) -> str | None:
-    """Equal for equal values; starts with "tensor" where there is one in it. None: it is no plain value."""
+    """Returns a hash that starts with "tensor" if the value holds one; None if it is not a plain value."""
     if isinstance(value, Tensor):
         local: Tensor = (value.to_local() if isinstance(value, DTensor) else value).detach().cpu().contiguous()
         return f"tensor {_digest(local.reshape(-1).view(torch.uint8).numpy().tobytes())}" if not value.is_meta else None
-    if isinstance(value, nn.Module):  # in a container or a callback; the module's own are in checkpoints
+    if isinstance(value, nn.Module):  # in a container or a callback; checkpoints have the module's own
         return _hash_of_items(list(value.state_dict().items()))
     if isinstance(value, torch.Generator):
         return f"generator {_digest(value.get_state().numpy().tobytes())}"

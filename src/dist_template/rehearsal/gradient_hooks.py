@@ -1,4 +1,4 @@
-"""Records how each hook between backward and the optimizer's step changes the gradients of the first step."""
+"""Records how each hook between backward and the optimizer step scales the gradients of the first step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning.pytorch import Callback
 from ..compat.hooks import own
 from ..compat.lightning import accumulates
 from ..compat.torch import on_optimizer_step
-from . import locations
-from .details import gradient_of
+from . import code_locations
+from .first_step import gradient_of
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 STEP = "the optimizer's step"
-Stage = dict[str, Any]  # hook, location, before, after: the gradients' norm
+Stage = dict[str, Any]  # hook, location, before, after: the gradient norm
 
 
-class GradientStages(Callback):
-    """Write stages.pt: a list of `Stage`, in the order in which the hooks ran, and last the optimizer's step.
+class GradientHooks(Callback):
+    """Writes stages.pt: a list of `Stage` in the order in which the hooks ran; the last is the optimizer step.
 
     Args:
-        folder: Where to.
+        folder: Destination.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class GradientStages(Callback):
             before = _norm(module)
             result = hook(*args, **kwargs)
             self.stages.append(
-                {"hook": label, "location": locations.of_function(hook), "before": before, "after": _norm(module)}
+                {"hook": label, "location": code_locations.of_function(hook), "before": before, "after": _norm(module)}
             )
             return result
 
@@ -74,13 +74,13 @@ def _hook(owner: Any, name: str, base: type) -> Any:
 
 
 def _norm(module: Any) -> float:
-    """Of all gradients, over all ranks. Collective where they are sharded."""
+    """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
     gradients = [gradient_of(parameter) for parameter in module.parameters() if parameter.requires_grad]
     return sum(gradient.double().pow(2).sum().item() for gradient in gradients if gradient is not None) ** 0.5
 
 
 def first_other_factor(expected: Sequence[Stage], got: Sequence[Stage], tolerance: float) -> str:
-    """The first hook that scales the gradients by another factor in `got` than in `expected`; "" if none does."""
+    """Names the first hook that scales the gradients by another factor in `got` than in `expected`; "" if none does."""
     known: Mapping[str, Stage] = {stage["hook"]: stage for stage in expected}
     for stage in got:
         other = known.get(stage["hook"])
@@ -88,8 +88,8 @@ def first_other_factor(expected: Sequence[Stage], got: Sequence[Stage], toleranc
         if abs(factor - expected_factor) > tolerance * expected_factor:
             where = f" ({stage['location']})" if stage["location"] else ""
             return (
-                f"{stage['hook']}{where} multiplies the gradients, which agree after backward, by {factor:.4g} where"
-                f" it should be {expected_factor:.4g}"
+                f"{stage['hook']}{where} multiplies the gradients, which agree after backward, by {factor:.4g} instead"
+                f" of {expected_factor:.4g}"
             )
     return ""
 

@@ -9,7 +9,7 @@ import torch
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Of an exported model, by the names that it has in memory."""
+    """Returns the weights of an exported model, by their names in memory."""
     if (folder / "config.json").exists():
         return _load(folder).state_dict()
     from safetensors.torch import load_file
@@ -27,5 +27,5 @@ def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # in the middle of the table
+    disable_progress_bar()  # it would be printed between the results
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()

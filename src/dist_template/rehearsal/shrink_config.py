@@ -1,9 +1,8 @@
-"""A production configuration made small enough for a few CPU processes, without changing what is being proven.
+"""Shrinks a production configuration to a few CPU processes, without changing what is checked.
 
-Kept: the module and the data module with the user's edits, all callbacks, the strategy with its plans, clipping,
-schedule, activation checkpointing. Folded: the mesh (each size above 1 becomes 2), the batch (accumulation stays).
-Replaced: widths and depth (architecture.py), the text (generated, unless the user's is kept), precision (fp32, in which
-equal means equal), loggers (none).
+Kept: the user's module and data module, all callbacks, the strategy with its plans, clipping, schedule, activation
+checkpointing, gradient accumulation. Reduced: each mesh size above 1 becomes 2; the batch; the model (shrink_model.py).
+Replaced: the text is generated (unless --keep_data), precision is fp32 to make results comparable, loggers are off.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from typing import Any
 from ..errors import InputError
 from ..model.architecture_keys import EXTRA
 from ..parallel import data_parallel_size
-from .architecture import dropouts, shrink_architecture
+from .shrink_model import dropouts, shrink_architecture
 
 MAX_PROCESSES = 4
 SEQ_LEN, MICRO_BATCH_SIZE, ACCUMULATION = 32, 2, 2
-DROPOUT = 0.1  # while kill and resume are rehearsed: a random state that is lost must show
+DROPOUT = 0.1  # for kill and resume, so that a lost random state has an effect
 WORDS = "rank step batch shard expert token gradient loss mesh layer weight seed node norm head cache row epoch".split()
-PERSISTENT = 64  # elements: norms stay whole, matrices do not
+PERSISTENT = 64  # elements: ZeRO-3 keeps norms unsharded, and shards matrices
 MESH = ("dp_replicate_size", "fsdp_size", "tp_size")
 
 
 @dataclass
 class Small:
-    """What is rehearsed.
+    """The small configuration.
 
     Args:
-        config: Keys and values as in the YAML; each run changes some.
+        config: Keys and values as in YAML; each training changes some.
         processes: Ranks of the chosen strategy.
-        data_parallel: Ranks that see a batch of their own.
-        steps: Optimizer steps of a whole run.
+        data_parallel: Data-parallel ranks among them.
+        steps: Optimizer steps of an uninterrupted training.
         dropouts: Fields of `model.architecture` that are dropout probabilities.
-        notes: What differs from production, a sentence each.
+        notes: Differences from production, a sentence each.
     """
 
     config: dict[str, Any]
@@ -53,14 +52,14 @@ class Small:
         return self.config["trainer"]["strategy"]
 
     def variant(self, processes: int, strategy: Any, micro_batch_size: int = MICRO_BATCH_SIZE) -> dict[str, Any]:
-        """The same training on so many processes under another strategy; the global batch stays."""
+        """Returns the same training on `processes` under another strategy, with the same global batch."""
         config = copy.deepcopy(self.config)
         config["trainer"] |= {"devices": processes, "strategy": strategy}
         config["data"]["micro_batch_size"] = micro_batch_size
         return config
 
     def with_dropout(self) -> dict[str, Any]:
-        """The rehearsed training with dropout, where the architecture has a field for it."""
+        """Returns the training with dropout, if the architecture has fields for it."""
         config = copy.deepcopy(self.config)
         if self.dropouts:
             config["model"]["architecture"] |= dict.fromkeys(self.dropouts, DROPOUT)
@@ -72,23 +71,23 @@ def shrink(
     model_config: Any,
     strategy: Any,
     folder: Path,
-    steps: int = 8,
+    steps: int = 6,
     processes: int | None = None,
     keep_data: bool = False,
 ) -> Small:
-    """Make `given` small.
+    """Shrinks `given`.
 
     Args:
-        given: The production configuration, every key resolved.
-        model_config: The transformers configuration that it describes; None where the module builds another model.
-        strategy: The strategy that it describes, instantiated, or its name.
-        folder: Where the generated text and all runs go.
-        steps: Optimizer steps of a whole run.
-        processes: Ranks; None: as many as the folded strategy needs.
-        keep_data: Read the user's source and tokenizer.
+        given: The production configuration with every key resolved.
+        model_config: Its transformers configuration; None if the module builds another kind of model.
+        strategy: Its strategy, instantiated, or the strategy's name.
+        folder: Destination of the generated text and of all runs.
+        steps: Optimizer steps of an uninterrupted training.
+        processes: Ranks; None: the minimum for the strategy.
+        keep_data: Keeps the configured source and tokenizer.
 
     Raises:
-        InputError: the strategy cannot be folded onto so many processes.
+        InputError: the strategy does not work on `processes`.
     """
     config = copy.deepcopy(given)
     notes: list[str] = []
@@ -101,19 +100,19 @@ def shrink(
     _shrink_model(config["model"], model_config, config["data"]["seq_len"], small)
     chunk, tokens = given["model"].get("loss_chunk"), given["data"]["micro_batch_size"] * given["data"]["seq_len"]
     if chunk and tokens > chunk:
-        config["model"]["loss_chunk"] = config["data"]["seq_len"]  # the loss is taken in chunks here too
-    if "loss_kernel" in config["model"]:  # not in a module of one's own
+        config["model"]["loss_chunk"] = config["data"]["seq_len"]  # so that the loss is computed in chunks here too
+    if "loss_kernel" in config["model"]:
         config["model"]["loss_kernel"] = "torch"  # Liger's kernels need a GPU
     if "watchdog" in config:
-        config["watchdog"] |= {"timeout_s": 0, "start_timeout_s": 0}  # the workers watch themselves (worker.py)
+        config["watchdog"] |= {"timeout_s": 0, "start_timeout_s": 0}  # worker.py detects hangs itself
     if "every_n_steps" in config.get("last_checkpoint", {}):
-        # Waited for: the kill comes a few quick steps later, and must find it.
+        # Synchronous: it must be complete when the kill follows a few steps later.
         config["last_checkpoint"] |= {"every_n_steps": checkpoint_step(steps), "asynchronous": False}
     return small
 
 
 def checkpoint_step(steps: int) -> int:
-    """The step after which a checkpoint is written; a kill comes some steps later, and loses those."""
+    """Returns the step of the first checkpoint; the kill follows some steps later."""
     return max(1, steps * 3 // 8)
 
 
@@ -138,13 +137,13 @@ def _shrink_data(data: dict[str, Any], folder: Path, global_batch_size: int, kee
         source = {"class_path": "TextFiles", "init_args": {"paths": paths, "separator": "\n"}}
         small |= {"source": source, "tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
         small |= {"validation_share": 0.1, "test_share": 0.1}
-    data |= {key: value for key, value in small.items() if key in data}  # a user's data module may lack some
+    data |= {key: value for key, value in small.items() if key in data}  # other data modules may lack some keys
 
 
 def _write_texts(folder: Path, rows: int, row_bytes: int) -> Path:
-    """Lines of text, each a document, enough for so many rows. They are the same each time, and no two rows are.
+    """Writes a deterministic text whose lines are documents, enough for `rows` different rows.
 
-    Most are shorter than a row, so that rows hold several documents: leaks between them must show.
+    Most documents are shorter than a row, so that leakage between documents has an effect.
     """
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
@@ -159,23 +158,23 @@ def _write_texts(folder: Path, rows: int, row_bytes: int) -> Path:
 
 def _shrink_model(model: dict[str, Any], model_config: Any, seq_len: int, small: Small) -> None:
     if model_config is None:
-        small.notes.append("the model is not built from model.architecture: it is rehearsed at the size that is given")
+        small.notes.append("the model is not built from model.architecture: it keeps its size")
     else:
         if model.get("pretrained"):
-            small.notes.append("model.pretrained: its architecture is rehearsed, made small, with random weights")
+            small.notes.append("model.pretrained is replaced by a small model of its architecture with random weights")
             model["pretrained"] = None
         extra = {key: value for key, value in (model.get("architecture") or {}).items() if key == EXTRA}
         model["architecture"] = shrink_architecture(model_config, seq_len) | extra
         small.dropouts = dropouts(model_config)
         model["architecture"] |= dict.fromkeys(small.dropouts, 0.0)
         if any(getattr(model_config, name) for name in small.dropouts):
-            small.notes.append("dropout is off but where kill and resume are rehearsed: ranks draw it differently")
+            small.notes.append("dropout is off except for kill and resume: random masks differ between ranks")
     if isinstance(model.get("optim"), dict):
         warmup = model["optim"].get("warmup", 0)
         model["optim"] |= {"learning_rate": 3e-3, "warmup": 2 if warmup >= 1 else warmup}
     if model.get("blocks", {}).get("compile"):
         model["blocks"]["compile"] = False
-        small.notes.append("model.blocks.compile is off: on a CPU it costs minutes")
+        small.notes.append("model.blocks.compile is off: it takes minutes on a CPU")
     if "sample_tokens" in model:
         model["sample_tokens"] = 4
 
@@ -184,7 +183,7 @@ def _shrink_model(model: dict[str, Any], model_config: Any, seq_len: int, small:
 
 
 def fold_strategy(spec: Any, strategy: Any, processes: int | None, notes: list[str]) -> tuple[Any, int]:
-    """`spec`, the strategy's entry in the configuration, for few processes, and how many those are.
+    """Returns `spec`, the strategy's configuration, for few processes, and their number.
 
     Raises:
         InputError: `processes` does not fit.
@@ -192,15 +191,15 @@ def fold_strategy(spec: Any, strategy: Any, processes: int | None, notes: list[s
     spec = copy.deepcopy(spec)
     options = spec.get("init_args") or {} if isinstance(spec, dict) else {}
     if "process_group_backend" in options:
-        options["process_group_backend"] = None  # of the CPU
+        options["process_group_backend"] = None  # the default of a CPU
     if isinstance(options.get("config"), str | dict):
         options["config"] = _without_sizes(options["config"])
     elif "param_persistence_threshold" in options:
-        options["param_persistence_threshold"] = PERSISTENT  # or ZeRO-3 would leave every small parameter whole
+        options["param_persistence_threshold"] = PERSISTENT  # by default ZeRO-3 keeps small parameters unsharded
     for name in ("offload_optimizer_device", "offload_params_device"):
         if options.get(name) == "nvme":
             options[name] = "cpu"
-            notes.append(f"{name} is the host's memory here, not NVMe")
+            notes.append(f"{name} is host memory here, not NVMe")
     if not hasattr(strategy, "sizes"):
         return ("ddp" if spec == "auto" else spec), processes or 2
 
@@ -208,31 +207,31 @@ def fold_strategy(spec: Any, strategy: Any, processes: int | None, notes: list[s
     for name in (*MESH, "ep_size"):
         options[name] = 2 if isinstance(options[name], int) and options[name] > 1 else options[name]
     auto = 2
-    if shards_experts and _ranks_per_expert(options, auto) == 1:  # each expert's own FSDP needs ranks too
+    if shards_experts and _ranks_per_expert(options, auto) == 1:  # FSDP of each expert needs ranks too
         auto, options["fsdp_size"] = 4, "auto" if options["fsdp_size"] == "auto" else 4
     num = _num_ranks(options, auto)
     if num > MAX_PROCESSES and options["dp_replicate_size"] != 1:
         options["dp_replicate_size"] = 1
         num = _num_ranks(options, auto)
-        notes.append(f"dp_replicate_size is 1: with it, the folded mesh would need {2 * num} processes")
+        notes.append(f"dp_replicate_size is 1: otherwise the small mesh would need {2 * num} processes")
     num = processes or num
-    _folded(strategy, spec).sizes(num)  # refuses a number that does not fit
+    _folded(strategy, spec).sizes(num)  # raises if the number does not fit
     return spec, num
 
 
 def fewer(small: Small, strategy: Any) -> tuple[Any, int]:
-    """The folded strategy on half of its processes: the sizes of data parallelism shrink first.
+    """Returns the small strategy on half of its processes; data parallelism shrinks first.
 
     Raises:
         InputError: there is only one process.
     """
     if small.processes < 2:
-        raise InputError("one process has no half; give --processes 2 or more")
+        raise InputError("one process cannot be halved; give --processes 2 or more")
     num, spec = small.processes // 2, copy.deepcopy(small.strategy)
     if hasattr(strategy, "sizes"):
         options = spec["init_args"]
         name = next(name for name in MESH if options[name] != 1)
-        if options[name] != "auto":  # which follows by itself
+        if options[name] != "auto":  # auto adapts
             options[name] //= 2
         sizes = _folded(strategy, spec).sizes(num)
         if options["ep_size"] != "auto":
@@ -245,7 +244,7 @@ def _ep(options: dict[str, Any]) -> int:
 
 
 def _ranks_per_expert(options: dict[str, Any], auto: int) -> int:
-    """Ranks over which FSDP shards each expert; 1 without expert parallelism. `auto`: what auto may be."""
+    """Returns the ranks over which FSDP shards each expert; 1 without expert parallelism. `auto`: value of auto."""
     fsdp, tp = (auto if options[name] == "auto" else options[name] for name in ("fsdp_size", "tp_size"))
     return 1 if options["ep_size"] in (1, "auto") else fsdp * tp // options["ep_size"]
 
@@ -258,7 +257,7 @@ def _num_ranks(options: dict[str, Any], auto: int) -> int:
 
 
 def _folded(strategy: Any, spec: Any) -> Any:
-    """A strategy like `strategy` with `spec`'s sizes, to ask what follows from them."""
+    """Returns a copy of `strategy` with the sizes of `spec`."""
     if not hasattr(strategy, "sizes"):
         return strategy
     folded = copy.copy(strategy)
@@ -268,7 +267,7 @@ def _folded(strategy: Any, spec: Any) -> Any:
 
 
 def _without_sizes(config: Any) -> dict[str, Any]:
-    """A user's DeepSpeed JSON without what the rehearsal changes: batch sizes, precision, what counts as small."""
+    """Returns a user's DeepSpeed JSON without batch sizes and precision, and with a small persistence threshold."""
     if isinstance(config, str):
         config = json.loads(Path(config).read_text(encoding="utf-8"))
     changed = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16", "fp16")

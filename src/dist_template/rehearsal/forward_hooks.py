@@ -1,4 +1,4 @@
-"""Records the inputs and outputs of every module in a forward pass, and finds the first that two passes disagree on."""
+"""Records inputs and outputs of every module in a forward pass, and finds where two passes first differ."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import locations
+from . import code_locations
 
 INPUT = "the input of "
-EXPERTS = ".experts."  # modules below get each expert's tokens, whose order and number differ between strategies
+EXPERTS = ".experts."  # inside, the order and number of tokens differ between strategies
 
 
 class ForwardHooks:
-    """Hooks on all modules of `root`; `tensors` fills in the order in which modules are entered and left.
+    """Forward hooks on all modules of `root`.
 
-    tensors    {"the input of NAME": first tensor argument, "NAME": first output tensor}, full tensors on the host
-    inside     names of the modules whose forward has been entered and not left, the innermost last
+    tensors    {"the input of NAME": first tensor argument, "NAME": first output tensor}, unsharded, on the host, in
+               execution order
+    inside     names of the modules whose forward is running, the innermost last
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -40,7 +41,7 @@ class ForwardHooks:
         self._hooks = []
 
     def changed(self) -> None:
-        """Called before a module is entered or left; the code of `inside[-1]` has run since the last call."""
+        """Called before a module is entered or left, after code of `inside[-1]` has run; for subclasses."""
 
     def _enter(self, name: str, args: Any, kwargs: Any) -> None:
         self.changed()
@@ -52,30 +53,30 @@ class ForwardHooks:
     def _leave(self, name: str, output: Any) -> None:
         self.changed()
         while self.inside and self.inside.pop() != name:
-            pass  # recomputation stops as soon as it has what it needs, in the middle of a module
+            pass  # activation recomputation may stop in the middle of a module
         first = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
         self._keep(name, first)
 
     def _keep(self, key: str, value: Any) -> None:
-        if isinstance(value, Tensor) and value.is_floating_point() and key not in self.tensors:  # not the recomputed
+        if isinstance(value, Tensor) and value.is_floating_point() and key not in self.tensors:  # not when recomputed
             self.tensors[key] = full(value)
 
 
 class ForwardCall:
-    """Records the arguments of the LightningModule's first forward pass, which are the user's choice, to repeat it."""
+    """Records the arguments of the LightningModule's first forward call, to repeat the call later."""
 
     def __init__(self, module: nn.Module) -> None:
         self.arguments: tuple[Any, Any] | None = None
         self._handle = module.register_forward_pre_hook(self._record, with_kwargs=True)
 
     def _record(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not inspect.ismethod(module.forward):  # Lightning's way to training_step through a wrapper, as DDP's
+        if not inspect.ismethod(module.forward):  # DDP calls forward as a wrapper of training_step
             return
         self.arguments = (args, kwargs)
         self._handle.remove()
 
     def repeat(self, module: nn.Module, changed: Mapping[Tensor, Tensor] | None = None) -> Any:
-        """Calls the module again; returns None if its forward was never called. `changed`: tensors to replace."""
+        """Repeats the call with `changed` tensors replaced; returns None if forward was never called."""
         if self.arguments is None:
             return None
         replaced = {id(tensor): by for tensor, by in (changed or {}).items()}
@@ -84,27 +85,27 @@ class ForwardCall:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The unsharded tensor, on the host. Collective for a DTensor."""
+    """Returns the unsharded tensor on the host. Collective for a DTensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
 
 
 def locate_modules(root: nn.Module) -> dict[str, str]:
-    """Module name -> its class and where its `forward` is defined."""
-    return {name: locations.of_module(module) for name, module in root.named_modules()}
+    """Returns {module name: its class, and the file:line of its `forward`}."""
+    return {name: code_locations.of_module(module) for name, module in root.named_modules()}
 
 
 def first_different(
     expected: Mapping[str, Tensor], got: Mapping[str, Tensor], rows: tuple[int, int], tolerance: float
 ) -> str:
-    """The first key of `expected` whose values differ in the rows that both have; "" if none does.
+    """Returns the first key of `expected` whose values differ in the common rows; "" if none does.
 
-    Tensors that are sharded over ranks or not ordered by row have other shapes, and are skipped.
+    Tensors that are sharded over ranks, or not ordered by row, have other shapes and are skipped.
 
     Args:
-        expected: Of one forward pass.
-        got: Of another, with the same sequences in the rows that both have.
-        rows: Sequences of the first and of the second pass.
+        expected: Tensors of one forward pass.
+        got: Tensors of another, with the same sequences in the common rows.
+        rows: Number of sequences in the first and in the second pass.
         tolerance: Relative to a tensor's largest value.
     """
     for key, want in expected.items():
@@ -122,7 +123,7 @@ def first_different(
 
 
 def describe(key: str, places: Mapping[str, str]) -> str:
-    """`key`, and the code that made it: a module's own, or for an input that of the module around it."""
+    """Returns `key` with the code that computes it: the module's, or for an input that of the parent module."""
     if not key.startswith(INPUT):
         return f"the output of {key or 'the module'} ({places.get(key, '?')})"
     parent = key.removeprefix(INPUT).rpartition(".")[0]

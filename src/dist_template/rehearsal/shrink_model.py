@@ -1,9 +1,8 @@
-"""A transformers architecture made small: few layers, narrow, few experts, and of the same structure.
+"""Shrinks a transformers architecture: few narrow layers and few experts, with the same structure.
 
-Kept: every kind of layer that there is (dense and sparse, full and sliding attention), grouped heads where heads are
-grouped, the choice of experts by groups, tied embeddings, and that heads and experts divide by 2, the size to which
-tensor and expert parallelism are folded. Fields are named as transformers names them; a configuration's own
-`attribute_map` translates.
+It keeps every kind of layer (dense and sparse, full and sliding attention), grouped heads, expert groups and tied
+embeddings. Heads and experts stay divisible by 2, the size to which tensor and expert parallelism are reduced. Fields
+have transformers' standard names; `attribute_map` of the configuration translates them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import dataclasses
 from typing import Any
 
 NUM_EXPERTS = 4
-SIZES = {  # field -> at most so much; where a configuration has no such field, nothing
+SIZES = {  # field: maximum; fields that a configuration lacks are skipped
     "hidden_size": 32,
     "intermediate_size": 64,
     "moe_intermediate_size": 16,
@@ -36,18 +35,12 @@ SIZES = {  # field -> at most so much; where a configuration has no such field, 
     "num_mtp_layers": 1,
     "num_nextn_predict_layers": 1,
 }
-NOT_KEPT = {
-    "vocab_size",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "transformers_version",
-}  # the data's, or no size
+NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 
 
 def shrink_architecture(config: Any, seq_len: int) -> dict[str, Any]:
-    """The fields, `model_type` among them, of a small architecture like `config`'s."""
+    """Returns the fields, including `model_type`, of a small architecture with the structure of `config`."""
     known = {field.name for field in dataclasses.fields(config)}
     fields = {k: v for k, v in config.to_diff_dict().items() if k in known and k not in NOT_KEPT}
     small: dict[str, Any] = {
@@ -62,12 +55,12 @@ def shrink_architecture(config: Any, seq_len: int) -> dict[str, Any]:
         native = {config.attribute_map.get(name, name), name} & known
         fields |= dict.fromkeys(native, value)
     if "pad_token_id" in known:
-        fields["pad_token_id"] = None  # it may lie beyond the small vocabulary; packed rows are not padded
+        fields["pad_token_id"] = None  # may exceed the small vocabulary; packed rows have no padding
     return {"model_type": config.model_type, **fields}
 
 
 def dropouts(config: Any) -> list[str]:
-    """The fields of `config` that are dropout probabilities."""
+    """Returns the fields of `config` that are dropout probabilities."""
     names = (field.name for field in dataclasses.fields(config))
     return [n for n in names if n.endswith(DROPOUTS) and isinstance(getattr(config, n), int | float)]
 
@@ -78,7 +71,7 @@ def _has(config: Any, name: str) -> bool:
 
 
 def _heads(config: Any) -> dict[str, int]:
-    """As many as two-fold tensor parallelism needs; grouped two by two where they are grouped."""
+    """Returns enough heads for tensor parallelism of size 2, in groups of 2 if heads are grouped."""
     if not _has(config, "num_attention_heads"):
         return {}
     heads = config.num_attention_heads
@@ -100,7 +93,7 @@ def _experts(config: Any) -> dict[str, int]:
 
 
 def _layers(config: Any) -> dict[str, Any]:
-    """One layer of each kind, in order; two at least."""
+    """Returns one layer of each kind, in order, and at least two layers."""
     if not _has(config, "num_hidden_layers"):
         return {}
     depth = config.num_hidden_layers

@@ -1,4 +1,4 @@
-"""Records the first step in detail, so that a difference in the loss can be traced to where it starts."""
+"""Records outputs and gradients of the first step, so that a difference in the loss can be traced to its cause."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from ..compat.deepspeed import is_partitioned_in_half
 from ..compat.lightning import accumulates
 from ..weights import is_partitioned_by_zero
-from . import locations
-from .forward import ForwardCall, ForwardHooks, full, locate_modules
+from . import code_locations
+from .forward_hooks import ForwardCall, ForwardHooks, full, locate_modules
 from .recorder import fingerprint
 
 
 class Details(Callback):
-    """Write down the first step's forward passes and gradients and, at the end, the trained module's logits.
+    """Saves forward passes and gradients of the first step and, at the end, the trained module's logits.
 
-    forward<rank>.pt   for each micro-batch of the first step: rows (a hash of each), tensors (see `ForwardHooks`)
-    places.pt          {module: class and file:line}, and a few hooks of the module
-    draws.pt           {module: dropout, or another use of the random generator in its forward pass}
+    forward<rank>.pt   per micro-batch of the first step: rows (a hash of each), tensors (see `ForwardHooks`)
+    places.pt          {module: class and file:line}, also of training_step, forward, datamodule, optimizer, order
+    draws.pt           {module: "dropout", or another use of the random generator in its forward pass}
     gradients.pt       {parameter: unsharded gradient} after the first backward pass, before clipping
-    buffers.pt         {buffer: its value} after the first step, on rank 0
-    missing.pt         {parameter without a gradient in every step: whether its module's forward ran}
+    buffers.pt         {buffer: value} after the first step, on rank 0
+    missing.pt         {parameter that never gets a gradient: whether the forward of its module ran}
     logits.pt          (batch, logits) of the trained module on rank 0
 
-    An error in the first forward pass gets a note with the name of the module that raised it.
+    An error in the first forward pass gets a note with the name of its module.
 
     Args:
-        folder: Where to.
-        dropout_is_off: Replace torch's dropout functions by the identity: ranks would draw differently.
+        folder: Destination.
+        dropout_is_off: Replaces torch's dropout functions by the identity, because random masks differ between ranks.
     """
 
     def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
@@ -51,11 +51,11 @@ class Details(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._hooks, self._call = _Draws(pl_module), ForwardCall(pl_module)
         places = locate_modules(pl_module) | {
-            "training_step": locations.of_function(pl_module.training_step),
-            "forward": locations.of_function(pl_module.forward),
-            "datamodule": locations.of_class(type(trainer.datamodule)),  # ty: ignore[missing-attribute]
-            "optimizer": locations.of_class(type(trainer.optimizers[0])),
-            "order": locations.of_class(type(getattr(trainer.train_dataloader, "batch_sampler", None))),
+            "training_step": code_locations.of_function(pl_module.training_step),
+            "forward": code_locations.of_function(pl_module.forward),
+            "datamodule": code_locations.of_class(type(trainer.datamodule)),  # ty: ignore[missing-attribute]
+            "optimizer": code_locations.of_class(type(trainer.optimizers[0])),
+            "order": code_locations.of_class(type(getattr(trainer.train_dataloader, "batch_sampler", None))),
         }
         self._save(trainer, "places", places)
 
@@ -96,11 +96,11 @@ class Details(Callback):
         pl_module.eval()
         logits = self._call.repeat(pl_module)
         pl_module.train()
-        if isinstance(logits, Tensor):  # a module whose `forward` returns something else is not compared
+        if isinstance(logits, Tensor):  # other outputs of `forward` are not compared
             self._save(trainer, "logits", (self._batch, full(logits)))
 
     def _has_run(self, parameter: str) -> bool:
-        """Whether the forward of the module that holds `parameter` ran in the first step."""
+        """Returns whether the forward of the module that owns `parameter` ran in the first step."""
         owner = parameter.rpartition(".")[0]
         return any(owner in each["tensors"] for each in self._passes)
 
@@ -110,14 +110,14 @@ class Details(Callback):
 
 
 class _Draws(ForwardHooks):
-    """Also records which modules' own code advances the random generator: {module: what drew}."""
+    """Also records which modules advance the random generator in their own code, as {module: what}."""
 
     def __init__(self, root: nn.Module) -> None:
         self.draws: dict[str, str] = {}
         super().__init__(root)
 
     def begin(self) -> None:
-        """A micro-batch starts."""
+        """Called at the start of a micro-batch."""
         self.tensors, self.inside = {}, []
         self._state = torch.get_rng_state()
 
@@ -132,7 +132,7 @@ class _Draws(ForwardHooks):
 
 
 def _turn_dropout_off(note: Any) -> None:
-    """Replace torch's functions in this process, which trains once; modules of torch and transformers call them."""
+    """Replaces torch's dropout functions in this process, which runs one training."""
     functional: Any = torch.nn.functional
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
 
@@ -155,8 +155,8 @@ def _turn_dropout_off(note: Any) -> None:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """The unsharded gradient, over all ranks; None where there is none. Collective."""
-    if is_partitioned_by_zero(parameter) or is_partitioned_in_half(parameter):  # DeepSpeed's: partitioned, not in .grad
+    """Returns the unsharded gradient, or None if there is none. Collective."""
+    if is_partitioned_by_zero(parameter) or is_partitioned_in_half(parameter):  # DeepSpeed's, not in .grad
         from deepspeed.utils import safe_get_full_grad
 
         gradient = safe_get_full_grad(parameter)
