@@ -1,4 +1,4 @@
-"""A --config file, read and checked before anything is imported that takes time."""
+"""Reads and checks a --config file, before the slow imports."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import yaml
 
 from ..errors import InputError
 
-MOST_VALUES = 100_000  # of a file, aliases expanded; a full configuration has 200
-SECTIONS = {  # keys that hold keys; what to do in place of naming a class there
+MOST_VALUES = 100_000  # values in a file with its aliases expanded; a full configuration has 200
+SECTIONS = {  # keys that hold keys, and where their class is defined
     "trainer": "",
     "model": "; the model's class is LanguageModule of module.py: edit it there",
     "data": "; the data module's class is DataModule of data.py: edit it there",
 }
-# Lightning's own ways to set keys by the environment; LightningCLI and this project read none of them.
+# Names of environment variables from which Lightning could read keys; this command line does not.
 VARIABLE = re.compile(r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)")
 
 
 def read(path: str) -> dict[str, Any]:
-    """The keys of the file at `path`.
+    """Returns the keys of the file at `path`.
 
     Raises:
-        InputError: it cannot be read, is not YAML, holds no keys, or more than can be meant.
+        InputError: it cannot be read, is not YAML, holds no keys, or far too many.
     """
     where = f"--config {path}"
     try:
@@ -73,7 +73,7 @@ def _exists(module: str) -> bool:
 
 
 def check_section(name: str, value: Any, where: str) -> None:
-    """Refuse a value of a key that holds keys.
+    """Checks the value of a key that holds keys.
 
     Raises:
         InputError: it is neither keys nor a file of them.
@@ -84,10 +84,10 @@ def check_section(name: str, value: Any, where: str) -> None:
 
 
 def refuse_variables() -> None:
-    """Refuse keys in environment variables.
+    """Refuses configuration keys in environment variables.
 
     Raises:
-        InputError: there are some.
+        InputError: a variable is set.
     """
     for variable in sorted(os.environ):
         if found := VARIABLE.fullmatch(variable):
@@ -96,7 +96,7 @@ def refuse_variables() -> None:
 
 
 def _check_size(root: Any, where: str) -> None:
-    """Count values as if each alias (*name) were written out, without writing it out."""
+    """Counts the values as if each alias (*name) were expanded, without expanding it."""
     todo, count = [root], 0
     while todo:
         count += 1

@@ -60,22 +60,22 @@ hide_expected()
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Run one of Lightning's verbs.
+    """Runs one of Lightning's verbs.
 
     Raises:
-        InputError: what was given cannot be run.
+        InputError: the configuration cannot be run.
     """
     with RUN_LOCK:
         CLI(project, argv, run=True)
 
 
 def parse(argv: list[str], project: Project) -> CLI:
-    """The objects that `argv` describes, without a Trainer; `argv[0]`, the tool's verb, is passed over."""
+    """Returns the objects that `argv` describes, without a Trainer; `argv[0]` is the tool's verb."""
     return WithoutTrainer(project, argv[1:], run=False, verb=argv[0])
 
 
 class CLI(LightningCLI):
-    """LightningCLI with our classes, defaults and checks."""
+    """LightningCLI with this library's defaults, callbacks and checks."""
 
     run: Path
     unfilled: Any  # the configuration with "{run}" in it
@@ -97,7 +97,7 @@ class CLI(LightningCLI):
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        # A misspelt key is a mistake, also where it is a key's beginning.
+        # allow_abbrev would accept the beginning of a key.
         parser = Parser(verb=self._name, **kwargs, allow_abbrev=False)
         parser.add_argument(
             "-c", "--config", action=ConfigFile, help="A YAML file of these keys; give several, the later one wins."
@@ -105,7 +105,7 @@ class CLI(LightningCLI):
         return parser
 
     def subcommands(self) -> dict[str, set[str]]:
-        """Only the verb that is wanted: to build the parsers of all four takes four times as long."""
+        """Returns only the given verb: building the parsers of all four takes four times as long."""
         return {verb: skipped for verb, skipped in super().subcommands().items() if verb == self._verb}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -115,13 +115,13 @@ class CLI(LightningCLI):
         add_optimization(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)  # without Lightning's warning that sys.argv is there too
+        self.config = parser.parse_args(args)  # without Lightning's warning about sys.argv
         if (self.config[self._verb] if self._verb else self.config).get("optimizer"):
-            given = parser.parse_args(args, defaults=False)  # tells a given learning rate from the class's default
+            given = parser.parse_args(args, defaults=False)  # distinguishes a given learning rate from the default
             inherit_rates(*(c[self._verb] if self._verb else c for c in (self.config, given)))
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would let the checkpoint's hyperparameters override the configuration: here the YAML rules."""
+        """Disables Lightning's override of the configuration by the checkpoint's hyperparameters."""
 
     def before_instantiate_classes(self) -> None:
         self.unfilled = settings = self.config[self.subcommand] if self.subcommand else self.config
@@ -131,10 +131,10 @@ class CLI(LightningCLI):
         if settings.get("ckpt_path"):
             check_checkpoint(Path(settings.ckpt_path))
             if settings.weights_only is None:
-                settings.weights_only = True  # a checkpoint is data: nothing in it may run
+                settings.weights_only = True  # a checkpoint must not execute code
         filled = fill_placeholders(settings, self.run)
         if self.subcommand == "fit":
-            for key in ("last_checkpoint", "best_checkpoint"):  # not after hours, at the first save
+            for key in ("last_checkpoint", "best_checkpoint"):  # now, not hours later at the first save
                 check_writable(f"{key}.dirpath", settings[key].dirpath, Path(filled[key].dirpath))
         if self.subcommand:
             self.config[self.subcommand] = filled
@@ -142,7 +142,7 @@ class CLI(LightningCLI):
             self.config = filled
 
     def _find_checkpoint(self, settings: Any) -> None:
-        """Set `run` and `ckpt_path`: `last` continues in its run's folder, as does an evaluation of a run's weights."""
+        """Sets `run` and `ckpt_path`; `last`, and an evaluation of a run's weights, use the existing run folder."""
         given, evaluates = settings.get("ckpt_path"), self.subcommand not in (None, "fit")
         if evaluates and not given and (not settings.model.get("pretrained") or has_checkpoint(settings)):
             given = "best or last"
@@ -170,7 +170,7 @@ class CLI(LightningCLI):
         print(sentence)
 
     def instantiate_classes(self) -> None:
-        """Where a strategy refuses its arguments, its reason alone: jsonargparse tells it as one of several."""
+        """Reports the reason alone if a strategy refuses its arguments; jsonargparse lists it among others."""
         try:
             super().instantiate_classes()
         except InputError:
@@ -215,7 +215,7 @@ class CLI(LightningCLI):
         return trainer
 
     def _choose_optimization(self) -> None:
-        """Pass --optimizer and --lr_scheduler to optim.py, which builds them when there are parameters."""
+        """Passes --optimizer and --lr_scheduler to optim.py, which builds them when the parameters exist."""
         for key in OPTIMIZATION:
             if not (chosen := self._get(self.config, key)):
                 continue
@@ -224,12 +224,12 @@ class CLI(LightningCLI):
             setattr(self.model.optim, key, chosen.as_dict())
 
     def _defaults(self) -> str:
-        """As config.yaml would be if nobody had set a key."""
+        """Returns the content of config.yaml with all keys at their defaults."""
         parser = self._parser(self.subcommand)
         return parser.dump(parser.get_defaults(), skip_unset=False, skip_link_targets=False)
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
-        """Twice: before there is a Trainer, and again when the data have told the model's configuration."""
+        """Called before the Trainer is built, and again when the data determine the model's configuration."""
         arguments = {**self._get(self.config_init, "trainer", default={})}
         options = {
             "trains": self.subcommand == "fit",
@@ -248,7 +248,7 @@ class CLI(LightningCLI):
     # ---- before each verb, in the first process, when nothing has been started yet -----------------------------
 
     def before_fit(self) -> None:
-        """Refuse what cannot work, and tokenize when this process is the only one so far."""
+        """Checks the configuration, and tokenizes if no launcher has started other processes."""
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         started_by_a_launcher = environment is not None and environment.creates_processes_externally
         resumes = self.subcommand == "fit" and self.config[self.subcommand].ckpt_path
@@ -263,13 +263,13 @@ class CLI(LightningCLI):
     before_validate = before_test = before_fit
 
     def before_predict(self) -> None:
-        """Refuse to write nothing."""
+        """Refuses an empty list of prompts."""
         if not getattr(self.datamodule, "prompts", True):
             raise InputError("data.prompts is []: give what `predict` continues, such as ['def', 'import']")
         self.before_fit()
 
     def after_fit(self) -> None:
-        """End on a validation of the last step, then say where everything is."""
+        """Validates the last step, then prints the summary."""
         validates = self.datamodule.validation_share and self.trainer.limit_val_batches
         if validates and self.summary.validated_step != self.trainer.global_step:
             self.trainer.validate(self.model, self.datamodule, verbose=False)
@@ -287,7 +287,7 @@ class CLI(LightningCLI):
 
 
 class WithoutTrainer(CLI):
-    """For tools: the same keys, the model and the data, nothing that trains."""
+    """For tools: the same keys, model and data, without a Trainer."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)

@@ -1,7 +1,6 @@
-"""`python -m <package> VERB …`: finds the verb's module, runs it, and turns the user's mistakes into one sentence.
+"""`python -m <package> VERB …`: runs the verb's module, and reports errors in the user's input in one sentence.
 
-Nothing heavy is imported here: `--help` must answer before torch could be loaded, and a verb imports only
-what it needs.
+This module imports nothing heavy, so that `--help` answers at once, and a verb imports only what it needs.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
 from ..project import Project
 
-# torch reads it once, at its first allocation: tensors of 2 MiB and more in host memory get huge pages, aligned to a
-# page. Without, a 20 MB buffer that is made anew in each step costs 5,000 page faults, and glibc (2.36) may not find
-# the hole that the last one left: 2.3 GB more after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
+# torch reads this variable at its first allocation: tensors of 2 MiB and more in host memory then get huge pages.
+# Otherwise a 20 MB buffer that is allocated in each step costs 5,000 page faults, and glibc 2.36 fragments: 2.3 GB more
+# after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 LIBRARY = __name__.split(".")[0]
 FIT = "cli.fit"  # of the verbs that train or evaluate
-VERBS = {  # verb -> (module with `main(argv)`, what it does)
-    "fit": (FIT, "train, validating on the way; resumes with --ckpt_path last"),
-    "validate": (FIT, "measure a checkpoint on the validation split"),
-    "test": (FIT, "measure a checkpoint on the test split"),
-    "predict": (FIT, "continue data.prompts with a checkpoint and write the texts down"),
-    "prepare": ("tools.prepare", "tokenize the data once, by one process, into the cache that training reads"),
-    "doctor": ("tools.doctor", "look for what is wrong with this machine before a training does"),
-    "rehearse": ("tools.rehearse", "prove a cluster's configuration on this machine's CPU, in minutes"),
-    "bench": ("tools.bench", "how fast your module trains on this device, and what would make it faster"),
-    "export": ("tools.export", "turn a checkpoint of any strategy into a Hugging Face folder, and compare them"),
-    "diagnose": ("tools.diagnose", "say what is wrong with a run, what shows it, and which flag to type"),
-    "report": ("tools.report", "a page about a run, or several: findings, curves, configuration, samples"),
-    "compare": ("tools.report", "two or more runs side by side: what differs, and what came out"),
-    "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON that a configuration stands for"),
+VERBS = {  # verb: (module with `main(argv, project)`, what it does)
+    "fit": (FIT, "train and validate; resumes with --ckpt_path last"),
+    "validate": (FIT, "evaluate a checkpoint on the validation split"),
+    "test": (FIT, "evaluate a checkpoint on the test split"),
+    "predict": (FIT, "generate texts from data.prompts with a checkpoint"),
+    "prepare": ("tools.prepare", "tokenize the data once, in one process, into the cache that training reads"),
+    "doctor": ("tools.doctor", "check this machine for problems that would stop a training"),
+    "rehearse": ("tools.rehearse", "check a cluster's configuration on this machine's CPU, in minutes"),
+    "bench": ("tools.bench", "measure how fast your module trains on this device, and which flags make it faster"),
+    "export": ("tools.export", "convert a checkpoint of any strategy to a Hugging Face folder, and verify it"),
+    "diagnose": ("tools.diagnose", "report what is wrong with a run, the evidence, and which flag to change"),
+    "report": ("tools.report", "write a page about one or more runs: findings, curves, configuration, samples"),
+    "compare": ("tools.report", "compare two or more runs: configuration and results"),
+    "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON of a configuration"),
 }
 
 
@@ -65,11 +64,10 @@ Set TRACEBACK=1 to see the Python traceback behind an error."""
 
 
 def main(module: str, data: str, package: str | None, argv: list[str] | None = None) -> int:
-    """The command line of a project's package, for a process of its own; returns the exit code.
+    """Runs the command line of a project in a process of its own; returns the exit code.
 
     Args:
-        module: The LightningModule, as ".module:LanguageModule": the part before the colon is imported when it is
-            needed, from `package` where it begins with a dot.
+        module: The LightningModule as "module:Class"; a leading dot means inside `package`. Imported when needed.
         data: The LightningDataModule, likewise.
         package: The project's package.
         argv: A verb and its flags. None: those of this process.
@@ -129,7 +127,7 @@ def run(argv: list[str], project: Project) -> int:
 
 
 def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
-    """What to do about a Python that lacks the dependencies: most often the environment is not activated."""
+    """Explains how to activate the environment, for a Python without the dependencies."""
     folder = project.folder.absolute().parent
     environment = next((one for one in (Path(".venv"), folder / ".venv") if (one / "bin" / "python").exists()), None)
     if environment is None or environment.absolute() == Path(sys.prefix).absolute():
@@ -140,7 +138,7 @@ def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
 
 
 def command(argv: list[str], project: Project) -> int:
-    """`run`, for a process of its own: an error ends with a diagnosis in place of its traceback."""
+    """Runs a verb; an unexpected error is reported with a diagnosis instead of a traceback."""
     try:
         return run(argv, project)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How --config files and flags are read: what jsonargparse and Lightning do, in sentences and without surprises."""
+"""The parser of --config files and flags: jsonargparse and LightningCLI, with errors in one sentence."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from ..text.sources import Source
 from . import config_file
 
 BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Source)
-OPTIMIZATION = {  # key: its base classes, the argument that optim.py gives, help
+OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (
         (Optimizer,),
         "params",
-        "A class in place of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9. Vectors are not"
-        " decayed. lr and weight_decay: model.optim's, unless given here. null: AdamW with model.optim's keys.",
+        "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9. Vectors are not"
+        " decayed. lr and weight_decay are model.optim's unless given here. null: AdamW with model.optim's keys.",
     ),
     "lr_scheduler": (
         LRSchedulerTypeTuple,
         "optimizer",
-        "A class in place of model.optim.schedule and its warm-up, stepped after each optimizer step;"
+        "A class instead of model.optim.schedule and its warm-up, stepped after each optimizer step;"
         " ReduceLROnPlateau after each validation. null: model.optim.schedule.",
     ),
 }
 
 TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
 
-HELP = {  # where Lightning's is about Lightning's own behaviour
+HELP = {  # replaces Lightning's help where this command line behaves differently
     "ckpt_path": "A checkpoint, or `last` or `best` of the newest run of run.name. fit: `last` continues in that run's"
     " folder, any other starts a new one; null starts afresh. validate, test, predict: null takes the newest run's"
     " best, or else its last.",
@@ -51,10 +51,10 @@ HELP = {  # where Lightning's is about Lightning's own behaviour
 
 
 class Parser(LightningArgumentParser):
-    """Says what is wrong in one sentence, instead of behind a page of usage.
+    """Reports an error in one sentence, without a page of usage.
 
     Args:
-        verb: In the usage, which names no keys: they are 200.
+        verb: Named in the usage, which does not list the 200 keys.
     """
 
     def __init__(self, *args: Any, verb: str | None = None, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class Parser(LightningArgumentParser):
         self.keys_of_fit: set[str] = set()
 
     def format_help(self, formatter: Any = None) -> str:
-        """Of a tool: its own flags, and where the others are."""
+        """Shows only the own flags of a tool, and refers to fit for the others."""
         if not self.keys_of_fit:
             return super().format_help(formatter)
         formatter = formatter or self._get_formatter()
@@ -128,14 +128,14 @@ def _below(kind: type) -> Iterator[type]:
 
 
 class ConfigFile(ActionConfigFile):
-    """A --config file, whose strategy replaces an earlier one whole.
+    """A --config file whose strategy replaces the one of an earlier file.
 
-    jsonargparse would let what both classes know (a timeout; between two of one class, all) go on into the next.
+    jsonargparse would merge the arguments that both classes have, such as a timeout.
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         content = moved = None
-        if os.path.isfile(str(values)):  # else jsonargparse says what is wrong, or reads a mapping
+        if os.path.isfile(str(values)):  # otherwise jsonargparse reports it, or reads a mapping
             content = config_file.read(str(values))
             moved = config_file.with_classes_of_the_library(content, program_name())
         for earlier in cfg.get(self.dest) or ():
@@ -151,25 +151,25 @@ def _folder(path: Any) -> str:
 
 
 def _names_a_strategy(path: str) -> bool:
-    """Whether the file says which strategy, and not only what to change in the one that is."""
+    """Returns whether the file chooses a strategy, not only changes its arguments."""
     try:
         strategy = yaml.safe_load(Path(path).read_text(encoding="utf-8"))["trainer"]["strategy"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):  # jsonargparse says what is wrong with the file
+    except (OSError, yaml.YAMLError, KeyError, TypeError):  # jsonargparse reports it
         return False
     return not isinstance(strategy, dict) or "class_path" in strategy
 
 
 def as_launched(settings: Namespace) -> None:
-    """What a launcher knows better than the YAML, and one clock for two keys."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; with --nnodes=MIN:MAX another one after a restart
+    """Takes devices and nodes from the launcher, and max_time as the preemption callback's."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; with --nnodes=MIN:MAX it may change at a restart
         settings.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
         settings.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.trainer.devices
-    if settings.trainer.max_time is not None:  # Lightning would stop between two accumulated micro-batches, and exit 0
+    if settings.trainer.max_time is not None:  # Lightning stops between accumulated micro-batches, with exit code 0
         settings.preemption.max_time, settings.trainer.max_time = settings.trainer.max_time, None
 
 
 def add_optimization(parser: LightningArgumentParser) -> None:
-    """Add --optimizer and --lr_scheduler, as LightningCLI has them."""
+    """Adds --optimizer and --lr_scheduler, like LightningCLI."""
     for key, (kinds, skipped, text) in OPTIMIZATION.items():
         parser.add_subclass_arguments(
             kinds, key, as_group=False, skip={skipped}, instantiate=False, fail_untyped=False, help=text
@@ -177,7 +177,7 @@ def add_optimization(parser: LightningArgumentParser) -> None:
 
 
 def inherit_rates(settings: Namespace, given: Namespace) -> None:
-    """Set the learning rate and the weight decay of --optimizer to model.optim's, where it was given none."""
+    """Sets learning rate and weight decay of --optimizer to model.optim's unless they are given."""
     optim = settings.model.get("optim")
     if not settings.get("optimizer") or not optim:
         return

@@ -1,4 +1,4 @@
-"""A run's folder: where everything that one training writes is found, and how the newest is found again.
+"""Run folders: names, placeholders, the newest run and its checkpoints.
 
 <root>/<name>/<run id>/   config.yaml environment.json facts.json metrics.jsonl checkpoints/ samples.txt
 """
@@ -23,15 +23,15 @@ from ..errors import InputError
 from ..observe.report.plotly_js import PlotlyJs
 
 MAX_NAME_BYTES = 255  # of one part of a path, on every file system of Linux and macOS
-PLACEHOLDER = "{run}"  # stands for the run's folder in any string of the configuration
+PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
 
 
 @dataclass
 class RunConfig:
-    """Where runs are kept.
+    """Where run folders are.
 
     Args:
-        name: What is being tried; runs of one name lie side by side, and `last` looks among them.
+        name: Name of the experiment; `last` is the newest run of this name.
         root: Folder of all runs.
         report: Write report.html and report.md at the end of `fit`. false leaves it to the verb `report`.
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all runs; inline: the page
@@ -44,7 +44,7 @@ class RunConfig:
     plotly: PlotlyJs = "shared"
 
     def check(self, writes: bool) -> None:
-        """Refuse a name or a root that is no folder of one's own; nothing is left on the disk.
+        """Checks that the run folder can be made; leaves nothing on the disk.
 
         Args:
             writes: Whether the run's folder will be written.
@@ -74,7 +74,7 @@ class RunConfig:
 
 
 def check_writable(key: str, given: str, folder: Path) -> None:
-    """Tries to make a folder in `folder`, or in the nearest one above it that exists, and removes it again.
+    """Makes and removes a temporary folder in `folder`, or in its nearest existing parent.
 
     Raises:
         InputError: it cannot be made: no permission, a file in the way, a read-only file system, no inode left.
@@ -95,9 +95,9 @@ def _shortened(text: str) -> str:
 
 
 def new_run(config: RunConfig) -> Path:
-    """A folder no other run has, the same on every rank; it is made when something is first written.
+    """Returns a new run folder, the same on every rank; it is created at the first write.
 
-    A restart by the launcher or the scheduler, which have given the run its id, finds the folder of the run before.
+    After a restart by a launcher or scheduler, which set the run's id, it is the same folder as before.
     """
     run_id = os.environ.get(RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
@@ -107,14 +107,14 @@ def new_run(config: RunConfig) -> Path:
 
 
 def newest_run(config: RunConfig, dirpath: str) -> Path:
-    """The run of this name in which a checkpoint was written last.
+    """Returns the run of this name with the newest checkpoint.
 
     Args:
         config: Where runs are.
-        dirpath: Where a run keeps its checkpoints, with "{run}" in it.
+        dirpath: Folder of a run's checkpoints, with "{run}" in it.
 
     Raises:
-        InputError: no run has a checkpoint that is not torn.
+        InputError: no run has a valid checkpoint.
     """
     if not (written := _last_writes(config, dirpath)):
         raise InputError(
@@ -125,21 +125,21 @@ def newest_run(config: RunConfig, dirpath: str) -> Path:
 
 
 def _last_writes(config: RunConfig, dirpath: str) -> dict[Path, float]:
-    """Run: when its newest checkpoint was written; without runs that have none."""
+    """Returns {run: time of its newest checkpoint}, without runs that have none."""
     folders = {run: Path(fill_placeholders(dirpath, run)) for run in sorted(config.parent.glob("*"))}
     return {run: manifest.read(path)["time"] for run, folder in folders.items() if (path := commit.newest(folder))}
 
 
 def has_checkpoint(settings: Any) -> bool:
-    """Whether a run of run.name has one."""
+    """Returns whether a run of run.name has a checkpoint."""
     return bool(_last_writes(RunConfig(**vars(settings.run)), settings.last_checkpoint.dirpath))
 
 
 def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
-    """The newest run of run.name, and its checkpoint: `best`; `last`, the folder of all; or `best or last`.
+    """Returns the newest run of run.name, and its best checkpoint or the folder of all its checkpoints.
 
     Args:
-        which: One of the three.
+        which: `best`, `last` or `best or last`.
         settings: The configuration, with "{run}" in it.
 
     Raises:
@@ -154,11 +154,10 @@ def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
 
 
 def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
-    """Refuse a checkpoint that is not there or cannot be one, before anything is built; its bytes are read later.
+    """Checks that `path` can be a checkpoint, before anything is built; its content is verified later.
 
     Raises:
-        InputError: nothing is at `path`, or it is none of a checkpoint, a folder of this project's, or a file that
-            torch.save wrote whole.
+        InputError: it does not exist, is damaged, or is neither a checkpoint nor a folder of checkpoints.
     """
     if not path.exists():
         raise InputError(
@@ -176,10 +175,10 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
 
 
 def goes_on(folder: Path) -> bool:
-    """Whether a run that keeps its checkpoints in `folder` was interrupted, and has one to go on from.
+    """Returns whether the run with its checkpoints in `folder` can be resumed.
 
     Raises:
-        InputError: all that are there are damaged. To begin anew would hide it.
+        InputError: all checkpoints are damaged; starting again would hide it.
     """
     if not manifest.found(folder):
         return False
@@ -196,7 +195,7 @@ def _told(folder: Path) -> str:
 
 
 def fill_placeholders(value: Any, run: Path) -> Any:
-    """A configuration in which every "{run}" is the run's folder."""
+    """Returns the configuration with every "{run}" replaced by the run folder."""
     if isinstance(value, str):
         return value.replace(PLACEHOLDER, str(run))
     if isinstance(value, list):

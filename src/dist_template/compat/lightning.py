@@ -132,4 +132,3 @@ class EnginePrecision(DeepSpeedPrecision):
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-

@@ -35,9 +35,7 @@ class Uploads:
         if (thread := self._thread) is not None:
             thread.join(seconds)
             if thread.is_alive():
-                rank_zero_warn(
-                    f"W&B has not received all checkpoints within {seconds:g} s; they stay on the disk"
-                )
+                rank_zero_warn(f"W&B has not received all checkpoints within {seconds:g} s; they stay on the disk")
 
     def _work(self) -> None:
         while True:
@@ -60,9 +58,7 @@ def _upload(run: Any, path: Path, kind: str) -> None:
     shutil.rmtree(links, ignore_errors=True)  # of a killed run
     shutil.copytree(path, links, copy_function=os.link)
     artifact = wandb.Artifact(f"{kind}-{run.id}", type="model", metadata={"checkpoint": path.name})
-    artifact.add_dir(
-        str(links), policy="immutable", skip_cache=True
-    )  # hashes the files and copies none
+    artifact.add_dir(str(links), policy="immutable", skip_cache=True)  # hashes the files and copies none
     run.log_artifact(artifact, aliases=["latest", path.name.removesuffix(".ckpt")])
     artifact.wait(UPLOAD_S)
     shutil.rmtree(links, ignore_errors=True)

@@ -23,9 +23,7 @@ class TensorBoard(TensorBoardLogger):
     """
 
     def __init__(self, save_dir: str = "{run}", flush_secs: int = 10) -> None:
-        super().__init__(
-            save_dir, name="", version="", default_hp_metric=False, flush_secs=flush_secs
-        )
+        super().__init__(save_dir, name="", version="", default_hp_metric=False, flush_secs=flush_secs)
 
     @rank_zero_only
     def resume(self, step: int) -> None:
@@ -45,10 +43,7 @@ class TensorBoard(TensorBoardLogger):
         from tensorboard.compat.proto import summary_pb2
 
         messages: Any = summary_pb2
-        values = [
-            messages.Summary.Value(tag=name, simple_value=float(value))
-            for name, value in metrics.items()
-        ]
+        values = [messages.Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self.experiment.file_writer.add_summary(messages.Summary(value=values), step)
 
     @rank_zero_only
@@ -62,10 +57,7 @@ class TensorBoard(TensorBoardLogger):
             self._log_text(f"run/{name}", yaml.safe_dump(part, sort_keys=False))
         sizes = {"parameters": texts.get("facts", {}).get("parameters", {})}
         flat = flatten(config | sizes)
-        row = {
-            name: value if isinstance(value, int | float) else str(value)
-            for name, value in flat.items()
-        }
+        row = {name: value if isinstance(value, int | float) else str(value) for name, value in flat.items()}
         for summary in hparams(row, dict.fromkeys(COMPARED, 0.0)):
             self.experiment.file_writer.add_summary(summary)
 

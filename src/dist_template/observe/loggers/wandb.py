@@ -77,17 +77,13 @@ class WandB(WandbLogger):
                 "init_timeout": self.init_timeout_s,
                 "finish_timeout": self.finish_timeout_s,
             }
-            if (
-                redacted_command(sys.argv) != sys.argv
-            ):  # wandb records both the command line and what is printed
+            if redacted_command(sys.argv) != sys.argv:  # wandb records both the command line and what is printed
                 settings |= {"x_disable_meta": True, "console": "off"}
             self._wandb_init["settings"] = wandb.Settings(silent=True, **settings)
             try:
                 return super().experiment
             except Exception as error:  # wandb.errors.Error is not the base of all that it raises
-                rank_zero_warn(
-                    f"W&B is not reachable ({error}): logging offline; `wandb sync` uploads later"
-                )
+                rank_zero_warn(f"W&B is not reachable ({error}): logging offline; `wandb sync` uploads later")
                 wandb.teardown()  # or its service reports that the run's id is in use
                 self._wandb_init["mode"] = "offline"
         return super().experiment
@@ -110,9 +106,7 @@ class WandB(WandbLogger):
         self.log_metrics({"eval/sample": page}, step)
 
     @rank_zero_only
-    def alert(
-        self, title: str, text: str, level: Literal["INFO", "WARN", "ERROR"] = "ERROR"
-    ) -> None:
+    def alert(self, title: str, text: str, level: Literal["INFO", "WARN", "ERROR"] = "ERROR") -> None:
         """Have W&B send a notification, if `alerts` is true."""
         if self.alerts:
             self._attempt(lambda: self.experiment.alert(title[:63], text, level))  # its limit
@@ -124,9 +118,7 @@ class WandB(WandbLogger):
         if self.artifacts not in (kind, "all"):
             return
         if self._wandb_init["mode"] == "offline":
-            rank_zero_warn(
-                "W&B accepts no checkpoints offline; upload one later with `wandb artifact put`"
-            )
+            rank_zero_warn("W&B accepts no checkpoints offline; upload one later with `wandb artifact put`")
             self.artifacts = "none"
             return
         self._uploads.add(self.experiment, path, kind)
@@ -148,9 +140,7 @@ class WandB(WandbLogger):
         elif isinstance(error, Ended) and error.code == Exit.REQUEUE:
             self.alert("training was interrupted", f"{self._name}: {first_line(error)}", "WARN")
         else:
-            self.alert(
-                "training has failed", f"{self._name}: {type(error).__name__}: {first_line(error)}"
-            )
+            self.alert("training has failed", f"{self._name}: {type(error).__name__}: {first_line(error)}")
 
     def _attempt(self, call: Callable[[], object]) -> None:
         """Calls wandb. If that fails (its process was killed, the disk is full), training continues."""
@@ -160,9 +150,7 @@ class WandB(WandbLogger):
             call()
         except Exception as error:
             self._failed = True
-            rank_zero_warn(
-                f"W&B has failed ({reason(error)}): training continues; metrics.jsonl has all metrics"
-            )
+            rank_zero_warn(f"W&B has failed ({reason(error)}): training continues; metrics.jsonl has all metrics")
 
 
 def _has_api_key() -> bool:
@@ -170,6 +158,4 @@ def _has_api_key() -> bool:
         return os.environ["WANDB_MODE"] == "online"
     import wandb
 
-    return wandb.login(
-        prompt=False, verify=False
-    )  # looks for a key; asks neither the user nor the service
+    return wandb.login(prompt=False, verify=False)  # looks for a key; asks neither the user nor the service
