@@ -22,7 +22,7 @@ from dist_template.rehearsal.root_cause import trace
 from dist_template.rehearsal.runs import Runs
 from dist_template.tools.rehearse import main, make_small, own_flags
 from tests.support import edits, faults, faults_of_ranks, faults_of_runs
-from tests.support.hashed_source import HashedSource
+from tests.support.hashed_source import FailingSource, HashedSource
 from tests.support.runs import CONFIGS, OURS
 from tests.support.strategies import flags_of
 
@@ -193,6 +193,8 @@ def test_no_module_or_gradient_of_a_sound_training_is_accused(
 def test_a_source_whose_order_is_that_of_hashes_is_named() -> None:
     _, sentence = source_order.difference(HashedSource())
     assert "HashedSource.documents" in sentence and "hashed_source.py:" in sentence, sentence
+    with pytest.raises(RuntimeError, match="FailingSource fails in another process: OSError: no such shard"):
+        source_order.difference(FailingSource())
 
 
 @pytest.mark.slow

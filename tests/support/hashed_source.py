@@ -1,4 +1,4 @@
-"""A data source with a fault; imports nothing heavy, because two processes of `rehearse` import it."""
+"""Data sources with a fault; this file imports nothing heavy, because other processes import it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,10 @@ class HashedSource(Source):
     def documents(self) -> Iterator[tuple[str, str]]:
         for name in {f"{number}.txt" for number in range(50)}:
             yield name, f"text {name}"
+
+
+class FailingSource(Source):
+    """Cannot be read."""
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        raise OSError("no such shard")

@@ -12,29 +12,14 @@ from typing import Any
 
 NUM_EXPERTS = 4
 SIZES = {  # field: maximum; fields that a configuration lacks are skipped
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "head_dim": 16,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_inner": 64,
-    "ffn_dim": 64,
-    "ffn_hidden_size": 64,
-    "word_embed_proj_dim": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "num_mtp_layers": 1,
+    "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_inner": 64, "ffn_dim": 64,
+    "ffn_hidden_size": 64, "word_embed_proj_dim": 32, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "num_mtp_layers": 1,
     "num_nextn_predict_layers": 1,
-}
+}  # fmt: skip
 NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 

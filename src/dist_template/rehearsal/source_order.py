@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import multiprocessing
 import os
-import pickle
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from . import code_locations
 
 MAX_DOCUMENTS = 10_000
 SEEDS = ("1", "2")  # PYTHONHASHSEED: sets iterate in another order
-Document = tuple[str, str]  # name, hash of the text
 
 
 def difference(source: Any) -> tuple[int, str]:
@@ -37,34 +35,22 @@ def difference(source: Any) -> tuple[int, str]:
     return len(first), ""
 
 
-def _read(source: Any, seed: str) -> list[Document]:
+def _read(source: Any, seed: str) -> list[tuple[str, str]]:
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = seed
-    ours, theirs = multiprocessing.Pipe(duplex=False)
     try:
-        process = multiprocessing.get_context("spawn").Process(target=_send, args=(theirs, source))
-        process.start()
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise RuntimeError(f"{type(source).__name__} cannot be sent to a process: {first_line(error)}") from error
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(_documents, source).result()
+    except Exception as error:  # of pickling, of the source, or the process died
+        kind = type(source).__name__
+        raise RuntimeError(f"{kind} fails in another process: {type(error).__name__}: {first_line(error)}") from error
     finally:
         os.environ.pop("PYTHONHASHSEED")
         if before is not None:
             os.environ["PYTHONHASHSEED"] = before
-    theirs.close()
-    try:
-        answer = ours.recv()
-    except EOFError:
-        answer = "its process ended without an answer"
-    process.join()
-    if isinstance(answer, str):
-        raise RuntimeError(answer)
-    return answer
 
 
-def _send(connection: Connection, source: Any) -> None:
-    try:
-        documents = itertools.islice(source.documents(), MAX_DOCUMENTS)
-        answer: Any = [(name, hashlib.sha256(text.encode(errors="replace")).hexdigest()) for name, text in documents]
-    except Exception as error:  # the parent process reports it
-        answer = f"{type(error).__name__}: {first_line(error)}"
-    connection.send(answer)
+def _documents(source: Any) -> list[tuple[str, str]]:
+    """Returns (name, hash of the text) of each document."""
+    documents = itertools.islice(source.documents(), MAX_DOCUMENTS)
+    return [(name, hashlib.sha256(text.encode(errors="replace")).hexdigest()) for name, text in documents]

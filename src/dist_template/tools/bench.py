@@ -29,7 +29,8 @@ from ..cli.fit import CLI, parse
 from ..cluster.launch import RUN_ID
 from ..errors import InputError, is_out_of_memory
 from ..model.flops import Size
-from ..project import Project, program
+from ..project import Project
+from . import sizes
 
 WINDOWS = 3  # measured windows of each loop; one more before them warms up
 UNCHANGED = "as configured"
@@ -79,13 +80,8 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def own_flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("bench"),
-        usage=f"{program('bench')} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
-        description=str(__doc__).partition("\n\n")[2],
-        epilog=f"Every other key is fit's: see `{program('fit')} --help`. Exit code: 0, or 2 for bad input.",
-        allow_abbrev=False,
-    )
+    what, exit_codes = str(__doc__).partition("\n\n")[2], " Exit code: 0, or 2 for bad input."
+    parser = sizes.parser("bench", what, exit_codes, sizes=False)
     parser.add_argument("--steps", type=int, default=10, help="steps per window; 4 windows per training (default: 10)")
     parser.add_argument("--rounds", type=int, default=2, help="trainings of each kind (default: 2)")
     parser.add_argument("--only", default="", help="only the changes that have this in their name (default: all)")

@@ -1,4 +1,4 @@
-"""Flags of a tool besides those of fit: the number of nodes and devices of the real run."""
+"""The parser of a tool's own flags, which are given beside those of fit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import argparse
 from ..project import program
 
 
-def parser(verb: str, what: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Returns the parser of the flags of `verb`; the rest of the command is parsed as for fit."""
+def parser(verb: str, what: str, epilog: str = "", sizes: bool = True) -> argparse.ArgumentParser:
+    """Returns the parser of the flags of `verb`, with `sizes` also those of the real run's machine."""
     made = argparse.ArgumentParser(
         prog=program(verb),
         usage=f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
@@ -16,8 +16,9 @@ def parser(verb: str, what: str, epilog: str = "") -> argparse.ArgumentParser:
         epilog=f"Every other key is fit's: see `{program('fit')} --help`.{epilog}",
         allow_abbrev=False,
     )
-    made.add_argument("--nodes", type=int, help="nodes of the real run (default: trainer.num_nodes)")
-    made.add_argument("--devices", type=int, help="devices per node of the real run (default: trainer.devices)")
+    if sizes:
+        made.add_argument("--nodes", type=int, help="nodes of the real run (default: trainer.num_nodes)")
+        made.add_argument("--devices", type=int, help="devices per node of the real run (default: trainer.devices)")
     return made
 
 
