@@ -73,12 +73,8 @@ def _read(flags: list[str], project: Project) -> Where:
     from ..cli.fit import parse
 
     cli = parse(["doctor", *flags], project)
-    return Where(
-        project.folder.parent,
-        Path(cli.config_init.run.root),
-        Path(cli.datamodule.cache_dir),
-        cli.datamodule.num_workers,
-    )
+    cache, num_workers = getattr(cli.datamodule, "cache_dir", Where.cache), getattr(cli.datamodule, "num_workers", 0)
+    return Where(project.folder.parent, Path(cli.config_init.run.root), Path(cache), num_workers)
 
 
 def check_packages(where: Where) -> Findings:
