@@ -29,11 +29,6 @@ class Point(StrEnum):
     AFTER_TRAINING = "after_training"  # or after an epoch: nothing is left to do for the newest batch
 
 
-def make_resumable(trainer: Any) -> None:
-    """Let the loops of `trainer` write and read their counters as this file does."""
-    trainer.fit_loop.__class__, trainer.fit_loop.epoch_loop.__class__ = FitLoop, ResumableEpochLoop
-
-
 class FitLoop(_FitLoop):
     """Counts an epoch as finished when all its batches were trained on."""
 
@@ -95,3 +90,10 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         """Also where the epoch has fewer batches than when the checkpoint was written."""
         batches = self.batch_progress
         return batches.is_last_batch or batches.current.ready >= self.trainer.num_training_batches
+
+
+def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:
+    """Gives `trainer` loops that write and read their counters as this file does, before it has run."""
+    given = trainer.fit_loop
+    trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
+    trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)

@@ -1,0 +1,78 @@
+"""What a user sees of the training loop is Lightning's own: closures, errors, a Trainer that can be pickled."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from dist_template.compat.loop import EpochLoop, lighten
+from dist_template.compat.precision import MixedPrecision
+
+
+def trainer_in(folder: Path, **options: Any) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, limit_val_batches=0, logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+    lighten(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_trainer_can_be_pickled(tmp_path: Path, has_trained: bool) -> None:
+    trainer = trainer_in(tmp_path, precision="bf16-mixed")
+    if has_trained:
+        trainer.fit(BoringModel())
+    restored = pickle.loads(pickle.dumps(trainer))
+    assert type(restored.fit_loop.epoch_loop) is EpochLoop
+    assert type(restored.strategy.precision_plugin) is MixedPrecision
+    assert restored.max_steps == 2 and restored.global_step == (2 if has_trained else 0)
+
+
+class Unusual(BoringModel):
+    calls_closure = True
+    logs_in = "nowhere"
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        assert isinstance(optimizer_closure, Closure)
+        optimizer.step(optimizer_closure if self.calls_closure else None)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.logs_in == "on_after_batch_transfer":
+            self.log("a", 1.0)
+        return batch
+
+
+def test_the_closure_is_lightnings_and_must_be_called(tmp_path: Path) -> None:
+    trainer_in(tmp_path).fit(Unusual())
+    module = Unusual()
+    module.calls_closure = False
+    with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
+        trainer_in(tmp_path).fit(module)
+
+
+def test_a_value_logged_in_a_hook_that_forbids_it_is_refused_as_by_lightning(tmp_path: Path) -> None:
+    module = Unusual()
+    module.logs_in = "on_after_batch_transfer"
+    with pytest.raises(MisconfigurationException, match=r"You can't `self.log\(\)` inside `on_after_batch_transfer`"):
+        trainer_in(tmp_path).fit(module)
+
+
+def test_another_lightning_trains_by_its_own_loop_and_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(L, "__version__", "2.7.0")
+    trainer = trainer_in(tmp_path)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "dist_template" in line)
+    assert line.startswith("lightning 2.7.0: Lightning's own training loop runs")
+    assert type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
+    trainer.fit(BoringModel())
+    assert trainer.global_step == 2
