@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
