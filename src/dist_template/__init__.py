@@ -11,6 +11,7 @@ from typing import Any
 PLACES = {  # public name -> the module that defines it
     "main": "cli.main",
     "InputError": "errors",
+    "Ended": "errors",
     "Project": "project",
     "TrainingModule": "model.training_module",
     "BlockConfig": "parallel.blocks",

@@ -67,6 +67,16 @@ def program_name() -> str:
     return _program
 
 
+def has_command_line() -> bool:
+    """Whether a project was started; else a Trainer of somebody's own uses parts of this library."""
+    return _program != __name__.split(".")[0]
+
+
+def in_run(path: str | Path, trainer: Any) -> Path:
+    """Returns `path` with `{run}`, which the command line fills in, replaced by the Trainer's default_root_dir."""
+    return Path(str(path).replace("{run}", trainer.default_root_dir))
+
+
 def is_users(file: str) -> bool:
     """Whether a user may have written `file`: neither a part of this library nor installed, nor Python's own."""
     own = str(Path(__file__).parent)

@@ -73,7 +73,7 @@ def build(project: Project, *flags: str) -> tuple[Any, Any]:
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     with redirect_stdout(StringIO()):
-        data.prepare()
+        getattr(data, "prepare", data.prepare_data)()
     trainer.training = True
     trainer.datamodule, data.trainer, module.trainer = data, trainer, trainer
     trainer.strategy.connect(module)

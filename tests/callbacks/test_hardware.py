@@ -16,6 +16,7 @@ import torch
 from dist_template.callbacks import hardware
 from dist_template.callbacks.hardware import GPU, Hardware, Sampler
 from dist_template.cluster import environment
+from dist_template.model.metrics import MetricBuffer
 from tests.support.runs import logged, only_run, run
 
 
@@ -94,7 +95,9 @@ def test_ranks_are_reduced_without_unknown_values() -> None:
     nan = float("nan")
     of_ranks = {"memory/peak_share": [0.5, 0.9], "gpu/temperature_c": [70.0, nan], "gpu/power_w": [nan, nan]}
     metrics: dict[str, float] = {}
-    Hardware().on_log_step(None, SimpleNamespace(metrics=SimpleNamespace(of_ranks=of_ranks)), metrics)
+    buffer = MetricBuffer()
+    buffer.of_ranks = of_ranks
+    Hardware().on_log_step(None, SimpleNamespace(metrics=buffer), metrics)
     assert metrics == {"memory/peak_share": 0.9, "gpu/temperature_c": 70.0}
 
 

@@ -164,7 +164,7 @@ def test_half_of_the_processes_have_less_data_parallelism_and_the_same_tensor_pa
     small = shrink(given, None, strategy, tmp_path)
     assert (small.processes, small.data_parallel) == (4, 2)
     assert small.config["data"]["global_batch_size"] == 8  # 2 sequences x 2 ranks x 2 accumulated
-    half, num = fewer(small, strategy)
+    half, num, _ = fewer(small, strategy)
     assert num == 2
     assert half["init_args"] == {"fsdp_size": 1, "dp_replicate_size": 1, "tp_size": 2, "ep_size": 2}
     assert given["data"]["seq_len"] == 2048, "what was given is not touched"

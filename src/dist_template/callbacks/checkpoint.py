@@ -15,9 +15,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from .. import weights
 from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
+from ..checkpoint.optimizer import ParameterNames
+from ..checkpoint.resume import use_every_format
 from ..compat.lightning import accumulates, validation_may_follow
 from ..errors import Ended, Exit, InputError, check_least
 from ..observe.loggers.wandb import WandB
+from ..project import in_run
 from ..records import GIB
 
 
@@ -60,6 +63,17 @@ class LastCheckpoint(Checkpoint):
         self.saved_step = 0  # there is nothing to save before the first step
         self._saver: BackgroundSaver | None = None
         self._pending: Path | None = None  # what it saves
+
+    def newest(self) -> Path | None:
+        """Returns the newest valid checkpoint in the folder, for `ckpt_path` of a Trainer of one's own."""
+        return commit.newest(self.folder)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.folder = in_run(self.folder, trainer)
+        use_every_format(trainer, pl_module)
+        callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
+        if not any(isinstance(callback, ParameterNames) for callback in callbacks):
+            trainer.callbacks = [ParameterNames(), *callbacks]  # ty: ignore[missing-attribute]
 
     def save_now(self, trainer: L.Trainer) -> bool:
         """Saves at a step boundary, unless this step is saved already. Returns whether it is saved. Collective.
@@ -208,6 +222,9 @@ class BestCheckpoint(Checkpoint):
         self.mode = mode
         self.keep = keep
         self.folder = Path(dirpath)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.folder = in_run(self.folder, trainer)
 
     def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:

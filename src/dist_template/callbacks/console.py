@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ..cluster.messages import is_rank_zero
 from ..errors import Ended, another_rank_is_gone, reason
+from ..model.any_module import results_of
 
 # (metric, format, rank): on a narrow terminal the highest rank is omitted first; metrics without a value always are
 COLUMNS = (
@@ -22,6 +23,7 @@ COLUMNS = (
     ("train/grad_norm", "norm {:.2f}", 8),
     ("train/learning_rate", "lr {:.2e}", 6),
     ("perf/tokens_per_s", "{:,.0f} tok/s", 4),
+    ("perf/samples_per_s", "{:,.0f} samples/s", 4),  # where samples are no sequences
     ("perf/mfu", "mfu {:.0%}", 5),
     ("perf/data_wait_share", "wait {:.0%}", 7),
 )
@@ -85,7 +87,9 @@ class Console(Callback):
             return
         self._printed = now
         parts = [(f"step {step}/{total}" if total != float("inf") else f"step {step}", 0)]
-        parts += [(form.format(metrics[name]), rank) for name, form, rank in COLUMNS if name in metrics]
+        hidden = {"perf/samples_per_s"} if "perf/tokens_per_s" in metrics else set()
+        shown = [each for each in COLUMNS if each[0] in metrics.keys() - hidden]
+        parts += [(form.format(metrics[name]), rank) for name, form, rank in shown]
         if total != float("inf") and step > self._first_step:
             rate_s = (now - self._started) / (step - self._first_step)
             parts.append((f"eta {_clock((total - step) * rate_s)}", 2))
@@ -114,14 +118,14 @@ class Console(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         when = "before training" if trainer.sanity_checking else f"at step {trainer.global_step}"
         title = f"validation {when}" if trainer.sanity_checking or trainer.global_step else "validation"
-        self._show_results(title, pl_module.eval_metrics)  # `validate` alone counts no steps
+        self._show_results(title, results_of(trainer, pl_module))  # `validate` alone counts no steps
 
     @only_shows
     def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._show_results("test", pl_module.eval_metrics)
+        self._show_results("test", results_of(trainer, pl_module))
 
     def _show_results(self, title: str, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name.split('/')[1]} {figure(value)}" for name, value in metrics.items())
+        shown = "  ".join(f"{name.split('/')[-1]} {figure(value)}" for name, value in metrics.items())
         self.write(f"{title}: {shown}")
 
     @rank_zero_only

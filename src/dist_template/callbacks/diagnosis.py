@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..errors import Ended, InputError
+from ..model.any_module import metrics_of, results_of
 from ..observe.diagnosis.engine import diagnose
 from ..observe.diagnosis.finding import Finding
 from ..observe.history.run import History, look_again, read_run
@@ -58,12 +59,12 @@ class Diagnosis(Callback):
         if time.monotonic() - self._last >= self.every_s:
             self._diagnose(trainer)
         for level in ("error", "warning"):
-            module.metrics.put(f"health/{level}s", sum(finding.level == level for finding in self._open))
+            metrics_of(module).put(f"health/{level}s", sum(finding.level == level for finding in self._open))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._history is None or trainer.sanity_checking:
             return
-        self._add(trainer, pl_module.eval_metrics)
+        self._add(trainer, results_of(trainer, pl_module))
         if time.monotonic() - self._last >= min(self.every_s, MIN_INTERVAL_S):
             self._diagnose(trainer)
 

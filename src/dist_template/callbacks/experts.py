@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
+from ..model.any_module import metrics_of, own
 from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
 from .training_log import logs
@@ -36,7 +37,7 @@ class Experts(Callback):
         self._saved: Tensor | None = None  # (L, E) shares of the load, from a checkpoint
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        balancer = getattr(pl_module, "balancer", None) or Balancer(pl_module, BalanceConfig())
+        balancer = own(pl_module, "balancer", Balancer) or Balancer(pl_module, BalanceConfig())
         if not balancer.layers:
             return
         self._balancer, self._is_first = balancer, True
@@ -64,19 +65,19 @@ class Experts(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._handles and self._balancer.needs_loads and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
-                pl_module.metrics.put_counts(LOADS, self._balancer.loads.flatten().clone())
+                metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
 
     def before_log_step(self, trainer: Any, module: Any) -> None:
         if self._handles and not self._balancer.needs_loads:
-            module.metrics.put_counts(LOADS, self._balancer.loads.flatten().clone())
+            metrics_of(module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.loads.zero_()
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         if not self._handles:
             return
-        totals, width = module.metrics.totals[LOADS], self._balancer.loads.shape[1]
+        totals, width = metrics_of(module).totals[LOADS], self._balancer.loads.shape[1]
         worst, unused = 0.0, 0
         for i, layer in enumerate(self._balancer.layers):
             loads = totals[i * width : i * width + layer.num]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import weights
+from ..model.any_module import metrics_of
 from ..model.metrics import MetricBuffer
 
 Sound = list[Tensor]  # () bools on the device, one for each tensor: whether it is finite
@@ -60,8 +61,9 @@ def _bad_module(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code calls no hook that came later
-        kept, module.metrics = getattr(module, "metrics", None), MetricBuffer()
-        stack.callback(setattr, module, "metrics", kept)
+        buffer = vars(metrics_of(module))
+        stack.callback(buffer.update, dict(buffer))
+        buffer.update(vars(MetricBuffer()))
         for batch in batches:
             watch = _Watch(module)
             with watch, trainer.precision_plugin.train_step_context():

@@ -25,7 +25,9 @@ import lightning as L
 import psutil
 from lightning.pytorch.callbacks import Checkpoint
 
+from ..model.any_module import metrics_of
 from ..observe.history.goodput import FILE, KINDS
+from ..project import in_run
 
 LINE_S = 1.0
 
@@ -50,6 +52,9 @@ class Goodput(Checkpoint):
         self._first_step = 0
         self._newest: dict[str, float] = {}  # perf/validation_s and perf/checkpoint_s that are not logged yet
 
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self.folder = str(in_run(self.folder, trainer))
+
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
         self._write(trainer)
@@ -61,7 +66,7 @@ class Goodput(Checkpoint):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
         self._turn_to("data_wait")
         while self._newest:
-            pl_module.metrics.put(*self._newest.popitem())
+            metrics_of(pl_module).put(*self._newest.popitem())
         age = self._since - self._began
         if self._since - self._written > max(LINE_S, age / 1000):
             self._write(trainer)

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback
 
 from ..cluster.environment import memory_limit
+from ..model.any_module import metrics_of
 from ..records import GIB
 
 HOST_EVERY_S = 1.0  # /proc is read at most so often: it takes 0.1 ms, and a log step of a small model a few ms
@@ -64,11 +65,11 @@ class Hardware(Callback):
         if device.type == "cuda":  # every rank must send the same names
             values |= dict.fromkeys(GPU, math.nan) | (self._gpu.newest if self._gpu else {})
         for name, value in values.items():
-            module.metrics.put_of_rank(name, value)
+            metrics_of(module).put_of_rank(name, value)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         for name, join in (MEMORY | GPU).items():
-            if known := [v for v in module.metrics.of_ranks.get(name, []) if not math.isnan(v)]:
+            if known := [v for v in metrics_of(module).of_ranks.get(name, []) if not math.isnan(v)]:
                 metrics[name] = join(known)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 
 from .. import weights
 from ..cluster.messages import MESSAGES
+from ..model.any_module import metrics_of
 from .console import write_lines
 
 
@@ -25,10 +26,10 @@ class WarningsOfRanks(Callback):
         MESSAGES.listen()  # again, for handlers of the root logger, such as those of `logging.basicConfig`
 
     def before_log_step(self, trainer: Any, module: Any) -> None:
-        module.metrics.put_of_rank("messages", MESSAGES.num_buffered)
+        metrics_of(module).put_of_rank("messages", MESSAGES.num_buffered)
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
-        if any(module.metrics.of_ranks.pop("messages", ())):
+        if any(metrics_of(module).of_ranks.pop("messages", ())):
             self._exchange(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:

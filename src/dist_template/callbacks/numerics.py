@@ -30,7 +30,9 @@ from ..compat.lightning import accumulates
 from ..compat.torch import loss_scale
 from ..errors import Ended, Exit, check_least
 from ..layout import total_norm
+from ..model.any_module import metrics_of, samples_of, tracks_metrics
 from ..observe.diagnosis.robust import MAD_TO_SIGMA
+from ..project import in_run
 from .first_bad import first_bad
 from .incidents import INCIDENTS, Seen, add_first_bad, add_jump, read_jumps, write_incident
 
@@ -104,6 +106,9 @@ class Numerics(Callback):
             self._recent.extend(state_dict["recent"].roll(-self._steps).unbind())
         self._left_out = state_dict.get("left_out", 0)
 
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self.folder = str(in_run(self.folder, trainer))
+
     # ---- on the device ---------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -113,8 +118,8 @@ class Numerics(Callback):
         self._in_a_row, self._first_step = 0, trainer.global_step
         self._rolled_back: list[dict[str, int]] = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
         if self._rolled_back:
-            data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
-            data.jump([(each["start"], each["end"]) for each in self._rolled_back])
+            if samples := samples_of(trainer):
+                samples.jump([(each["start"], each["end"]) for each in self._rolled_back])
         self._leaves_it_to_zero = hasattr(trainer.precision_plugin, "leave_out")
         # Lightning calls no hook between clipping, which computes the norm, and the optimizer's kernel.
         pl_module.configure_gradient_clipping = partial(
@@ -122,7 +127,8 @@ class Numerics(Callback):
         )
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._batches.append(batch)
+        if pl_module.automatic_optimization:
+            self._batches.append(batch)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if not pl_module.automatic_optimization:
@@ -139,17 +145,19 @@ class Numerics(Callback):
                 self._gathering = dist.all_gather_into_tensor(self._losses, self._sent, async_op=True)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
-        if self._leaves_it_to_zero:  # DeepSpeed looks at the norm in its own step
+        if self._leaves_it_to_zero and pl_module.automatic_optimization:  # DeepSpeed looks at the norm in its own step
             bad = self._decide(torch.zeros((), device=pl_module.device))
             trainer.precision_plugin.leave_out(pl_module, bad)  # ty: ignore[missing-attribute]
 
     def _clip_and_decide(self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any) -> None:
+        if not tracks_metrics(module) and not self._leaves_it_to_zero:  # Lightning's own clipping reports no norm
+            metrics_of(module).add("train/grad_norm", _norm_of(module))
         clip(optimizer, **options)
         if self._leaves_it_to_zero:
             return
-        norm = module.metrics.newest.pop("train/grad_norm", None) if hasattr(module, "metrics") else None
+        norm = metrics_of(module).newest.pop("train/grad_norm", None)
         if norm is None:  # an edited module that does not track it
-            norm = total_norm(p.grad for p in module.parameters() if p.grad is not None)
+            norm = _norm_of(module)
         bad = self._decide(norm)
         _leave_out(optimizer, bad, scaler=getattr(trainer.precision_plugin, "scaler", None))
 
@@ -194,9 +202,11 @@ class Numerics(Callback):
         decided, self._decided = self._decided, None
         decided.batches, self._batches = self._batches, []
         decided.step, decided.rows = trainer.global_step, getattr(data, "window_rows", [])
-        decided.consumed = getattr(data, "consumed_samples", 0)
+        decided.consumed = samples.consumed_samples if (samples := samples_of(trainer)) else 0
         if self._leaves_it_to_zero:
             overflowed, norm = trainer.precision_plugin.outcome(pl_module)  # ty: ignore[missing-attribute]
+            if norm >= 0 and not tracks_metrics(pl_module):
+                metrics_of(pl_module).add("train/grad_norm", torch.tensor(norm))
             decided.values[-3], decided.values[-1] = norm, max(decided.values[-1], overflowed)
             self.skipped = torch.ones((), device=pl_module.device) if overflowed else self.skipped
             self._act_on(trainer, pl_module, decided)
@@ -262,7 +272,8 @@ class Numerics(Callback):
         if decision == "stop":
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}")
         if decision == "roll_back":
-            add_jump(Path(self.folder), seen, self.jump_steps, self._first_step, trainer.datamodule)
+            if samples := samples_of(trainer):
+                add_jump(Path(self.folder), seen, self.jump_steps, self._first_step, samples)
             raise Ended(Exit.HUNG, "rolling back: a restart goes on from the newest checkpoint, without those samples")
 
     def _decision(self, seen: Seen) -> str:
@@ -291,6 +302,10 @@ def _leave_out(optimizer: Any, bad: Tensor, scaler: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # every optimizer of torch passes over such a parameter
+
+
+def _norm_of(module: nn.Module) -> Tensor:
+    return total_norm(p.grad for p in module.parameters() if p.grad is not None)
 
 
 def _are_finite(trainer: Any, module: nn.Module) -> bool:

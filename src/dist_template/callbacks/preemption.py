@@ -16,9 +16,10 @@ from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.launch import RUN_ID
-from ..cluster.signals import job_started, stop_request
+from ..cluster.signals import job_started, listen, stop_request
 from ..compat.lightning import accumulates, leave_signals_alone
 from ..errors import Ended, Exit, InputError
+from ..project import has_command_line
 from .checkpoint import LastCheckpoint
 
 TIME_IS_UP = 1  # shares a number with SIGHUP, which is not handled
@@ -49,6 +50,8 @@ class Preemption(Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         leave_signals_alone(trainer)
+        if not has_command_line():
+            listen()
         if stage == "fit":
             self._vote = Vote(2)
 

@@ -19,9 +19,13 @@ from lightning.pytorch import Callback
 from .. import weights
 from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
+from ..model.any_module import own
+from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
+from ..model.optim import OptimConfig
 from ..observe.history.run import CONFIG, DEFAULTS, FACTS, without_folder
 from ..observe.loggers.tensorboard import TensorBoard
+from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
 from ..text.look import look
 
@@ -70,7 +74,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     hosts = weights.from_all_ranks(platform.node())
     if not trainer.is_global_zero:
         return
-    model, balancer = getattr(module, "model", module), getattr(module, "balancer", None)
+    model, balancer = getattr(module, "model", module), own(module, "balancer", Balancer)
     data, size = trainer.datamodule, Size.of(model)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
     facts = {
@@ -128,7 +132,7 @@ def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
 
 
 def _training(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    blocks, optim = getattr(module, "blocks", None), getattr(module, "optim", None)
+    blocks, optim = own(module, "blocks", BlockConfig), own(module, "optim", OptimConfig)
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return {
         "strategy": type(trainer.strategy).__name__,

@@ -27,10 +27,11 @@ class Samples(Callback):
 
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.sanity_checking or not self.folder or not pl_module.data.prompts:
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+        prompts = getattr(data, "prompts", [])  # of text alone
+        if trainer.sanity_checking or not self.folder or not prompts or not hasattr(pl_module, "generate"):
             return
-        prompt = pl_module.data.prompts[0]
-        tokenizer = pl_module.data.text_tokenizer
+        prompt, tokenizer = prompts[0], data.text_tokenizer
         ids = torch.tensor([tokenizer.encode(prompt)], device=pl_module.device)
         text = tokenizer.decode(pl_module.generate(ids)[0].tolist())
         if not trainer.is_global_zero:

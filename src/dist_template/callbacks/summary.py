@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ..checkpoint import commit
 from ..errors import Ended, InputError, first_line
+from ..model.any_module import results_of
 from ..observe.diagnosis.finding import Finding
 from ..observe.history import goodput
 from ..observe.loggers.run_log import RunLog
@@ -48,7 +49,7 @@ class Summary(Callback):
         self.first = state_dict["first"]
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.first = self.first or dict(pl_module.eval_metrics)
+        self.first = self.first or dict(results_of(trainer, pl_module))
         if not trainer.sanity_checking:
             self.validated_step = trainer.global_step
 
@@ -71,12 +72,13 @@ class Summary(Callback):
     @only_shows
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Prints the end of a finished run, on rank 0."""
-        data, last = pl_module.data, pl_module.eval_metrics
+        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+        last = results_of(trainer, pl_module)
         print(f"\nfinished after step {trainer.global_step}")
         for name, value in last.items():
             first = f"{figure(self.first[name])} at the start -> " if name in self.first else ""
             baseline = ""
-            if name == "eval/bits_per_byte" and data.unigram_bits_per_byte:
+            if name == "eval/bits_per_byte" and getattr(data, "unigram_bits_per_byte", None):
                 baseline = f"   (a unigram model of the same tokens: {data.unigram_bits_per_byte:.4f})"
             print(f"  {name:<22}{first}{figure(value)}{baseline}")
         samples = self.folder / "samples.txt"
@@ -101,7 +103,8 @@ class Summary(Callback):
             return
         if getattr(data, "test_share", 1):
             yield f"evaluate          {_command('test')} --ckpt_path last"
-        yield f"generate          {_command('predict')} --ckpt_path last"
+        if hasattr(data, "predict_dataloader") and getattr(data, "prompts", None):
+            yield f"generate          {_command('predict')} --ckpt_path last"
         if not _is_launched(trainer):
             limit, now = "max_steps", trainer.global_step
             if trainer.max_steps < 0:

@@ -12,13 +12,14 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from ..model.any_module import metrics_of, samples_of
 from ..model.flops import Size, peak
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
 
 
 class Throughput(Callback):
-    """Logs perf/* of all ranks and per device, train/tokens, and rank/* with several ranks.
+    """Logs perf/* of all ranks and per device, train/tokens or train/samples, and rank/* with several ranks.
 
     The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
     device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
@@ -34,6 +35,7 @@ class Throughput(Callback):
         self._window_step = 0
         self._last_end: float | None = None  # of the batch before; None: not training came between
         self._flops: float | None = None  # per token
+        self._seq_len: int | None = None  # None: samples are not sequences
         self._peak_tflops: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -41,8 +43,9 @@ class Throughput(Callback):
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
-        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
-        self._flops = Size.of(getattr(pl_module, "model", pl_module)).flops_per_token(data.seq_len)
+        self._seq_len = getattr(trainer.datamodule, "seq_len", None)  # ty: ignore[missing-attribute]
+        if self._seq_len:
+            self._flops = Size.of(getattr(pl_module, "model", pl_module)).flops_per_token(self._seq_len)
         self._peak_tflops = peak_of(device, str(trainer.precision))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -64,21 +67,17 @@ class Throughput(Callback):
         self._last_end = now
 
     def before_log_step(self, trainer: Any, module: Any) -> None:
-        data, metrics, steps = trainer.datamodule, module.metrics, trainer.global_step - self._window_step
-        samples = steps * data.global_batch_size
-        tokens_per_s = samples * data.seq_len / self._window_s
+        metrics, steps = metrics_of(module), trainer.global_step - self._window_step
         figures = {
             "perf/step_s": self._window_s / steps,
-            "perf/samples_per_s": samples / self._window_s,
-            "perf/tokens_per_s": tokens_per_s,
-            "perf/tokens_per_s_per_device": tokens_per_s / trainer.world_size,
             "perf/data_wait_share": self._wait_s / self._window_s,
-            "train/tokens": trainer.global_step * data.global_batch_size * data.seq_len,
         }
-        if self._flops:
-            figures["perf/model_tflops"] = tokens_per_s / trainer.world_size * self._flops / 1e12
-            if self._peak_tflops:
-                figures["perf/mfu"] = figures["perf/model_tflops"] / self._peak_tflops
+        if samples := samples_of(trainer):
+            figures |= self._of_samples(steps * samples.global_batch_size / self._window_s, trainer.world_size)
+            unit = self._seq_len or 1
+            figures[f"train/{'tokens' if self._seq_len else 'samples'}"] = (
+                trainer.global_step * samples.global_batch_size * unit
+            )
         for name, value in figures.items():
             metrics.put(name, value)
         if trainer.world_size > 1:
@@ -87,8 +86,19 @@ class Throughput(Callback):
         self._window_s = self._wait_s = self._own_wait_s = 0.0
         self._window_step = trainer.global_step
 
+    def _of_samples(self, samples_per_s: float, world_size: int) -> dict[str, float]:
+        figures = {"perf/samples_per_s": samples_per_s}
+        if self._seq_len:
+            figures["perf/tokens_per_s"] = samples_per_s * self._seq_len
+            figures["perf/tokens_per_s_per_device"] = figures["perf/tokens_per_s"] / world_size
+        if self._flops:
+            figures["perf/model_tflops"] = figures["perf/tokens_per_s_per_device"] * self._flops / 1e12
+            if self._peak_tflops:
+                figures["perf/mfu"] = figures["perf/model_tflops"] / self._peak_tflops
+        return figures
+
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
-        own = module.metrics.of_ranks.get(OWN, [])
+        own = metrics_of(module).of_ranks.get(OWN, [])
         if own and not any(map(math.isnan, own)):
             slowest = max(own)
             metrics["rank/slowest_step_s"] = slowest

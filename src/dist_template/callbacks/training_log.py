@@ -11,6 +11,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
+from ..compat.self_log import log_at_optimizer_steps
+from ..model.any_module import metrics_of, tracks_metrics
 from ..text.order import NOT_COUNTED
 
 
@@ -23,20 +25,29 @@ class TrainingLog(Callback):
     """Writes the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
     Callbacks with metrics define two hooks, which are called on every rank at log steps only. `before_log_step(trainer,
-    module)` puts measurements into `module.metrics`. `on_log_step(trainer, module, metrics)` of callbacks before this
-    one adds to `metrics` what follows from all ranks' values in `module.metrics.of_ranks`; of callbacks after this one
-    it shows the metrics or reacts to them.
+    module)` puts measurements into `metrics_of(module)`. `on_log_step(trainer, module, metrics)` of callbacks before
+    this one adds to `metrics` what follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this
+    one it shows the metrics or reacts to them.
     """
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        log_at_optimizer_steps(trainer)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+        if not tracks_metrics(pl_module):  # Lightning has divided it by the accumulation
+            metrics_of(pl_module).add("train/loss", loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if accumulates(trainer) or not logs(trainer, trainer.global_step):
             return
         callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
         _call(callbacks, "before_log_step", trainer, pl_module)
-        metrics = pl_module.metrics.read(_sum_over_ranks, pl_module.device, trainer.global_rank, trainer.world_size)
-        pl_module.derive(metrics)
+        buffer = metrics_of(pl_module)
+        metrics = buffer.read(_sum_over_ranks, pl_module.device, trainer.global_rank, trainer.world_size)
+        if tracks_metrics(pl_module):
+            pl_module.derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
-        pl_module.metrics.latest = metrics
+        buffer.latest = metrics
         place = callbacks.index(self)
         _call(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
         for logger in trainer.loggers:
@@ -69,11 +80,11 @@ class Inputs(Callback):
         if not isinstance(batch, dict) or not logs(trainer, trainer.global_step + 1):
             return
         if isinstance(labels := batch.get("labels"), Tensor):
-            pl_module.metrics.add("data/counted_share", (labels != NOT_COUNTED).float().mean())
+            metrics_of(pl_module).add("data/counted_share", (labels != NOT_COUNTED).float().mean())
         size = getattr(trainer.datamodule, "vocab_size", 0)  # ty: ignore[missing-attribute]
         if size and isinstance(tokens := batch.get("input_ids"), Tensor):
             share = distinct(tokens, size).sum() / min(size, tokens.numel())
-            pl_module.metrics.add("data/distinct_token_share", share)
+            metrics_of(pl_module).add("data/distinct_token_share", share)
 
 
 def distinct(tokens: Tensor, vocab_size: int) -> Tensor:

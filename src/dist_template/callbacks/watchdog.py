@@ -18,6 +18,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import accumulates, timeout_of
 from ..compat.torch import limit_collectives, process_groups
 from ..errors import check_least
+from ..project import has_command_line
 
 LATER_S = 60.0  # a collective times out so much later than the watchdog, which can name the stalled rank
 
@@ -63,7 +64,6 @@ class Watchdog(Callback):
 
     on_before_backward = on_after_backward = on_before_optimizer_step = _beat
     on_save_checkpoint = on_load_checkpoint = on_validation_end = on_test_end = on_predict_end = _beat
-    teardown = _beat
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         WATCHDOG.beat()
@@ -97,11 +97,16 @@ class Watchdog(Callback):
     # ---- limits ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if not has_command_line():  # a Trainer of one's own: nothing has started it
+            self.begin(trainer, Path(trainer.default_root_dir))
+        self._set_limits(trainer)
+
+    def _set_limits(self, trainer: L.Trainer) -> None:
         WATCHDOG.beat()
         self._limit_groups(trainer, max(self.timeout_s, self.start_timeout_s))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.setup(trainer, pl_module, "fit")  # the strategy, or DeepSpeed, has created more groups
+        self._set_limits(trainer)  # the strategy, or DeepSpeed, has created more groups
 
     on_train_start = on_fit_start
 
@@ -109,6 +114,11 @@ class Watchdog(Callback):
         """Switches to the limit of a step: everything is built and compiled."""
         WATCHDOG.limit_s = self.timeout_s
         self._limit_groups(trainer, self.timeout_s)
+
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        WATCHDOG.beat()
+        if not has_command_line():
+            WATCHDOG.stop()
 
     def _limit_groups(self, trainer: L.Trainer, limit_s: float) -> None:
         """Sets the timeout of all process groups. torch applies one to the first, and half an hour to later ones.

@@ -56,6 +56,12 @@ class EveryFormat(TorchCheckpointIO):
         return checkpoint
 
 
+def use_every_format(trainer: Any, module: L.LightningModule) -> None:
+    """Lets `trainer` read and write folders, where its strategy would write Lightning's single file."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = EveryFormat(module)
+
+
 def is_zeros_own(path: Path, strategy: Any) -> bool:
     """Whether DeepSpeed itself can read `path`: it knows no other format, stage 3 or not, or number of ranks."""
     return format_of(path) == "zero" and zero.shape(path) == (strategy.zero_stage_3, strategy.world_size)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
@@ -22,9 +21,10 @@ from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
 from ..callbacks.garbage import Garbage
 from ..callbacks.record import Record
+from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
 from ..callbacks.unused_parameters import UnusedParameters
-from ..checkpoint.resume import EveryFormat
+from ..checkpoint.resume import use_every_format
 from ..cluster import subprocess_launcher  # noqa: F401  (how Lightning's own launcher ends)
 from ..cluster.messages import MESSAGES
 from ..cluster.redaction import redacted
@@ -33,6 +33,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import limit_threads
 from ..compat.loop import lighten
 from ..errors import InputError, reason
+from ..model import any_module
 from ..model.optim import OptimConfig
 from ..observe.loggers.run_log import RunLog
 from ..observe.loggers.tensorboard import TensorBoard  # noqa: F401  (makes `class_path: TensorBoard` known)
@@ -195,8 +196,7 @@ class CLI(LightningCLI):
         ddp.complete(self._get(self.config_init, "trainer", default={}).get("strategy"), trainer.strategy)
         if trainer.num_devices > 1:
             limit_threads(trainer.num_devices)  # by Lightning in rank 0 alone, for some of the strategies
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-            trainer.strategy.checkpoint_io = EveryFormat(self.model)
+        use_every_format(trainer, self.model)
         if type(trainer.strategy.precision_plugin) is HalfPrecision:
             trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
         if not trainer.fast_dev_run:  # ty: ignore[missing-attribute]
@@ -208,6 +208,8 @@ class CLI(LightningCLI):
         record = Record(self.run, plain, self._defaults)
         trainer.callbacks += [record, Garbage(), UnusedParameters(), self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
+        if not any_module.owns_order(self.datamodule):
+            trainer.callbacks.insert(0, SampleOrder())  # ty: ignore[missing-attribute]
         lighten(trainer)
         watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
@@ -219,7 +221,7 @@ class CLI(LightningCLI):
         for key in OPTIMIZATION:
             if not (chosen := self._get(self.config, key)):
                 continue
-            if not isinstance(getattr(self.model, "optim", None), OptimConfig):
+            if not any_module.own(self.model, "optim", OptimConfig):
                 raise InputError(f"--{key}: {type(self.model).__name__} has no `optim`; edit its configure_optimizers")
             setattr(self.model.optim, key, chosen.as_dict())
 
@@ -252,11 +254,13 @@ class CLI(LightningCLI):
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         started_by_a_launcher = environment is not None and environment.creates_processes_externally
         resumes = self.subcommand == "fit" and self.config[self.subcommand].ckpt_path
-        if started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
+        if not hasattr(self.datamodule, "prepare"):
+            pass  # Lightning calls its prepare_data
+        elif started_by_a_launcher or resumes or self.datamodule.is_prepared:  # a stale cache is refused, not replaced
             self.datamodule.require()
         else:
             self.datamodule.prepare(report=WATCHDOG.report)
-        self._refuse_the_impossible(self.model.build_config(self.datamodule))
+        self._refuse_the_impossible(any_module.build_config(self.model, self.datamodule))
         if self.subcommand == "fit":
             self._get(self.config_init, "same_environment").lock(self.trainer, self.run, started_by_a_launcher)
 
@@ -270,7 +274,7 @@ class CLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Validates the last step, then prints the summary."""
-        validates = self.datamodule.validation_share and self.trainer.limit_val_batches
+        validates = any_module.has_validation(self.model, self.datamodule) and self.trainer.limit_val_batches
         if validates and self.summary.validated_step != self.trainer.global_step:
             self.trainer.validate(self.model, self.datamodule, verbose=False)
         self.summary.show(self.trainer, self.model)
@@ -280,10 +284,16 @@ class CLI(LightningCLI):
         path = self.run / "predictions.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         predictions: list[Any] = self.trainer.predict_loop.predictions
-        path.write_text("".join(json.dumps(p, ensure_ascii=False) + "\n" for p in predictions), encoding="utf-8")
+        lines = [json.dumps(p, ensure_ascii=False, default=_as_plain) + "\n" for p in predictions]
+        path.write_text("".join(lines), encoding="utf-8")
         for prediction in predictions:
-            print(f"--- {prediction['prompt']}\n{prediction['prompt']}{prediction['continuation']}\n")
+            if isinstance(prediction, dict) and {"prompt", "continuation"} <= prediction.keys():
+                print(f"--- {prediction['prompt']}\n{prediction['prompt']}{prediction['continuation']}\n")
         print(f"written to {path}")
+
+
+def _as_plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # a tensor or an array; anything else in words
 
 
 class WithoutTrainer(CLI):

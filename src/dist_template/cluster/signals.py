@@ -42,6 +42,8 @@ def job_started() -> float:
 
 def listen() -> None:
     """Handles signals for the rest of the process. Call it in the main thread, before the slow imports."""
+    if signal.getsignal(signal.SIGTERM) is _nothing:
+        return  # already
     job_started()
     read, write = os.pipe()
     os.set_blocking(write, False)

@@ -93,7 +93,9 @@ class ResumableEpochLoop(_TrainingEpochLoop):
 
 
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:
-    """Gives `trainer` loops that write and read their counters as this file does, before it has run."""
+    """Gives `trainer` loops that write and read their counters as this file does, before its first step."""
     given = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
     trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)
+    for new, old in ((trainer.fit_loop, given), (trainer.fit_loop.epoch_loop.val_loop, given.epoch_loop.val_loop)):
+        new._data_source = old._data_source  # set where `fit` has begun

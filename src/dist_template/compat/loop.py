@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .closure import StepClosure, with_loss
-from .epochs import ResumableEpochLoop, make_resumable
+from .epochs import FitLoop, ResumableEpochLoop, make_resumable
 from .hooks import call, own
 from .precision import without_overhead
 
@@ -65,6 +65,12 @@ def lighten(trainer: Any) -> None:
         return
     make_resumable(trainer, EpochLoop)
     trainer.strategy.precision_plugin = without_overhead(trainer.strategy.precision_plugin)
+
+
+def make_fit_resumable(trainer: Any) -> None:
+    """Gives a Trainer without the command line resumable loops, at `setup`; Lightning's own are kept as above."""
+    if L.__version__.startswith(VERIFIED) and not isinstance(trainer.fit_loop, FitLoop):
+        make_resumable(trainer)
 
 
 class EpochLoop(ResumableEpochLoop):

@@ -83,8 +83,8 @@ class TrainingModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self, self.optim, scaled=self.trainer.scaler is not None)
         num_steps = self.trainer.estimated_stepping_batches
-        steps = getattr(self.data, "steps_per_validation", None)
-        schedule = build_schedule(optimizer, self.optim, num_steps, steps and steps * self.data.accumulation)
+        every = self.trainer.val_check_interval  # of a rank's batches
+        schedule = build_schedule(optimizer, self.optim, num_steps, every if isinstance(every, int) else None)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(

@@ -4,7 +4,8 @@
 
 A batch is dealt out over dp_replicate x fsdp ranks; the tp ranks of one such place share it. What is cut how stands in
 the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model that
-transformers has. A model without plans is sharded block by block with torch's `fully_shard`.
+transformers has. A model without plans is sharded block by block with torch's `fully_shard`, and so is a plain
+LightningModule whose layers are made in `__init__`.
 
 Lightning's ModelParallelStrategy starts the processes and runs the loop. It stops at a mesh of two dimensions, at
 knowing no transformers model, at checkpoints of interleaved shards, and at a world of one rank; the rest stands here.
@@ -12,22 +13,32 @@ knowing no transformers model, at checkpoints of interleaved shards, and at a wo
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from .. import weights
 from ..checkpoint import sharded
@@ -41,6 +52,7 @@ from ..layout import refuse_scalars
 from .blocks import find_blocks
 
 Size = int | Literal["auto"]
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @dataclass(frozen=True)
@@ -145,6 +157,33 @@ class MeshStrategy(ModelParallelStrategy):
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
+    def connect(self, model: L.LightningModule) -> None:
+        super().connect(model)
+        if not is_overridden("configure_model", model):  # its layers are made in __init__
+            model.configure_model = partial(self._shard_module, model)
+
+    def teardown(self) -> None:
+        made = vars(self.lightning_module).get("configure_model") if self.lightning_module else None
+        if isinstance(made, partial):
+            del vars(self.lightning_module)["configure_model"]
+        super().teardown()
+
+    def _shard_module(self, module: L.LightningModule) -> None:
+        """Shards the layers that a plain LightningModule has made on every rank, with rank 0's weights.
+
+        The module itself is the outermost unit, so its steps gather what is in no block, as `forward` does elsewhere.
+        """
+        if isinstance(module, FSDPModule) or (self.world_size == 1 and not self.cpu_offload):
+            return
+        refuse_scalars(module, "FSDP2")
+        self.precision_plugin.convert_module(module)
+        module.to("cpu" if self.cpu_offload else self.root_device)
+        weights.load(module, weights.named_tensors(module))
+        self._shard(module, self._shard_by_blocks)
+        for step in STEPS:
+            if is_overridden(step, module):
+                register_fsdp_forward_method(module, step)
+
     def shard(self, model: nn.Module) -> nn.Module:
         """Cut `model`, which has its weights on rank 0 alone, over the mesh.
 
@@ -155,16 +194,16 @@ class MeshStrategy(ModelParallelStrategy):
             return model
         refuse_scalars(model, "FSDP2")
         whole = weights.take(model)
-        try:
-            has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
-            if has_plan and self.world_size > 1:
-                self._shard_by_plan(model)
-            else:
-                self._shard_by_blocks(model)
-        except ValueError as error:
-            raise InputError(f"{type(model).__name__} cannot be cut as configured: {reason(error)}") from error
+        has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
+        self._shard(model, self._shard_by_plan if has_plan and self.world_size > 1 else self._shard_by_blocks)
         weights.fill(model, whole, torch.device("cpu") if self.cpu_offload else self.root_device)
         return model
+
+    def _shard(self, model: nn.Module, by: Callable[[Any], None]) -> None:
+        try:
+            by(model)
+        except ValueError as error:
+            raise InputError(f"{type(model).__name__} cannot be cut as configured: {reason(error)}") from error
 
     def _shard_by_plan(self, model: Any) -> None:
         from transformers.distributed import DistributedConfig
@@ -210,6 +249,8 @@ class MeshStrategy(ModelParallelStrategy):
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in find_blocks(model):
             fully_shard(block, **options)
+        if isinstance(model, L.LightningModule) and "mp_policy" in options:  # a step's batch holds targets too
+            options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
         fully_shard(model, **options)
 
     def model_to_device(self) -> None:

@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from ..checkpoint.resume import is_zeros_own, load_foreign
 from ..checkpoint.untrusted import as_data
 from ..compat import deepspeed as compat
 from ..compat.lightning import set_deepspeed_config, start_deepspeed
+from ..errors import InputError
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .zero_step import ZeroPrecision
@@ -81,6 +83,11 @@ class ZeroStrategy(DeepSpeedStrategy):
         param_persistence_threshold: int = 100_000,
         **kwargs: Any,
     ) -> None:
+        if find_spec("deepspeed") is None:
+            raise InputError(
+                "ZeRO needs DeepSpeed, which is not installed: `pip install --no-build-isolation deepspeed` in an"
+                " environment that has torch; or set another trainer.strategy"
+            )
         super().__init__(
             stage=stage or 2,
             offload_optimizer=bool(offload_optimizer),
@@ -158,7 +165,7 @@ class ZeroStrategy(DeepSpeedStrategy):
                 precision=self.precision_plugin.precision,
                 gradient_clip_val=trainer.gradient_clip_val or 0.0,
                 num_steps=None if steps == float("inf") else int(steps),
-                optim=getattr(module, "optim", None),
+                optim=optim if hasattr(optim := getattr(module, "optim", None), "min_learning_rate_share") else None,
                 hidden_size=lambda: config_file.hidden_size(module),
                 **config_file.batch_sizes(trainer.datamodule, self.world_size, trainer.accumulate_grad_batches),
             )
@@ -245,7 +252,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         is_last = engine.is_gradient_accumulation_boundary()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         track: Any = getattr(self.lightning_module, "track", None)
-        if is_last and track:
+        if is_last and callable(track):
             track("train/grad_norm", torch.as_tensor(engine.get_global_grad_norm(), device=self.root_device))
         return result
 

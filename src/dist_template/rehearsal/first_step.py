@@ -15,7 +15,7 @@ from ..compat.lightning import accumulates
 from ..weights import is_partitioned_by_zero
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full, locate_modules
-from .recorder import fingerprint
+from .recorder import fingerprint, samples_in
 
 
 class Details(Callback):
@@ -67,8 +67,8 @@ class Details(Callback):
         self._batch = batch if self._batch is None else self._batch
         if self._hooks:
             self._hooks.begin()
-            samples = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
-            self._passes.append({"rows": [fingerprint(sample) for sample in samples], "tensors": self._hooks.tensors})
+            rows = [fingerprint(sample) for sample in samples_in(batch)]
+            self._passes.append({"rows": rows, "tensors": self._hooks.tensors})
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if self._hooks:

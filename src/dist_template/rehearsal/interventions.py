@@ -53,7 +53,7 @@ class _Ragged:
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate(samples)
-        if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+        if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor) and batch["labels"].ndim == 2:
             batch["labels"] = torch.stack([_masked(row) for row in batch["labels"]])
         return batch
 

@@ -41,7 +41,7 @@ class LeakageTest(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         batch, call = next((each for each in self._batches if _documents(each[0])), self._batches[0])
-        if "input_ids" not in batch:
+        if not isinstance(batch, dict) or "input_ids" not in batch:
             return
         pl_module.eval()
         found, rows = {}, len(batch["input_ids"])

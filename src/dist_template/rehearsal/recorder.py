@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..model.any_module import metrics_of, results_of
 from ..weights import gather, is_partitioned_by_zero
 from . import training_state
 
@@ -63,8 +64,7 @@ class Recorder(Callback):
         self._write_step(trainer, pl_module, {}, self._start, buffers=buffers)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        samples = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()))
-        rows = [fingerprint(sample) for sample in samples]
+        rows = [fingerprint(sample) for sample in samples_in(batch)]
         random = fingerprint(torch.get_rng_state())
         self._write("rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=random)
 
@@ -79,14 +79,14 @@ class Recorder(Callback):
             self._recorded_step = trainer.global_step
             python = training_state.python_state(trainer, pl_module)
             changed = {name: value for name, value in python.items() if self._start.get(name) != value}
-            self._write_step(trainer, pl_module, pl_module.metrics.latest, changed)
+            self._write_step(trainer, pl_module, metrics_of(pl_module).latest, changed)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
-        self._write("eval", step=trainer.global_step, stage=stage, metrics=pl_module.eval_metrics)
+        self._write("eval", step=trainer.global_step, stage=stage, metrics=results_of(trainer, pl_module))
 
     def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._write("eval", step=trainer.global_step, stage="test", metrics=pl_module.eval_metrics)
+        self._write("eval", step=trainer.global_step, stage="test", metrics=results_of(trainer, pl_module))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._save_weights("end", pl_module)
@@ -104,6 +104,13 @@ class Recorder(Callback):
 
     def _write(self, event: str, **values: Any) -> None:
         self._file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+def samples_in(batch: Any) -> Tensor:
+    """The first dimension's samples: `input_ids` of text, else the first tensor that is found."""
+    if isinstance(batch, Mapping):
+        return samples_in(batch["input_ids"] if "input_ids" in batch else next(iter(batch.values())))
+    return samples_in(batch[0]) if isinstance(batch, list | tuple) else batch
 
 
 def replicas(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:

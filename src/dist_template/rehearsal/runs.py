@@ -100,7 +100,7 @@ class Runs:
 
     @property
     def big(self) -> RunRecord:
-        return self._run("big", 1, self.small.variant(1, "auto", self.small.config["data"]["global_batch_size"]))
+        return self._run("big", 1, self.small.variant(1, "auto", is_big=True))
 
     @property
     def ddp(self) -> RunRecord:
@@ -139,8 +139,9 @@ class Runs:
     @property
     def fewer(self) -> RunRecord:
         assert self.strategy.ok  # it has written the checkpoint
-        spec, num = fewer(self.small, self.strategy_object)
-        return self._run("fewer", num, self.small.variant(num, spec), checkpoint=str(self.kept_checkpoint))
+        spec, num, data_parallel = fewer(self.small, self.strategy_object)
+        config = self.small.variant(num, spec, data_parallel)
+        return self._run("fewer", num, config, checkpoint=str(self.kept_checkpoint))
 
     def export(self) -> Path:
         """Exports the trained model and returns its folder.

@@ -51,11 +51,32 @@ class Small:
     def strategy(self) -> Any:
         return self.config["trainer"]["strategy"]
 
-    def variant(self, processes: int, strategy: Any, micro_batch_size: int = MICRO_BATCH_SIZE) -> dict[str, Any]:
-        """Returns the same training on `processes` under another strategy, with the same global batch."""
+    @property
+    def is_text(self) -> bool:
+        """Whether the datamodule derives the accumulation; a plain one leaves it to the Trainer."""
+        return "micro_batch_size" in self.config["data"]
+
+    def variant(
+        self, processes: int, strategy: Any, data_parallel: int | None = None, is_big: bool = False
+    ) -> dict[str, Any]:
+        """Returns the same training on `processes` under another strategy, with the same global batch.
+
+        Args:
+            processes: Ranks.
+            strategy: The entry in the configuration.
+            data_parallel: Ranks that see a batch of their own. None: all.
+            is_big: The global batch is one micro-batch.
+        """
         config = copy.deepcopy(self.config)
         config["trainer"] |= {"devices": processes, "strategy": strategy}
-        config["data"]["micro_batch_size"] = micro_batch_size
+        data, batches = config["data"], ACCUMULATION * self.data_parallel
+        if self.is_text:
+            data["micro_batch_size"] = data["global_batch_size"] if is_big else MICRO_BATCH_SIZE
+        elif is_big:
+            data["batch_size"] *= batches
+            config["trainer"]["accumulate_grad_batches"] = 1
+        else:
+            config["trainer"]["accumulate_grad_batches"] = batches // (data_parallel or processes)
         return config
 
     def with_dropout(self) -> dict[str, Any]:
@@ -95,11 +116,15 @@ def shrink(
     data_parallel = data_parallel_size(_folded(strategy, spec), num)
     config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
     _shrink_trainer(config["trainer"], spec, num, steps)
-    _shrink_data(config["data"], folder, MICRO_BATCH_SIZE * data_parallel * ACCUMULATION, keep_data, steps)
     small = Small(config, num, data_parallel, steps, notes=notes)
-    _shrink_model(config["model"], model_config, config["data"]["seq_len"], small)
-    chunk, tokens = given["model"].get("loss_chunk"), given["data"]["micro_batch_size"] * given["data"]["seq_len"]
-    if chunk and tokens > chunk:
+    if small.is_text:
+        _shrink_data(config["data"], folder, MICRO_BATCH_SIZE * data_parallel * ACCUMULATION, keep_data, steps)
+    else:
+        config["trainer"]["accumulate_grad_batches"] = ACCUMULATION
+        notes.append("data has no micro_batch_size: its samples and batches are those that are given")
+    _shrink_model(config["model"], model_config, config["data"].get("seq_len", SEQ_LEN), small)
+    chunk = given["model"].get("loss_chunk")
+    if chunk and given["data"]["micro_batch_size"] * given["data"]["seq_len"] > chunk:
         config["model"]["loss_chunk"] = config["data"]["seq_len"]  # so that the loss is computed in chunks here too
     if "loss_kernel" in config["model"]:
         config["model"]["loss_kernel"] = "torch"  # Liger's kernels need a GPU
@@ -219,8 +244,10 @@ def fold_strategy(spec: Any, strategy: Any, processes: int | None, notes: list[s
     return spec, num
 
 
-def fewer(small: Small, strategy: Any) -> tuple[Any, int]:
-    """Returns the small strategy on half of its processes; data parallelism shrinks first.
+def fewer(small: Small, strategy: Any) -> tuple[Any, int, int]:
+    """Returns the small strategy on half of its processes, and how many of these see a batch of their own.
+
+    Data parallelism shrinks first.
 
     Raises:
         InputError: there is only one process.
@@ -236,7 +263,7 @@ def fewer(small: Small, strategy: Any) -> tuple[Any, int]:
         sizes = _folded(strategy, spec).sizes(num)
         if options["ep_size"] != "auto":
             options["ep_size"] = min(options["ep_size"], sizes.fsdp * sizes.tp)
-    return spec, num
+    return spec, num, data_parallel_size(_folded(strategy, spec), num)
 
 
 def _ep(options: dict[str, Any]) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 OF_LIGHTNING = set(vars(L.LightningModule())) | set(vars(Callback()))
-NOT_TRAINING = {"eval_metrics", "metrics", "prepare_data_per_node"}
+NOT_TRAINING = {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
 NOT_TRAINING |= {"allow_zero_length_dataloader_with_multiple_devices"}
 MAX_ITEMS = 1000  # a larger container is data, not state
 

@@ -99,7 +99,6 @@ class PackedText(L.LightningDataModule):
         self.seed = seed
         self.prompts = prompts
         self.rank, self.world_size = 0, 1  # of data parallelism, known in `setup`
-        self.steps_per_validation: int | None = None  # None: Lightning counts in shares of an epoch
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
         self._tokens_of_ranks, self._tokens = TokensOfRanks(), torch.ones(())
@@ -160,7 +159,6 @@ class PackedText(L.LightningDataModule):
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation
             if isinstance(self.trainer.val_check_interval, int):  # in the YAML: optimizer steps, on any number of ranks
-                self.steps_per_validation = self.trainer.val_check_interval
                 self.trainer.val_check_interval *= self.accumulation
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size

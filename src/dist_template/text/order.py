@@ -40,7 +40,8 @@ class GlobalOrder(Sampler[list[int]]):
     """Batches of row indices for one rank's training, from the consumed samples on.
 
     Its length is one epoch's batches; the rows that fill no global batch at its end come first in the next.
-    `consumed` is asked when iteration begins: the checkpoint is loaded after the loader is made.
+    `consumed` is asked when iteration begins: the checkpoint is loaded after the loader is made. Without a `seed`
+    rows come in their own order.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class GlobalOrder(Sampler[list[int]]):
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
-        seed: int = 0,
+        seed: int | None = 0,
         consumed: Callable[[], int] = lambda: 0,
         repeat_first_batch: bool = False,
         jumps: Callable[[], list[Jump]] = list,
@@ -109,10 +110,11 @@ def with_jumps(jumps: Iterable[Jump], more: Iterable[Jump]) -> list[Jump]:
 
 
 @lru_cache(maxsize=2)
-def permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(num_rows: int, seed: int | None, epoch: int) -> np.ndarray:
     """(num_rows,) the rows in the order of that pass; the last one, of which only a part may count, stays the last."""
     rows = np.arange(num_rows, dtype=np.uint32 if num_rows < 2**32 else np.uint64)
-    np.random.default_rng((seed, epoch)).shuffle(rows[:-1])
+    if seed is not None:
+        np.random.default_rng((seed, epoch)).shuffle(rows[:-1])
     return rows
 
 

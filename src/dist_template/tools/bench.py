@@ -28,6 +28,7 @@ from ..callbacks.throughput import peak_of
 from ..cli.fit import CLI, parse
 from ..cluster.launch import RUN_ID
 from ..errors import InputError, is_out_of_memory
+from ..model.any_module import require
 from ..model.flops import Size
 from ..project import Project
 from . import sizes
@@ -69,6 +70,7 @@ def main(argv: list[str], project: Project) -> None:
     if min(own.steps, own.rounds) < 1:
         raise InputError(f"--steps {own.steps} --rounds {own.rounds}: give 1 or more of each")
     cli = parse(["bench", *flags], project)
+    require(cli.datamodule, "bench", "micro_batch_size", "seq_len")
     cli.datamodule.prepare()
     trials = {name: flags for name, flags in _trials(cli).items() if name == UNCHANGED or own.only in name}
     found: dict[str, list[Measured]] = defaultdict(list)

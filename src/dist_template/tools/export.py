@@ -38,7 +38,8 @@ def main(argv: list[str], project: Project) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
     path = chosen_checkpoint(cli)
-    cli.datamodule.require()
+    if hasattr(cli.datamodule, "require"):
+        cli.datamodule.require()
     model = trained_model(cli.model, cli.datamodule, path)
     with written_at_once(output) as folder:
         write = write_pretrained if hasattr(model, "save_pretrained") else write_weights
@@ -82,6 +83,8 @@ def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
     Raises:
         InputError: the checkpoint is another model's.
     """
+    if not hasattr(module, "build_model"):
+        raise InputError(f"{type(module).__name__} has no build_model to export")
     checkpoint = read_full(path)
     module.model = module.build_model(data)
     refuse_another_models(path, checkpoint["state_dict"], module)

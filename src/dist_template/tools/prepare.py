@@ -12,4 +12,5 @@ def main(argv: list[str], project: Project) -> None:
     Raises:
         InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare` is at work.
     """
-    parse(argv, project).datamodule.prepare()
+    data = parse(argv, project).datamodule
+    getattr(data, "prepare", data.prepare_data)()  # Lightning's hook, where there is no cache of tokens

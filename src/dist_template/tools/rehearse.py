@@ -117,6 +117,8 @@ def _parse(flags: list[str], own: argparse.Namespace, project: Project) -> Any:
 
 def _model_config(cli: Any) -> Any:
     """Returns the transformers configuration at full size; None for another kind of model."""
+    if not hasattr(cli.datamodule, "seq_len"):
+        return None
     tokenizer = getattr(cli.datamodule, "tokenizer", None)
     vocab_size = getattr(tokenizer, "vocab_size", 2**15)  # the vocabulary is unknown before `prepare`
     data = SimpleNamespace(vocab_size=vocab_size, eos_token_id=0, seq_len=cli.datamodule.seq_len)

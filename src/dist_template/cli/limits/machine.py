@@ -10,6 +10,8 @@ import lightning as L
 import torch
 
 from ...errors import InputError, reason
+from ...model.any_module import own
+from ...model.optim import OptimConfig
 from ...parallel.mesh import MeshSizes, MeshStrategy
 
 NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary, and so the data, first
@@ -64,6 +66,11 @@ class Setup:
     trains: bool
     saves_asynchronously: bool = False
     monitor: str | None = None
+
+    @property
+    def optim(self) -> OptimConfig | None:
+        """The keys under model.optim; None for a module with another optimizer."""
+        return own(self.module, "optim", OptimConfig)
 
     @property
     def strategy(self) -> Any:

@@ -94,7 +94,7 @@ def experts(setup: Setup) -> Iterator[str]:
 
 
 def optimizer(setup: Setup) -> Iterator[str]:
-    chosen = getattr(getattr(setup.module, "optim", None), "optimizer", None) or {}
+    chosen = getattr(setup.optim, "optimizer", None) or {}
     if setup.mesh is not None and chosen.get("class_path") == "torch.optim.Adafactor":
         # torch 2.13, _adafactor.py: "in-place operations that require placement changes are not supported"
         yield (

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
+from ...model.any_module import owns_order
 from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.
@@ -29,9 +30,10 @@ REPLACED: dict[str, tuple[Any, str]] = {
         "it is derived, data.global_batch_size / (data.micro_batch_size x data-parallel processes); remove the key and"
         " edit those",
     ),
-    "use_distributed_sampler": (False, "data.py shards the samples itself: remove the key"),
+    "use_distributed_sampler": (False, "data.py, or the callback SampleOrder, shards the samples: remove the key"),
     "model_registry": (None, "checkpoints are folders here: remove the key, and give --ckpt_path a folder"),
 }
+OF_AN_ORDER = ("overfit_batches", "accumulate_grad_batches")  # a plain datamodule leaves them to the Trainer
 REFUSED_CALLBACKS = {
     StochasticWeightAveraging: "it copies the module before its model is built, and replaces the schedule: set"
     " model.optim.schedule warmup_stable_decay, or the callback EMAWeightAveraging",
@@ -44,6 +46,8 @@ REFUSED_CALLBACKS = {
 
 def replaced_keys(setup: Setup) -> Iterator[str]:
     for key, (allowed, instead) in REPLACED.items():
+        if key in OF_AN_ORDER and not owns_order(setup.data):
+            continue
         if (given := setup.trainer.get(key, allowed)) != allowed:
             yield f"trainer.{key} {_as_yaml(given)} is not supported: {instead}"
 

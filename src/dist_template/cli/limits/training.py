@@ -14,8 +14,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 
 from ...errors import InputError, reason
-from ...model.optim import OptimConfig, build_optimizer, build_schedule
+from ...model.any_module import has_validation, own
+from ...model.optim import build_optimizer, build_schedule
 from ...parallel import data_parallel_size
+from ...parallel.blocks import BlockConfig
 from ...parallel.mesh import MeshStrategy
 from ...parallel.zero import ZeroStrategy
 from .machine import Setup
@@ -77,7 +79,7 @@ def precision(setup: Setup) -> Iterator[str]:
 
 
 def blocks(setup: Setup) -> Iterator[str]:
-    config = getattr(setup.module, "blocks", None)
+    config = own(setup.module, "blocks", BlockConfig)
     if config is None:
         return
     if config.checkpoint_every < 1:
@@ -96,15 +98,17 @@ def batches(setup: Setup) -> Iterator[str]:
     if not setup.trains or (isinstance(setup.strategy, MeshStrategy) and setup.mesh is None):
         return
     try:
-        setup.data.check(data_parallel_size(setup.strategy, setup.machine.world_size))
+        ranks = data_parallel_size(setup.strategy, setup.machine.world_size)
+        if hasattr(setup.data, "check"):
+            setup.data.check(ranks)
     except InputError as error:
         yield str(error)
 
 
 def optimization(setup: Setup) -> Iterator[str]:
     """optim.py's and torch's own checks: optimizer and schedule are built, and make a step, for next to nothing."""
-    optim, steps = getattr(setup.module, "optim", None), setup.num_steps
-    if not setup.trains or not isinstance(optim, OptimConfig):
+    optim, steps = setup.optim, setup.num_steps
+    if not setup.trains or optim is None:
         return
     layer = nn.Linear(1, 1)
     try:
@@ -125,7 +129,7 @@ def monitors(setup: Setup) -> Iterator[str]:
     """A misspelt metric, which would be found at the first validation; a metric of your own passes."""
     if not setup.trains:
         return
-    optim, callbacks = getattr(setup.module, "optim", None), setup.trainer.get("callbacks") or []
+    optim, callbacks = setup.optim, setup.trainer.get("callbacks") or []
     named = {
         "best_checkpoint.monitor": setup.monitor,
         "model.optim.plateau_metric": getattr(optim, "plateau_metric", None),
@@ -143,13 +147,14 @@ def monitors(setup: Setup) -> Iterator[str]:
 
 def plateau(setup: Setup) -> Iterator[str]:
     """reduce_on_plateau without a validation never acts, and nothing says so."""
-    optim, trainer = getattr(setup.module, "optim", None), setup.trainer
-    if not setup.trains or not isinstance(optim, OptimConfig) or not optim.waits_for_validation:
+    optim, trainer = setup.optim, setup.trainer
+    if not setup.trains or optim is None or not optim.waits_for_validation:
         return
     key = "--lr_scheduler ReduceLROnPlateau" if optim.lr_scheduler else "model.optim.schedule 'reduce_on_plateau'"
     waits = f"{key} waits for validations"
-    if not setup.data.validation_share:
-        yield f"{waits}, and data.validation_share is 0: edit one of the two"
+    if not has_validation(setup.module, setup.data):
+        none = "data.validation_share is 0" if hasattr(setup.data, "validation_share") else "there is no val_dataloader"
+        yield f"{waits}, and {none}: edit one of the two"
     elif trainer.get("limit_val_batches") == 0:
         yield f"{waits}, and trainer.limit_val_batches is 0: edit one of the two"
     elif isinstance(every := trainer.get("val_check_interval"), int) and every > (setup.num_steps or every):

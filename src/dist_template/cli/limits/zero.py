@@ -57,7 +57,7 @@ def checkpoints(setup: Setup) -> Iterator[str]:
 
 def optimizer(setup: Setup) -> Iterator[str]:
     """DeepSpeed passes flat shards of many parameters: an optimizer that reads a matrix's rows or norm is wrong."""
-    chosen = getattr(getattr(setup.module, "optim", None), "optimizer", None)
+    chosen = getattr(setup.optim, "optimizer", None)
     if not isinstance(strategy := setup.strategy, ZeroStrategy) or not chosen:
         return
     module, _, name = chosen["class_path"].rpartition(".")
@@ -84,9 +84,9 @@ def configuration(setup: Setup) -> Iterator[str]:
         precision=setup.machine.precision,
         gradient_clip_val=setup.trainer.get("gradient_clip_val") or 0.0,
         num_steps=None if steps in (None, float("inf")) else int(steps),
-        optim=getattr(setup.module, "optim", None),
+        optim=setup.optim,
         hidden_size=lambda: hidden_size(setup.module),
-        **batch_sizes(setup.data, setup.machine.world_size, 1),
+        **batch_sizes(setup.data, setup.machine.world_size, setup.trainer.get("accumulate_grad_batches") or 1),
     )
     try:
         strategy.complete_config(settings)

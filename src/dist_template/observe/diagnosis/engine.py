@@ -8,6 +8,7 @@ threshold is a constant next to its rule, with the reason for its value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from ...errors import first_line
 from ..history.run import History
@@ -37,4 +38,17 @@ def diagnose(history: History) -> list[Finding]:
         for other in each.explains:
             explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
     kept = [f for f in found if LEVELS.index(f.level) < explained.get(f.rule, len(LEVELS))]
-    return sorted(kept, key=lambda finding: finding.weight)
+    return sorted((applicable(each, history) for each in kept), key=lambda finding: finding.weight)
+
+
+def applicable(finding: Finding, history: History) -> Finding:
+    """Drops changes of keys that a module or datamodule other than the library's does not have."""
+    if history.facts.get("data", {}).get("seq_len", 0) is not None:  # of text; or nothing is known
+        return finding
+
+    def exists(key: str) -> bool:
+        section, _, name = key.partition(".")
+        return section not in ("model", "data") or name.partition(".")[0] in history.config.get(section, {})
+
+    causes = [replace(c, changes=[change for change in c.changes if exists(change.key)]) for c in finding.causes]
+    return replace(finding, causes=causes)

@@ -1,0 +1,78 @@
+"""What the library asks of a module and its data beyond Lightning's own interface, with an answer for those without it.
+
+A TrainingModule has a metric buffer, PackedText an order of samples. Any other LightningModule and LightningDataModule
+trains as well: this file is the only place that asks which of them a user has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ..errors import InputError
+from .metrics import MetricBuffer
+
+
+def samples_of(trainer: Any) -> Any:
+    """Returns the stream of samples, PackedText or SampleOrder; None for a loader whose order is its own.
+
+    It has `global_batch_size`, `consumed_samples`, `jumps` and `jump(intervals)`.
+    """
+    known = (each for each in [trainer.datamodule, *trainer.callbacks] if owns_order(each))
+    return next((each for each in known if each.global_batch_size), None)
+
+
+def owns_order(data: Any) -> bool:
+    """Returns whether it shards and orders the samples. If the datamodule does, it derives the accumulation too."""
+    return hasattr(data, "consumed_samples")
+
+
+def own(module: Any, name: str, kind: type) -> Any:
+    """Returns the module's attribute if it is of the library's type: a user may have another of that name."""
+    value = getattr(module, name, None)
+    return value if isinstance(value, kind) else None
+
+
+def metrics_of(module: Any) -> MetricBuffer:
+    """Returns the module's metric buffer; a plain LightningModule gets one when it is first asked for."""
+    return own(module, "metrics", MetricBuffer) or vars(module).setdefault("metric_buffer", MetricBuffer())
+
+
+def tracks_metrics(module: Any) -> bool:
+    """Returns whether the module puts its own training metrics, such as train/loss, into the buffer."""
+    return own(module, "metrics", MetricBuffer) is not None
+
+
+def results_of(trainer: Any, module: Any) -> dict[str, float]:
+    """Returns the newest validation's or test's results: what `log_eval` was given, else what `self.log` was."""
+    if given := own(module, "eval_metrics", dict):
+        return given
+    logged = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in logged if not name.startswith("train")}
+
+
+def has_validation(module: Any, data: Any) -> bool:
+    """Returns whether there is anything to validate."""
+    own_step = is_overridden("validation_step", module, LightningModule)
+    own_loader = is_overridden("val_dataloader", data, LightningDataModule)
+    return bool(own_step and getattr(data, "validation_share", own_loader))
+
+
+def build_config(module: Any, data: Any) -> Any:
+    """Returns the model's transformers configuration; None for another model."""
+    return module.build_config(data) if hasattr(module, "build_config") else None
+
+
+def require(data: Any, verb: str, *names: str) -> None:
+    """Refuse a datamodule without what a verb needs.
+
+    Raises:
+        InputError: with what it lacks.
+    """
+    if lacking := [name for name in names if not hasattr(data, name)]:
+        raise InputError(
+            f"`{verb}` needs a datamodule with {' and '.join(lacking)}, as PackedText of dist_template.text has;"
+            f" {type(data).__name__} is another: edit the data class"
+        )

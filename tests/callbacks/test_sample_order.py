@@ -1,0 +1,116 @@
+"""SampleOrder: which loaders get an exact order, and what the others keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from dist_template.callbacks import SampleOrder
+from dist_template.errors import InputError
+
+NUM = 22
+
+
+class Numbers(Dataset):
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(NUM))
+
+
+class Module(L.LightningModule):
+    """Records the samples of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch.tolist())
+        return self.layer(batch[:, None].float()).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+
+def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[int]]:
+    """The samples of each batch, with checkpoints in `folder`."""
+    module, resumes = Module(), options.pop("ckpt_path", None)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=max_steps, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, callbacks=[SampleOrder()], **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Data(loader), ckpt_path=resumes)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return module.seen
+
+
+@pytest.mark.parametrize("stop", [3, 5, 7])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resume_reads_the_next_samples_of_each_epoch(tmp_path: Path, stop: int, workers: int) -> None:
+    loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=workers)
+    whole = fit(tmp_path, loader, 12)
+    assert sorted(sum(whole, [])[:20]) != sum(whole, [])[:20], "shuffled"
+    assert len({*sum(whole, [])[:NUM]}) == NUM and len({*sum(whole, [])[NUM : 2 * NUM]}) == NUM, "two whole epochs"
+    assert fit(tmp_path, loader, stop) == whole[:stop]
+    assert fit(tmp_path, loader, 12, ckpt_path=tmp_path / "last.ckpt") == whole[stop:]
+
+
+def test_a_loader_that_does_not_shuffle_keeps_its_order(tmp_path: Path) -> None:
+    assert fit(tmp_path, DataLoader(Numbers(), 4), 5) == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+
+
+OTHERS = {
+    "a sampler of its own": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0] * NUM, NUM)),
+    "a random sampler with replacement of fewer": lambda: DataLoader(
+        Numbers(), 4, sampler=RandomSampler(Numbers(), num_samples=8)
+    ),
+    "an iterable dataset": lambda: DataLoader(Stream(), 4),
+    "no DataLoader": lambda: [torch.arange(4), torch.arange(4)],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_loader_stays_as_it_is_and_a_warning_says_so(name: str) -> None:
+    order, loader = SampleOrder(), OTHERS[name]()
+    order._trainer = SimpleNamespace(overfit_batches=0.0, accumulate_grad_batches=1)
+    with pytest.warns(UserWarning, match="a resumed epoch starts again at its first batch"):
+        assert order._train(loader) is loader
+
+
+def test_a_training_set_below_one_step_is_refused(tmp_path: Path) -> None:
+    sentence = r"has 22 samples, and an optimizer step takes 24: batch_size 8 x data_parallel 1 x .*batches 3"
+    with pytest.raises(InputError, match=sentence):
+        fit(tmp_path, DataLoader(Numbers(), 8), 1, accumulate_grad_batches=3)
+
+
+def test_the_datamodule_is_left_as_it_was(tmp_path: Path) -> None:
+    data, module = Data(DataLoader(Numbers(), 4)), Module()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, callbacks=[SampleOrder()],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    assert "train_dataloader" not in vars(data)

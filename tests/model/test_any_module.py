@@ -1,0 +1,154 @@
+"""An image classifier, as a TrainingModule and as a plain LightningModule, has what a language model has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dist_template.checkpoint import manifest
+from dist_template.cli import main as command_line
+from dist_template.observe.diagnosis.engine import applicable
+from dist_template.observe.diagnosis.finding import Cause, Change, Finding
+from dist_template.observe.history.run import History
+from dist_template.project import Project
+from dist_template.rehearsal.interventions import KillAt
+from dist_template.rehearsal.record import RunRecord
+from dist_template.rehearsal.workers import Workers
+from tests.support.classifier import CLASSIFIER, PLAIN
+from tests.support.runs import logged
+from tests.support.strategies import flags_of
+
+MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
+STEPS, EVERY, KILLED = 10, 2, 7
+BATCH, GLOBAL = 2, 8
+STRATEGIES = {"ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2, "hsdp": 4}  # ranks
+SLOW = {"zero2", "hsdp"}
+
+
+def flags(folder: Path, project: Project, ranks: int = 1) -> list[str]:
+    """40 samples: an epoch is five steps."""
+    return [
+        f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
+        f"--trainer.devices={ranks}", f"--trainer.max_steps={STEPS}", "--trainer.log_every_n_steps=1",
+        f"--trainer.accumulate_grad_batches={GLOBAL // BATCH // ranks}", f"--data.batch_size={BATCH}",
+        "--data.num_train=40", "--trainer.val_check_interval=5", f"--last_checkpoint.every_n_steps={EVERY}",
+        "--last_checkpoint.keep=9",
+        f"--best_checkpoint.monitor={'val_loss' if project is PLAIN else 'eval/loss'}",
+        *(() if project is PLAIN else ("--model.optim.learning_rate=3e-3",)),
+    ]  # fmt: skip
+
+
+class Trainings:
+    """Trainings of a module, each done once."""
+
+    def __init__(self, folder: Path, project: Project) -> None:
+        self.folder = folder
+        self.project = project
+        self._records: dict[str, RunRecord] = {}
+
+    def run(self, name: str, strategy: str, *more: str, verb: str = "fit", kill: int = 0, run: str = "") -> RunRecord:
+        if name not in self._records:
+            ranks = STRATEGIES.get(strategy, 1)
+            given = [verb, *flags(self.folder, self.project, ranks), f"--run.name={run or name}", *more]
+            given += flags_of(strategy) if strategy in STRATEGIES else []
+            with Workers(ranks, self.project) as workers:
+                callbacks = [KillAt(kill)] if kill else []
+                record = workers.run(given, self.folder / name, callbacks=callbacks)
+            assert record.was_killed if kill else record.ok, record.error
+            self._records[name] = record
+        return self._records[name]
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(tmp_path_factory.mktemp(request.param), MODULES[request.param])
+
+
+def strategies(*names: str) -> Callable:
+    marks = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names or STRATEGIES]
+    return pytest.mark.parametrize("strategy", marks)
+
+
+@strategies()
+def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy: str) -> None:
+    one, several = trainings.run("auto", "auto"), trainings.run(strategy, strategy)
+    assert list(one.loss) == list(range(1, STEPS + 1)) and one.loss[STEPS] < one.loss[1]
+    assert several.loss == pytest.approx(one.loss, rel=1e-6)
+    assert several.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert several.eval()[STEPS] == pytest.approx(one.eval()[STEPS], rel=1e-6)
+    assert [sorted(row for row, _ in rows) for rows in several.rows().values()] == [
+        sorted(row for row, _ in rows) for rows in one.rows().values()
+    ]
+
+
+@strategies("auto", *STRATEGIES)
+def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy: str) -> None:
+    whole = trainings.run(strategy, strategy)
+    trainings.run(f"{strategy}-killed", strategy, kill=KILLED)
+    resumed = trainings.run(f"{strategy}-resumed", strategy, "--ckpt_path=last", run=f"{strategy}-killed")
+    assert resumed.loss == {step: whole.loss[step] for step in range(KILLED // EVERY * EVERY + 1, STEPS + 1)}
+
+
+@strategies("ddp", "fsdp2", "zero3")
+def test_any_strategys_checkpoint_resumes_under_another(trainings: Trainings, strategy: str) -> None:
+    whole = trainings.run("auto", "auto")
+    other = {"ddp": "fsdp2", "fsdp2": "zero3", "zero3": "auto"}[strategy]
+    checkpoint = trainings.run(strategy, strategy).run / "checkpoints" / manifest.name(6)
+    resumed = trainings.run(f"{strategy}-{other}", other, f"--ckpt_path={checkpoint}")
+    assert resumed.loss == pytest.approx({step: whole.loss[step] for step in range(7, STEPS + 1)}, rel=1e-5)
+
+
+@strategies("auto", "fsdp2", "zero3")
+def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, strategy: str) -> None:
+    trained = trainings.run(strategy, strategy)
+    checkpoint = f"--ckpt_path={trained.run / 'checkpoints' / manifest.name(STEPS)}"
+    validated = trainings.run(f"{strategy}-validate", strategy, checkpoint, verb="validate")
+    assert validated.eval()[0] == pytest.approx(trained.eval()[STEPS], rel=1e-6)
+    tested = trainings.run(f"{strategy}-test", strategy, checkpoint, verb="test")
+    assert all(0 < value < 2 for value in tested.eval("test")[0].values())
+    predicted = trainings.run(f"{strategy}-predict", strategy, checkpoint, verb="predict")
+    lines = (predicted.run / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
+
+
+def test_what_the_module_logs_is_written_at_its_optimizer_step(trainings: Trainings) -> None:
+    run = trainings.run("auto", "auto").run
+    assert list(logged(run, "train/loss")) == list(logged(run, "perf/samples_per_s")) == list(range(1, STEPS + 1))
+    assert logged(run, "train/samples")[STEPS] == STEPS * GLOBAL
+    held_out = "val_loss" if trainings.project is PLAIN else "eval/loss"
+    assert list(logged(run, held_out)) == [5, 10], "an interval counts optimizer steps"
+    if trainings.project is PLAIN:
+        assert list(logged(run, "train_accuracy")) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("module", MODULES)
+def test_it_is_rehearsed_at_its_own_size(module: str, strategy: str, tmp_path: Path) -> None:
+    given = [*flags(tmp_path, MODULES[module], 2), "--data.num_train=160", *flags_of(strategy)]
+    command_line.run(["rehearse", *given, f"--output={tmp_path / 'rehearsal'}"], MODULES[module])  # or SystemExit
+    results = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text("utf-8"))["checks"]
+    passed = {each["check"] for each in results if each["verdict"] == "pass"}
+    assert {"kill and resume = never stopping", "loss curve = one process", "accumulation = one big batch"} <= passed
+
+
+def test_verbs_for_text_refuse_other_data_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = flags(tmp_path, PLAIN)
+    assert command_line.run(["bench", *given], PLAIN) == 2
+    assert "`bench` needs a datamodule with micro_batch_size and seq_len" in capsys.readouterr().err
+    assert command_line.run(["doctor", *given], PLAIN) in (0, 1) and command_line.run(["prepare", *given], PLAIN) == 0
+
+
+def test_diagnosis_names_no_key_that_the_module_does_not_have() -> None:
+    text = Change("model.optim.learning_rate", 1.0, 0.1), Change("data.micro_batch_size", 4, 2)
+    finding = Finding("rule", "info", "certain", "", "", [Cause("", [*text, Change("trainer.max_steps", 1, 2)])])
+    config = {"model": {"width": 3}, "data": {"batch_size": 4}}
+    history = History(Path(), config=config, facts={"data": {"seq_len": None}})
+    (kept,) = applicable(finding, history).causes
+    assert [change.key for change in kept.changes] == ["trainer.max_steps"]
+    of_text = replace(history, facts={"data": {"seq_len": 32}})
+    assert applicable(finding, of_text) == finding

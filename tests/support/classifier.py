@@ -1,0 +1,139 @@
+"""An image classifier on made-up images: modules and data that know nothing of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dist_template import TrainingModule
+from dist_template.project import Project
+
+CLASSES, SIZE, WIDTH = 4, 8, 16
+
+
+class Images(L.LightningDataModule):
+    """Noise over one pattern for each class."""
+
+    def __init__(self, batch_size: int = 4, num_train: int = 96, num_workers: int = 0) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.num_train = num_train
+        self.num_workers = num_workers
+
+    def setup(self, stage: str) -> None:
+        draw = torch.Generator().manual_seed(0)
+        patterns = torch.randn(CLASSES, 3, SIZE, SIZE, generator=draw)
+        num = self.num_train + 64
+        labels = torch.randint(CLASSES, (num,), generator=draw)
+        images = patterns[labels] + 0.5 * torch.randn(num, 3, SIZE, SIZE, generator=draw)
+        train, held_out = slice(self.num_train), slice(self.num_train, num)
+        self.train = TensorDataset(images[train], labels[train])
+        self.held_out = TensorDataset(images[held_out], labels[held_out])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.batch_size, shuffle=True, num_workers=self.num_workers)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.held_out, self.batch_size)
+
+    test_dataloader = val_dataloader
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(self.held_out.tensors[0][:8]), batch_size=self.batch_size)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, WIDTH)
+        self.mix = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images + F.gelu(self.mix(self.norm(images)))
+
+
+class Network(nn.Module):
+    """(B, 3, SIZE, SIZE) images to (B, CLASSES) logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = self.stem(images)
+        for block in self.blocks:
+            images = block(images)
+        return self.head(images.mean((2, 3)))
+
+
+class Classifier(TrainingModule):
+    """A subclass of the library's module: its network is built for the strategy."""
+
+    def build_model(self, data: Any) -> nn.Module:
+        return Network()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.track("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.log("eval/loss", F.cross_entropy(logits, batch[1]), sync_dist=True)
+        self.log("eval/accuracy", (logits.argmax(-1) == batch[1]).float().mean(), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test/loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(-1)
+
+
+class PlainClassifier(L.LightningModule):
+    """As Lightning's own documentation writes one."""
+
+    def __init__(self, learning_rate: float = 3e-3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.optim, self.metrics, self.eval_metrics, self.track = "adam", ["accuracy"], nn.ModuleDict(), False
+        self.stem = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = self.stem(images)
+        for block in self.blocks:
+            images = block(images)
+        return self.head(self.dropout(images).mean((2, 3)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        self.log("train_accuracy", (logits.argmax(-1) == batch[1]).float().mean(), sync_dist=True)
+        return F.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self.head(self.stem(batch[0]).mean((2, 3))), batch[1]), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), self.learning_rate)
+
+
+CLASSIFIER = Project("tests.support", ".classifier:Classifier", ".classifier:Images")
+PLAIN = Project("tests.support", ".classifier:PlainClassifier", ".classifier:Images")

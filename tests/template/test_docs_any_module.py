@@ -1,0 +1,114 @@
+"""The code of docs/any_module.md: its package trains by the command line, its script with a Trainer of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_template.checkpoint import commit, manifest
+from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
+
+PAGE = Path(__file__).parents[2] / "docs" / "any_module.md"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("any_module")
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    module, data, main, script = blocks
+    (folder / "images").mkdir()
+    for name, text in {"__init__": "", "module": module, "data": data, "__main__": main}.items():
+        (folder / "images" / f"{name}.py").write_text(text, encoding="utf-8")
+    imports = "from images.data import Images\nfrom images.module import Classifier\n"
+    (folder / "own.py").write_text(imports + script, encoding="utf-8")
+    return folder
+
+
+def python(folder: Path, *argv: str, code: int = 0) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN} | {"OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(folder), env["PYTHONPATH"]])
+    found = subprocess.run(
+        [sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == code, found.stdout + found.stderr
+    return found.stdout
+
+
+def test_the_page_trains_by_the_command_line(folder: Path) -> None:
+    python(
+        folder, "-m", "images", "fit", f"--run.root={folder / 'runs'}", "--run.report=false",
+        "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=60", "--trainer.log_every_n_steps=1",
+    )  # fmt: skip
+    loss = logged(only_run(folder), "train/loss")
+    assert list(loss) == list(range(1, 61)) and sum(list(loss.values())[:20]) > sum(list(loss.values())[-20:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_the_pages_own_trainer_trains_and_resumes_exactly(folder: Path, strategy: str, tmp_path: Path) -> None:
+    """Two processes by Lightning's own launcher: 20 steps at once, and 10 and then 20."""
+    text = (folder / "own.py").read_text("utf-8").replace('strategy="fsdp2"', f'strategy="{strategy}"')
+    text = text.replace('dirpath="checkpoints"', "dirpath=sys.argv[1]").replace("Console()", "Console(line_every_s=0)")
+    text = text.replace("max_steps=20", "max_steps=int(sys.argv[2])")
+    script = folder / f"{strategy}.py"
+    script.write_text(f"import sys\n{text}", encoding="utf-8")
+    out = python(folder, str(script), str(tmp_path / "whole"), "20")
+    assert "samples/s" in out and "step 20/20" in out
+    python(folder, str(script), str(tmp_path / "cut"), "10")
+    resumed = python(folder, str(script), str(tmp_path / "cut"), "20")
+    assert "step 5/20" not in resumed
+    assert losses(resumed) == {step: loss for step, loss in losses(out).items() if step > 10}
+    newest = commit.newest(tmp_path / "cut")
+    assert newest and manifest.step_of(newest) == 20
+
+
+SIGNALLED = """
+import os, signal, sys
+import lightning as L
+from dist_template import Ended
+from dist_template.callbacks import LastCheckpoint, Preemption, Watchdog
+from images.data import Images
+from images.module import Classifier
+
+class Signal(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+callbacks = [Watchdog(), Signal(), LastCheckpoint(every_n_steps=10_000), Preemption()]
+trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=2_000, logger=False, enable_progress_bar=False,
+                    default_root_dir=sys.argv[1], callbacks=callbacks)
+try:
+    trainer.fit(Classifier(), datamodule=Images())
+except Ended as ended:
+    sys.exit(ended.code)
+"""
+
+
+def test_a_signal_ends_ones_own_trainer_with_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    python(folder, "-c", SIGNALLED, str(tmp_path), code=75)
+    newest = commit.newest(tmp_path / "checkpoints")
+    assert newest and manifest.step_of(newest) >= 7
+
+
+def losses(output: str) -> dict[int, str]:
+    found = re.findall(r"step (\d+)/20  loss ([\d.]+)  norm ([\d.]+)", output)
+    return {int(step): f"{loss} {norm}" for step, loss, norm in found}
+
+
+def test_without_deepspeed_the_strategies_import_and_zero_says_how_to_get_it(folder: Path) -> None:
+    code = (
+        "import sys, lightning\nsys.modules['deepspeed'] = None\n"
+        "import importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name.startswith('deepspeed') else found(name, *a)\n"
+        "import dist_template.strategies, dist_template.callbacks\n"
+        "lightning.Trainer(strategy='fsdp2', accelerator='cpu', devices=1)\n"
+        "try:\n    lightning.Trainer(strategy='zero3', accelerator='cpu', devices=1)\n"
+        "except dist_template.InputError as error:\n    print(error)\n"
+    )
+    assert "pip install --no-build-isolation deepspeed" in python(folder, "-c", code)
