@@ -55,7 +55,7 @@ def test_a_network_without_generate_trains_and_predict_says_so(
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(Samples, "on_validation_end"), (Console, "on_log_step"), (Console, "_show_results"), (Diagnosis, "_look")]
+    [(Samples, "on_validation_end"), (Console, "on_log_step"), (Console, "_show_results"), (Diagnosis, "_diagnose")]
     + [(Summary, "_next_commands")],
 )
 def test_an_error_in_what_only_shows_ends_no_training(
