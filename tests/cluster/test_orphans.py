@@ -40,9 +40,11 @@ os._exit(71)  # as the watchdog does
 
 RANK_THAT_IS_STUCK = """
 import os, sys
+from lightning.pytorch.strategies.launchers import subprocess_script
 from dist_template.cluster import subprocess_launcher
 
-rank = subprocess_launcher.trainers_launcher.subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+subprocess_launcher.install()
+rank = subprocess_script.subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 os.write(1, f"{rank.pid}\\n".encode())
 os._exit(71)
 """

@@ -17,7 +17,7 @@ import dist_template
 from tests.support import house
 
 COMPAT = Path(dist_template.__file__).parent / "compat"
-FILES = ("lightning", "torch", "deepspeed", "transformers", "torchrun", "jsonargparse")
+FILES = ("lightning", "torch", "deepspeed", "transformers", "torchrun", "lightning_cli")
 
 # "module:object.attribute" of a function -> its parameters
 FUNCTIONS = {
@@ -36,6 +36,23 @@ FUNCTIONS = {
     "lightning.pytorch.plugins.precision:DeepSpeedPrecision._clip_gradients": (
         "self model optimizer clip_val gradient_clip_algorithm"
     ),
+    "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": (
+        "main_pid child_processes sleep_period"
+    ),
+    "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver._terminate_all": "self",
+    "lightning.pytorch.cli:LightningCLI._get": "self config key default",
+    "lightning.pytorch.cli:LightningCLI._dump_config": "self",
+    "lightning.pytorch.cli:LightningCLI._parser": "self subcommand",
+    "lightning.pytorch.cli:LightningCLI._parse_ckpt_path": "self",
+    "argparse:ArgumentParser._get_formatter": "self",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._monitor_workers": (
+        "self worker_group"
+    ),
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._rendezvous": "self worker_group",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent._shutdown": (
+        "self death_sig timeout"
+    ),
+    "torch.distributed.elastic.multiprocessing.api:_terminate_process_handler": "signum frame",
     "torch.distributed.checkpoint.state_dict_loader:_load_state_dict": (
         "state_dict storage_reader process_group coordinator_rank no_dist planner"
     ),
@@ -71,6 +88,13 @@ ATTRIBUTES = {
     "lightning.pytorch.strategies:DeepSpeedStrategy": "_config_initialized _timeout",
     "lightning.pytorch.plugins.precision:DeepSpeedPrecision": "_desired_dtype",
     "lightning.pytorch.core.optimizer:LightningOptimizer": "_optimizer",
+    "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": "_child_processes",
+    "lightning.pytorch.strategies.launchers.subprocess_script": "subprocess _launch_process_observer",
+    "argparse:ArgumentParser": "_actions",
+    "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",
+    "torch.distributed.launcher.api": "LocalElasticAgent",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler": "Popen",
     "torch.optim:Optimizer": "_optimizer_step_pre_hooks",
     "torch.distributed.distributed_c10d": "_world pg_map",
     "torch._dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",

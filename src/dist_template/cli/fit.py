@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,12 +25,13 @@ from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
 from ..callbacks.unused_parameters import UnusedParameters
 from ..checkpoint.resume import use_every_format
-from ..cluster import subprocess_launcher  # noqa: F401  (how Lightning's own launcher ends)
+from ..cluster import subprocess_launcher
 from ..cluster.messages import MESSAGES
 from ..cluster.redaction import redacted
 from ..cluster.run_lock import RUN_LOCK
 from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import limit_threads
+from ..compat.lightning_cli import OpenCLI, keys_of
 from ..compat.loop import lighten
 from ..errors import InputError, reason
 from ..model import any_module
@@ -75,7 +76,7 @@ def parse(argv: list[str], project: Project) -> CLI:
     return WithoutTrainer(project, argv[1:], run=False, verb=argv[0])
 
 
-class CLI(LightningCLI):
+class CLI(OpenCLI):
     """LightningCLI with this library's defaults, callbacks and checks."""
 
     run: Path
@@ -84,6 +85,7 @@ class CLI(LightningCLI):
     def __init__(self, project: Project, args: list[str], run: bool, verb: str | None = None) -> None:
         MESSAGES.listen()
         config_file.refuse_variables()
+        subprocess_launcher.install()
         self._verb = args[0] if run else None
         self._name = self._verb or verb
         super().__init__(
@@ -120,9 +122,6 @@ class CLI(LightningCLI):
         if (self.config[self._verb] if self._verb else self.config).get("optimizer"):
             given = parser.parse_args(args, defaults=False)  # distinguishes a given learning rate from the default
             inherit_rates(*(c[self._verb] if self._verb else c for c in (self.config, given)))
-
-    def _parse_ckpt_path(self) -> None:
-        """Disables Lightning's override of the configuration by the checkpoint's hyperparameters."""
 
     def before_instantiate_classes(self) -> None:
         self.unfilled = settings = self.config[self.subcommand] if self.subcommand else self.config
@@ -185,7 +184,7 @@ class CLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._choose_optimization()
         self._refuse_the_impossible()
-        saves = self._get(self.config_init, "trainer", default={}).get("enable_checkpointing") is not False
+        saves = self.value(self.config_init, "trainer", default={}).get("enable_checkpointing") is not False
         try:
             trainer = super().instantiate_trainer(**kwargs, enable_checkpointing=True)
         except (MisconfigurationException, ValueError) as error:
@@ -193,7 +192,7 @@ class CLI(LightningCLI):
         if not saves:  # Lightning would refuse the callbacks that save, and asks none of them to stop
             savers = (LastCheckpoint, BestCheckpoint)
             trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, savers)]  # ty: ignore
-        ddp.complete(self._get(self.config_init, "trainer", default={}).get("strategy"), trainer.strategy)
+        ddp.complete(self.value(self.config_init, "trainer", default={}).get("strategy"), trainer.strategy)
         if trainer.num_devices > 1:
             limit_threads(trainer.num_devices)  # by Lightning in rank 0 alone, for some of the strategies
         use_every_format(trainer, self.model)
@@ -201,17 +200,16 @@ class CLI(LightningCLI):
             trainer.strategy.precision_plugin = HalfParameters(trainer.strategy.precision_plugin.precision)
         if not trainer.fast_dev_run:  # ty: ignore[missing-attribute]
             trainer.loggers = [*trainer.loggers, RunLog(self.run)]
-        reports = self._get(self.config_init, "run").report and not trainer.fast_dev_run  # ty: ignore[missing-attribute]
+        reports = self.value(self.config_init, "run").report and not trainer.fast_dev_run  # ty: ignore[missing-attribute]
         self.summary = Summary(self.run, reports)
-        self._dump_config()
-        plain = redacted(json.loads(json.dumps(self.config_dump, default=str)))
+        plain = redacted(json.loads(json.dumps(self.resolved_config(), default=str)))
         record = Record(self.run, plain, self._defaults)
         trainer.callbacks += [record, Garbage(), UnusedParameters(), self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         if not any_module.owns_order(self.datamodule):
             trainer.callbacks.insert(0, SampleOrder())  # ty: ignore[missing-attribute]
         lighten(trainer)
-        watchdog, same = (self._get(self.config_init, key) for key in ("watchdog", "same_environment"))
+        watchdog, same = (self.value(self.config_init, key) for key in ("watchdog", "same_environment"))
         watchdog.begin(trainer, self.run)
         same.begin(trainer, self.run, plain, watchdog.start_timeout_s)
         return trainer
@@ -219,7 +217,7 @@ class CLI(LightningCLI):
     def _choose_optimization(self) -> None:
         """Passes --optimizer and --lr_scheduler to optim.py, which builds them when the parameters exist."""
         for key in OPTIMIZATION:
-            if not (chosen := self._get(self.config, key)):
+            if not (chosen := self.value(self.config, key)):
                 continue
             if not any_module.own(self.model, "optim", OptimConfig):
                 raise InputError(f"--{key}: {type(self.model).__name__} has no `optim`; edit its configure_optimizers")
@@ -227,16 +225,16 @@ class CLI(LightningCLI):
 
     def _defaults(self) -> str:
         """Returns the content of config.yaml with all keys at their defaults."""
-        parser = self._parser(self.subcommand)
+        parser = self.parser_of(self.subcommand)
         return parser.dump(parser.get_defaults(), skip_unset=False, skip_link_targets=False)
 
     def _refuse_the_impossible(self, *model_config: Any) -> None:
         """Called before the Trainer is built, and again when the data determine the model's configuration."""
-        arguments = {**self._get(self.config_init, "trainer", default={})}
+        arguments = {**self.value(self.config_init, "trainer", default={})}
         options = {
             "trains": self.subcommand == "fit",
-            "saves_asynchronously": self._get(self.config_init, "last_checkpoint").asynchronous,
-            "monitor": best.monitor if (best := self._get(self.config_init, "best_checkpoint")).keep else None,
+            "saves_asynchronously": self.value(self.config_init, "last_checkpoint").asynchronous,
+            "monitor": best.monitor if (best := self.value(self.config_init, "best_checkpoint")).keep else None,
         }
         for sentence in limits.violations(
             self._machine, arguments, self.model, self.datamodule, *model_config, **options
@@ -245,7 +243,7 @@ class CLI(LightningCLI):
 
     @cached_property
     def _machine(self) -> limits.Machine:
-        return limits.Machine.of(self._get(self.config_init, "trainer", default={}))
+        return limits.Machine.of(self.value(self.config_init, "trainer", default={}))
 
     # ---- before each verb, in the first process, when nothing has been started yet -----------------------------
 
@@ -262,7 +260,7 @@ class CLI(LightningCLI):
             self.datamodule.prepare(report=WATCHDOG.report)
         self._refuse_the_impossible(any_module.build_config(self.model, self.datamodule))
         if self.subcommand == "fit":
-            self._get(self.config_init, "same_environment").lock(self.trainer, self.run, started_by_a_launcher)
+            self.value(self.config_init, "same_environment").lock(self.trainer, self.run, started_by_a_launcher)
 
     before_validate = before_test = before_fit
 
@@ -302,7 +300,7 @@ class WithoutTrainer(CLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         assert isinstance(parser, Parser)
-        parser.keys_of_fit = {action.dest for action in parser._actions} - {"help", "config"}
+        parser.keys_of_fit = {action.dest for action in keys_of(parser)} - {"help", "config"}
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._choose_optimization()

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..compat.lightning_cli import formatter_of, keys_of
 from ..errors import InputError, is_first_on_node
 from ..project import program, program_name
 from ..text.sources import Source
@@ -66,24 +67,24 @@ class Parser(LightningArgumentParser):
         """Shows only the own flags of a tool, and refers to fit for the others."""
         if not self.keys_of_fit:
             return super().format_help(formatter)
-        formatter = formatter or self._get_formatter()
+        formatter = formatter or formatter_of(self)
         formatter.add_usage(self.usage, [], [])
         formatter.start_section("flags of this verb")
-        formatter.add_arguments([action for action in self._actions if action.dest not in self.keys_of_fit])
+        formatter.add_arguments([action for action in keys_of(self) if action.dest not in self.keys_of_fit])
         formatter.end_section()
         formatter.add_text(f"Every other key is fit's: see `{program('fit')} --help`.")
         return formatter.format_help()
 
     def add_method_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         added = super().add_method_arguments(*args, **kwargs)
-        for action in self._actions:
+        for action in keys_of(self):
             action.help = HELP.get(action.dest, action.help)
         return added
 
     def keys(self) -> set[str]:
         """Returns the keys of this parser and of its verbs'."""
-        found = {action.dest for action in self._actions}
-        verbs = [action.choices.values() for action in self._actions if isinstance(action.choices, dict)]
+        found = {action.dest for action in keys_of(self)}
+        verbs = [action.choices.values() for action in keys_of(self) if isinstance(action.choices, dict)]
         return found.union(*(parser.keys() for parsers in verbs for parser in parsers))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

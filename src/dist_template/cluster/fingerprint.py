@@ -100,7 +100,7 @@ class SameEnvironment(Callback):
 def own_facts(run: Path, config: dict[str, Any], datamodule: Any) -> dict[str, Any]:
     """Returns what this rank runs. `datamodule` has opened its token cache."""
     leaves = {key: str(value).replace(str(run), "{run}") for key, value in flatten(config).items()}
-    manifest = getattr(getattr(datamodule, "_corpus", None), "manifest", None)
+    manifest = getattr(getattr(datamodule, "corpus", None), "manifest", None)
     return {**comparable(), "run_folder": str(run), "config": leaves, "data": flatten(manifest or {})}
 
 

@@ -11,32 +11,24 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
-from lightning.fabric.strategies.launchers import subprocess_script as launcher
-from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
-
+from ..compat.lightning import use_processes
 from ..errors import Exit
 from .signals import end_with_parent
 
 GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 
 
-class Observer(launcher._ChildProcessObserver):
-    """Waits for the child processes; when one fails, ends this process with a code made of all of theirs."""
-
-    def __init__(self, main_pid: int, child_processes: list[Any]) -> None:
-        super().__init__(main_pid, child_processes, sleep_period=1)
-
-    def _terminate_all(self) -> None:
-        time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
-        codes = [child.poll() for child in self._child_processes]
-        for child in self._child_processes:
-            child.kill()
-        failed = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes, 1) if code)
-        print(f"processes exited ({failed}) and rank 0 did not: terminating all", file=sys.stderr, flush=True)
-        os._exit(Exit.of_all(code for code in codes if code))
+def terminate(children: list[subprocess.Popen]) -> None:
+    """Waits for the child processes after one has failed, then ends this process with a code made of all of theirs."""
+    time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
+    codes = [child.poll() for child in children]
+    for child in children:
+        child.kill()
+    failed = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes, 1) if code)
+    print(f"processes exited ({failed}) and rank 0 did not: terminating all", file=sys.stderr, flush=True)
+    os._exit(Exit.of_all(code for code in codes if code))
 
 
 def start(*args: Any, **options: Any) -> subprocess.Popen:
@@ -48,5 +40,6 @@ def start(*args: Any, **options: Any) -> subprocess.Popen:
     return subprocess.Popen(*args, **options, preexec_fn=end_with_parent if is_main else None)
 
 
-launcher._ChildProcessObserver = Observer  # ty: ignore[invalid-assignment]
-vars(trainers_launcher)["subprocess"] = SimpleNamespace(Popen=start)
+def install() -> None:
+    """Lets Lightning's launcher in this process start and end ranks by this file."""
+    use_processes(start, terminate)

@@ -20,7 +20,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from typing import Any
 
 from ..errors import DECIDED, Exit
@@ -33,14 +32,12 @@ if __name__ == "__main__":
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing import api as processes
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.launcher import api as launcher
 from torch.distributed.run import parse_args, run
+
+from ..compat.torchrun import OpenAgent, use
 
 PEERS_S = 3.0  # for the other workers to print their errors after one has failed; they cannot save any more
 LOST_S = 20.0  # the rendezvous is lost if it does not answer for so long
@@ -48,7 +45,7 @@ LOST_S = 20.0  # the rendezvous is lost if it does not answer for so long
 REJOIN_S = float(os.environ.get("REJOIN_TIMEOUT", "90"))
 
 
-class Agent(LocalElasticAgent):
+class Agent(OpenAgent):
     """Monitors this node's workers."""
 
     latest: Agent | None = None  # the launcher has only one
@@ -64,71 +61,66 @@ class Agent(LocalElasticAgent):
     @property
     def codes(self) -> list[int]:
         """Exit codes of the workers that have exited."""
-        return [code for worker in self._workers() if (code := worker.poll()) is not None]
-
-    def _workers(self) -> list[Any]:
-        """Popen objects by local rank."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return [handlers[rank].proc for rank in sorted(handlers)]
+        return [code for worker in self.workers() if (code := worker.poll()) is not None]
 
     @property
     def _decided(self) -> bool:
         return any(code in DECIDED for code in self.codes)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor(self, worker_group: WorkerGroup) -> RunResult:
         self._deadline = float("inf")
-        first = next((rank for rank, worker in enumerate(self._workers()) if worker.poll()), None)
+        first = next((rank for rank, worker in enumerate(self.workers()) if worker.poll()), None)
         if first is not None:
             self._wait_for_the_others()
             if self._decided:
-                self._remaining_restarts = 0
+                self.allow_no_restart()
             self._report(worker_group, first)
-        result = super()._monitor_workers(worker_group)
+        result = super().monitor(worker_group)
         if result.state == WorkerState.HEALTHY:
             self._set_deadline("the rendezvous does not answer", LOST_S)  # torchrun asks it for new nodes next
         return result
 
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+    def rendezvous(self, worker_group: WorkerGroup) -> None:
         """Joins the rendezvous. After a restart torchrun would wait 10 minutes for a node behind a broken link."""
         if self._has_joined:
             self._set_deadline(f"not all nodes rejoined within {REJOIN_S:g} s (REJOIN_TIMEOUT)", REJOIN_S)
-        super()._rendezvous(worker_group)
+        super().rendezvous(worker_group)
         self._deadline, self._has_joined = float("inf"), True
 
     def _set_deadline(self, sentence: str, within_s: float) -> None:
         self._overdue, self._deadline = sentence, time.monotonic() + within_s
 
     def _wait_for_the_others(self) -> None:
-        workers, start, terminated = self._workers(), time.monotonic(), False
+        workers, start, terminated = self.workers(), time.monotonic(), False
         while len(self.codes) < len(workers):
             if Exit.REQUEUE in self.codes and not terminated:
                 terminated = True
                 for worker in workers:  # the one that exited had not started training: these may be waiting for it
                     worker.terminate()
-            if time.monotonic() - start > (self._shutdown_timeout if self._decided else PEERS_S):
+            if time.monotonic() - start > (self.shutdown_timeout_s if self._decided else PEERS_S):
                 for worker in workers:
                     worker.kill()
             time.sleep(0.02)
 
     def _report(self, worker_group: WorkerGroup, first: int) -> None:
         """Prints how the first worker exited, unless rank 0 decided to exit and has printed why."""
-        code, left = self._workers()[first].returncode, self._remaining_restarts
-        if self._decided and self._workers()[0].returncode in DECIDED:
+        code, left = self.workers()[first].returncode, self.restarts_left
+        if self._decided and self.workers()[0].returncode in DECIDED:
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         then = "" if self._decided else f"; restarting, {left - 1} more left" if left else "; no restart is left"
         self._print(f"rank {worker_group.workers[first].global_rank} {how}{then}")
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def shut_down(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
         self._deadline = float("inf")  # a save, and then the other nodes, may take long
-        super()._shutdown(death_sig, self._shutdown_timeout)  # torchrun passes its own option only in some cases
+        super().shut_down(death_sig)  # torchrun passes its own option only in some cases
 
     def _watch_rendezvous(self) -> None:
         """Exits at the deadline: a broken link closes no connection, and the agent would wait in the store forever."""
         while time.monotonic() < self._deadline:
             time.sleep(1)
         self._print(f"{self._overdue}; relaunch the same command on every node to resume")
-        self._shutdown()
+        self.shut_down()
         os._exit(Exit.REQUEUE)
 
     @staticmethod
@@ -160,10 +152,8 @@ def main(argv: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    vars(launcher)["LocalElasticAgent"] = Agent
-    vars(processes)["_terminate_process_handler"] = _stop_once
     # If this launcher is killed, so is a rank that hangs in an import; a rank that trains saves (signals.listen).
-    vars(subprocess_handler)["Popen"] = partial(subprocess_handler.Popen, preexec_fn=signals.end_with_parent)
+    use(Agent, on_signal=_stop_once, preexec_fn=signals.end_with_parent)
     try:
         arguments = parse_args(argv)
         os.environ[LAUNCH] = _launch(arguments)

@@ -6,17 +6,21 @@ loop.py, epochs.py and hooks.py hold what concerns the training loop's speed and
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.launchers import subprocess_script as launcher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
 
 
 def accumulates(trainer: L.Trainer) -> bool:
@@ -65,6 +69,27 @@ def unified_precision(precision: Any) -> str:
 def torch_optimizer(optimizer: Any) -> Any:
     """Returns the optimizer inside Lightning's wrapper, or `optimizer` itself."""
     return getattr(optimizer, "_optimizer", optimizer)
+
+
+# ---- the launcher ------------------------------------------------------------------------------------------------
+
+
+def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]) -> None:
+    """Lets Lightning's launcher start ranks by `start`, as by Popen, and call `terminate` when one of them has failed.
+
+    Lightning checks every 5 s and then kills all ranks, the first too: without a message, and with no exit code that
+    says what to do. Its launcher names the class of the observer, and Popen, in its modules only.
+    """
+
+    class Observer(launcher._ChildProcessObserver):
+        def __init__(self, main_pid: int, child_processes: list[Any]) -> None:
+            super().__init__(main_pid, child_processes, sleep_period=1)
+
+        def _terminate_all(self) -> None:
+            terminate(self._child_processes)
+
+    vars(launcher)["_ChildProcessObserver"] = Observer
+    vars(trainers_launcher)["subprocess"] = SimpleNamespace(Popen=start)
 
 
 # ---- strategies --------------------------------------------------------------------------------------------------

@@ -1,0 +1,40 @@
+"""Private names of LightningCLI and of its parser. Verified on lightning 2.6 and jsonargparse 4.53.
+
+Where a name is gone, the first call of its method raises AttributeError; tests/compat/test_names.py checks them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+
+class OpenCLI(LightningCLI):
+    """LightningCLI with public names for what a subclass needs, and without hyperparameters from checkpoints."""
+
+    def value(self, config: Any, key: str, default: Any = None) -> Any:
+        """Returns `key` of the configuration of the verb that runs."""
+        return self._get(config, key, default=default)
+
+    def resolved_config(self) -> dict[str, Any]:
+        """Returns the configuration of the verb that runs as plain values."""
+        self._dump_config()
+        return self.config_dump
+
+    def parser_of(self, subcommand: str | None) -> LightningArgumentParser:
+        """Returns the parser of a verb's keys."""
+        return self._parser(subcommand)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let the checkpoint's hyperparameters override the configuration: here the YAML rules."""
+
+
+def keys_of(parser: LightningArgumentParser) -> list[Any]:
+    """Returns argparse's actions, one for each key, each with `dest` and `help`. argparse has no public list."""
+    return parser._actions
+
+
+def formatter_of(parser: LightningArgumentParser) -> Any:
+    """Returns a new formatter of argparse, as `format_help` makes one."""
+    return parser._get_formatter()
