@@ -61,7 +61,7 @@ class Launched:
         """Signal this process once workers have written these files, and torchrun's agent knows the workers."""
 
         def ready() -> bool:
-            knows = torchrun.Agent.latest is not None and torchrun.Agent.latest._workers()
+            knows = torchrun.Agent.latest is not None and torchrun.Agent.latest.workers()
             return bool(knows) and all((self.folder / file).exists() for file in files)
 
         def signal_when_written() -> None:
@@ -103,7 +103,7 @@ def test_a_process_that_exits_by_decision_is_not_restarted(launched: Launched, c
 
 @pytest.mark.slow
 def test_torchruns_own_agent_restarts_it(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun.Agent, "_monitor_workers", torchrun.LocalElasticAgent._monitor_workers)
+    monkeypatch.setattr(torchrun.Agent, "monitor", torchrun.OpenAgent.monitor)
     launched.run("exit 2")
     assert launched.starts == 3
 
