@@ -90,6 +90,7 @@ ATTRIBUTES = {
     "lightning.pytorch.core.optimizer:LightningOptimizer": "_optimizer",
     "lightning.fabric.strategies.launchers.subprocess_script:_ChildProcessObserver": "_child_processes",
     "lightning.pytorch.strategies.launchers.subprocess_script": "subprocess _launch_process_observer",
+    "lightning.pytorch.loggers:WandbLogger": "_wandb_init _experiment",
     "argparse:ArgumentParser": "_actions",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",

@@ -71,6 +71,19 @@ def torch_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
+def wandb_options(logger: Any) -> dict[str, Any]:
+    """Returns the arguments of `wandb.init`, to be changed until the run starts; the constructor takes them publicly.
+
+    Whether W&B is reachable, and with it the mode, is known only then.
+    """
+    return logger._wandb_init
+
+
+def has_wandb_run(logger: Any) -> bool:
+    """Whether the logger's run has started: reading its public `experiment` would start it."""
+    return logger._experiment is not None
+
+
 # ---- the launcher ------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from ...cluster.redaction import redacted_command
+from ...compat.lightning import has_wandb_run, wandb_options
 from ...errors import Ended, Exit, first_line, reason
 from .artifacts import Uploads
 
@@ -61,6 +62,7 @@ class WandB(WandbLogger):
             project=project, save_dir=save_dir, name=name or run_id, id=run_id, resume="allow",
             mode="offline" if offline else "online", group=group, tags=tags, notes=notes,
         )  # fmt: skip
+        self.run_name = name or run_id
         self.artifacts, self.alerts = artifacts, alerts
         self.init_timeout_s, self.finish_timeout_s = init_timeout_s, finish_timeout_s
         self._failed = self._trains = False
@@ -69,23 +71,23 @@ class WandB(WandbLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:  # pyright: ignore
-        if self._experiment is None:
+        if not has_wandb_run(self):
             import wandb
 
-            Path(self._wandb_init["dir"]).mkdir(parents=True, exist_ok=True)
+            Path(wandb_options(self)["dir"]).mkdir(parents=True, exist_ok=True)
             settings: dict[str, Any] = {
                 "init_timeout": self.init_timeout_s,
                 "finish_timeout": self.finish_timeout_s,
             }
             if redacted_command(sys.argv) != sys.argv:  # wandb records both the command line and what is printed
                 settings |= {"x_disable_meta": True, "console": "off"}
-            self._wandb_init["settings"] = wandb.Settings(silent=True, **settings)
+            wandb_options(self)["settings"] = wandb.Settings(silent=True, **settings)
             try:
                 return super().experiment
             except Exception as error:  # wandb.errors.Error is not the base of all that it raises
                 rank_zero_warn(f"W&B is not reachable ({error}): logging offline; `wandb sync` uploads later")
                 wandb.teardown()  # or its service reports that the run's id is in use
-                self._wandb_init["mode"] = "offline"
+                wandb_options(self)["mode"] = "offline"
         return super().experiment
 
     @rank_zero_only
@@ -117,7 +119,7 @@ class WandB(WandbLogger):
         kind = "best" if path.name.startswith("best") else "last"
         if self.artifacts not in (kind, "all"):
             return
-        if self._wandb_init["mode"] == "offline":
+        if wandb_options(self)["mode"] == "offline":
             rank_zero_warn("W&B accepts no checkpoints offline; upload one later with `wandb artifact put`")
             self.artifacts = "none"
             return
@@ -131,16 +133,16 @@ class WandB(WandbLogger):
             self._alert_of_end(error)
         self._trains = False
         self._uploads.wait(self.finish_timeout_s)
-        if status != "success" and self._experiment is not None:
+        if status != "success" and has_wandb_run(self):
             self._attempt(lambda: self.experiment.finish(exit_code=1))
 
     def _alert_of_end(self, error: BaseException | None) -> None:
         if error is None:
-            self.alert("training has finished", f"{self._name} has finished as configured", "INFO")
+            self.alert("training has finished", f"{self.run_name} has finished as configured", "INFO")
         elif isinstance(error, Ended) and error.code == Exit.REQUEUE:
-            self.alert("training was interrupted", f"{self._name}: {first_line(error)}", "WARN")
+            self.alert("training was interrupted", f"{self.run_name}: {first_line(error)}", "WARN")
         else:
-            self.alert("training has failed", f"{self._name}: {type(error).__name__}: {first_line(error)}")
+            self.alert("training has failed", f"{self.run_name}: {type(error).__name__}: {first_line(error)}")
 
     def _attempt(self, call: Callable[[], object]) -> None:
         """Calls wandb. If that fails (its process was killed, the disk is full), training continues."""
