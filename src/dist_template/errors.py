@@ -1,4 +1,4 @@
-"""How a command ends: its exit codes, and the user's mistakes told in one sentence."""
+"""Exit codes, errors in the user's input, and the classification of exceptions."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """What a launcher or a scheduler should do next. From 64 on the numbers are those of BSD's sysexits.h."""
+    """Exit codes; they tell a launcher or scheduler what to do next. Codes from 64 on are those of BSD's sysexits.h."""
 
     DONE = 0
-    FAILED = 1  # a bug, of the project or of ours: the log has a traceback. torchrun restarts it a few times
-    BAD_INPUT = 2  # do not retry: nothing but an edit helps
-    NON_FINITE = 65  # do not retry: training went wrong, and a replay would go wrong again
-    OUT_OF_MEMORY = 69  # do not retry: not one step fitted. Later in training it may be chance: FAILED
-    HUNG = 71  # restart it: a rank did not arrive
-    REQUEUE = 75  # all is saved, relaunch the same command: preempted, out of time, or nothing here can help
-    MISMATCH = 78  # do not retry on these machines: they differ
+    FAILED = 1  # a bug; the log has a traceback. torchrun restarts it a few times
+    BAD_INPUT = 2  # do not retry: the input must be edited
+    NON_FINITE = 65  # do not retry: training diverged, and a replay would diverge again
+    OUT_OF_MEMORY = 69  # do not retry: not one step fitted in memory. After a first step it is FAILED
+    HUNG = 71  # restart: a rank is stalled or lost
+    REQUEUE = 75  # relaunch the same command: preempted, out of time, or killed; the state is saved
+    MISMATCH = 78  # do not retry on these machines: their environments differ
     INTERRUPTED = 130  # Ctrl-C
 
     @classmethod
     def of_all(cls, codes: Iterable[int]) -> Exit:
-        """One code for a run whose processes ended with `codes`; a negative one is a signal's, as in `subprocess`.
+        """Returns one code for a run whose processes exited with `codes`; negative codes are signals.
 
-        A decision goes before an accident, and what killed a process before what its peers saw of it: they fail with 1,
-        or are aborted or terminated.
+        Deliberate exits have priority over failures, and the first failure over those that follow from it: the other
+        ranks fail with 1, or are aborted or terminated.
         """
         found = set(codes)
         for code in DECIDED:
@@ -40,19 +40,19 @@ class Exit(IntEnum):
         return cls.REQUEUE if found - {0} else cls.DONE
 
 
-# Whoever ends so knew what it did: starting it again at once helps nothing. Those that forbid a relaunch come first.
+# Deliberate exits: an immediate restart does not help. Those that forbid a relaunch come first.
 DECIDED = (
     Exit.BAD_INPUT, Exit.MISMATCH, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.INTERRUPTED, Exit.REQUEUE
 )  # fmt: skip
 
 
 class Ended(Exception):
-    """Training ends before its last step, by a decision that all ranks made together.
+    """Training stops before its last step; all ranks have agreed on it.
 
     Args:
-        code: Every rank's exit code.
-        sentence: Why; one rank of each node prints it.
-        local_rank: Which one: 1 where rank 0 is missing.
+        code: Exit code of every rank.
+        sentence: The reason; one rank of each node prints it.
+        local_rank: The local rank that prints it; 1 if rank 0 is lost.
     """
 
     def __init__(self, code: Exit, sentence: str, local_rank: int = 0) -> None:
@@ -62,24 +62,24 @@ class Ended(Exception):
 
 
 class InputError(ValueError):
-    """The input is wrong; the message says what was given, what is allowed and which key to edit."""
+    """The user's input is wrong; the message says what was given, what is allowed and which key to edit."""
 
 
 def local_rank() -> int:
-    """The number of this process on its node, by what launchers set; known before anything is imported."""
+    """Returns the local rank from the launcher's environment variables, without imports."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0")
 
 
 def is_first_on_node() -> bool:
-    """Whether this process speaks for its node; the others found the same."""
+    """Returns whether this process reports for its node; the others have the same message."""
     return local_rank() == 0
 
 
 def check_least(slot: str, **given: tuple[float, float]) -> None:
-    """Refuse arguments, each a pair of what is given and of the least that is allowed.
+    """Checks arguments, each a pair (given value, minimum).
 
     Raises:
-        InputError: one is less.
+        InputError: a value is below its minimum.
     """
     for key, (value, least) in given.items():
         if not value >= least:  # nan is neither
@@ -98,18 +98,18 @@ def first_line(error: BaseException | str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first sentence of a message whose first line may go on for a page."""
+    """Returns the first sentence of an error message."""
     return first_line(error).split(". ")[0].rstrip(".")
 
 
 def another_rank_is_gone(error: BaseException | str) -> bool:
-    """Whether it only says so, in gloo's or NCCL's words: the reason stands in that rank's output."""
+    """Returns whether the error only reports that another rank has exited, in gloo's or NCCL's words."""
     signs = ("closed by peer", "closed by remote peer", "Connection reset", "remote process exited")
     return any(sign in str(error) for sign in signs)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether a file system had no space, or the user no quota, for `error` or for what it came after."""
+    """Returns whether `error`, or an error that caused it, is a full file system or an exceeded quota."""
     full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     while error is not None:
         # `tokenizers` writes in Rust and raises a plain Exception
@@ -120,7 +120,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: the device's or the host's, as torch, CUDA and its libraries, and Python say it."""
+    """Returns whether memory of the device or the host ran out, by the messages of torch, CUDA and Python."""
     signs = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory", "ALLOC_FAILED")
     names = {one.__name__ for one in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or (

@@ -1,6 +1,6 @@
-"""What a generated project hands to the library: its package, and the classes of its model and its data.
+"""A generated project as the library sees it: its package, and the classes of its model and data.
 
-The library imports nothing of a user's package by name: `main` gets it, and whoever needs a class gets a `Project`.
+The library does not import a user's package by name: `main` creates a `Project` and passes it on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import InputError
 
-_program = __name__.split(".")[0]  # the package that was started; for sentences alone
+_program = __name__.split(".")[0]  # the started package, for messages only
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Project:
 
     Args:
         package: Its name, as in `python -m <package>`.
-        module: Where its LightningModule is, as "module:Class"; a leading dot means inside the package.
-        data: Where its LightningDataModule is, likewise.
+        module: Its LightningModule as "module:Class"; a leading dot means inside the package.
+        data: Its LightningDataModule, likewise.
     """
 
     package: str
@@ -52,18 +52,18 @@ class Project:
         return Path(places[0]) if places else Path.cwd()
 
     def start(self) -> None:
-        """Let sentences name this project's command line."""
+        """Makes messages name this project's command line."""
         global _program
         _program = self.package
 
 
 def program(verb: str | None = None) -> str:
-    """The command line that starts `verb`, of the project that was started last."""
+    """Returns the command line of `verb` of the started project."""
     return f"python -m {_program} {verb or 'VERB'}"
 
 
 def program_name() -> str:
-    """The package that was started; before any was, this library's."""
+    """Returns the started package, or this library's name."""
     return _program
 
 
@@ -78,7 +78,7 @@ def in_run(path: str | Path, trainer: Any) -> Path:
 
 
 def is_users(file: str) -> bool:
-    """Whether a user may have written `file`: neither a part of this library nor installed, nor Python's own."""
+    """Returns whether `file` may be the user's: not of this library, not installed, not of Python."""
     own = str(Path(__file__).parent)
     return not file.startswith((own, "<")) and not any(part in file for part in _INSTALLED)
 

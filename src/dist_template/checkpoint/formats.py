@@ -130,7 +130,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     state_dict_of(path, checkpoint)
     names = checkpoint.get("parameter_names")
     states = checkpoint.pop("optimizer_states", [])
-    if states and is_by_name(states[0]):  # `convert` has written it
+    if states and is_by_name(states[0]):  # a file that was saved from `read_full`
         checkpoint["optimizer_states"] = states
     elif states and names:
         checkpoint["optimizer_states"] = [by_name(state, known) for state, known in zip(states, names, strict=True)]

@@ -18,6 +18,7 @@ from .report import Result, Verdict
 from .root_cause import disagreement, lost_at_the_end, trace, trace_resumed
 from .runs import RunFailed, Runs
 
+NOT_POSSIBLE = "not possible here"
 LOSS, GRAD_NORM, LOGITS = 1e-5, 1e-4, 1e-5  # tolerated relative differences, in fp32
 
 
@@ -40,7 +41,7 @@ class NotEqual(Exception):
 class NotOffered(Exception):
     """The strategy or the model does not support what the check needs."""
 
-    def __init__(self, why: str, got: str = "not possible here") -> None:
+    def __init__(self, why: str, got: str = NOT_POSSIBLE) -> None:
         super().__init__(why)
         self.got = got
 
@@ -75,7 +76,9 @@ class Check:
         except NotOffered as limit:
             got, where, verdict = limit.got, str(limit), "limit"
         except RunFailed as failure:
-            if failure.is_known:
+            if failure.refusal and failure.name in ("fewer", "export"):
+                got, where, verdict = NOT_POSSIBLE, failure.refusal, "limit"
+            elif failure.is_known:
                 got, verdict = f"{failure.name!r} failed, see above", "not run"
             else:
                 got, cause, verdict = "a training failed", str(failure), "FAIL"
@@ -238,10 +241,6 @@ def resume_on_fewer(runs: Runs) -> str:
         fewer = runs.fewer
     except InputError as error:
         raise NotOffered(str(error)) from error
-    except RunFailed as failure:
-        if failure.refusal:
-            raise NotOffered(failure.refusal) from failure
-        raise
     difference, each = relative_difference(runs.strategy.loss, fewer.loss)
     if difference > LOSS:
         _refuse_draws(runs.strategy)
@@ -252,12 +251,7 @@ def resume_on_fewer(runs: Runs) -> str:
 
 def exported_logits(runs: Runs) -> str:
     trained = runs.strategy
-    try:
-        folder = runs.export()
-    except RunFailed as failure:
-        if failure.refusal:
-            raise NotOffered(failure.refusal) from failure
-        raise
+    folder = runs.export()
     weights = exported_model.weights(folder)
     trained_weights = {  # the module's other state is not exported
         name.removeprefix("model."): tensor for name, tensor in trained.end.items() if name.startswith("model.")

@@ -41,15 +41,6 @@ def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
     return found
 
 
-def frames_of(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    """Returns the stack of `frame`, outermost first."""
-    found = []
-    while frame is not None:
-        found.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return found[::-1]
-
-
 def _short(file: str) -> str:
     """Returns the path relative to the working directory, or its last three parts if it is outside."""
     relative = os.path.relpath(file)

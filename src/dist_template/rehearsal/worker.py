@@ -88,8 +88,8 @@ def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
     """Sends the status of the main thread when it makes no progress; the parent then ends all ranks."""
     while WATCHDOG.idle_s < idle_s:
         time.sleep(idle_s / 100)
-    frames = code_locations.frames_of(sys._current_frames().get(threading.main_thread().ident or 0))
-    word, own = WATCHDOG.status(), code_locations.of_stack(frames)
+    main_thread = sys._current_frames().get(threading.main_thread().ident or 0)
+    word, own = WATCHDOG.status(), code_locations.of_stack(reversed([*traceback.walk_stack(main_thread)]))
     if own and own.rpartition(":")[0].rpartition("/")[2] not in word["line"]:
         word["line"] += f", called from {own}"
     faulthandler.dump_traceback(log, all_threads=True)

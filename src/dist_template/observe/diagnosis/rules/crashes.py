@@ -61,9 +61,7 @@ def out_of_memory(history: History) -> Iterator[Finding]:
     in_use = f"; {as_size(used)} of {as_size(total)} were in use" if total else ""
     evidence, ranks = f"{place}{request}{in_use}. {used_by}", [crash["rank"] for crash in crashes]
     explains = ("memory_nearly_full", "crashed")
-    yield Finding(
-        "out_of_memory", "error", "certain", "out of memory", evidence, causes, (step, step), ranks, explains
-    )
+    yield Finding("out_of_memory", "error", "certain", "out of memory", evidence, causes, (step, step), ranks, explains)
 
 
 def crashed(history: History) -> Iterator[Finding]:

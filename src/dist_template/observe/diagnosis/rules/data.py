@@ -71,9 +71,7 @@ def data_constant(history: History) -> Iterator[Finding]:
         Cause("Rows are filled with padding."),
     ]
     explains = ("train_validation_overlap", "loss_not_decreasing")
-    yield Finding(
-        "data_constant", "error", "certain", "the data are constant", evidence, causes, explains=explains
-    )
+    yield Finding("data_constant", "error", "certain", "the data are constant", evidence, causes, explains=explains)
 
 
 def train_validation_overlap(history: History) -> Iterator[Finding]:

@@ -53,9 +53,7 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     )
     causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
     explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
-    yield Finding(
-        "loss_diverges", level, confidence, "the loss diverges", evidence, causes, steps, explains=explains
-    )
+    yield Finding("loss_diverges", level, confidence, "the loss diverges", evidence, causes, steps, explains=explains)
 
 
 def early_loss_jump(history: History) -> Iterator[Finding]:
@@ -80,9 +78,7 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     )
     causes = expected.instability_causes(history, stable_until)[:2]
     steps = (int(loss.steps[0]), int(early.steps[top]))
-    yield Finding(
-        "early_loss_jump", "warning", "likely", title, evidence, causes, steps, explains=("loss_spikes",)
-    )
+    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, explains=("loss_spikes",))
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
@@ -121,9 +117,8 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     is_untrained = first > UNTRAINED * uniform if uniform else not history.key("model.pretrained")
     if not is_untrained or abs(first - last) > NO_DECREASE * first:
         return
-    evidence = (
-        f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step"
-        f" {loss.steps[-1]}" + (f"; ln(vocabulary) is {uniform:.4g}." if uniform else ".")
+    evidence = f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step {loss.steps[-1]}" + (
+        f"; ln(vocabulary) is {uniform:.4g}." if uniform else "."
     )
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
     causes, steps = list(_why_not_decreasing(history)), robust.span(loss)

@@ -52,9 +52,7 @@ def _overhead(
     causes = [Cause("The interval is too short.", [Change(key, every, to)]), *causes]
     confidence, title = "certain" if total_s > SHORT_RUN_S else "likely", f"{kind}s take too much time"
     explains = ("waits_for_data",)  # the data loader's restart after each is counted as waiting
-    yield Finding(
-        f"{kind}_overhead_high", "warning", confidence, title, evidence, causes, explains=explains
-    )
+    yield Finding(f"{kind}_overhead_high", "warning", confidence, title, evidence, causes, explains=explains)
 
 
 def time_limit_too_short(history: History) -> Iterator[Finding]:
