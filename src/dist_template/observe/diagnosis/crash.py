@@ -1,6 +1,6 @@
-"""Prints a diagnosis in place of the traceback when training crashes; the traceback is in the run's folder.
+"""Prints a diagnosis in place of the traceback when training crashes; crash/ has the traceback.
 
-This file does not import torch: a process that is out of memory should import as little as possible.
+It does not import torch: a process that is out of memory should import as little as possible.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from .engine import diagnose
 from .finding import as_text
 from .rules.crashes import sentence
 
-RECORD = "crash_record"  # attribute of an exception: path of the record that callbacks/crash.py wrote
+RECORD = "crash_record"  # attribute of an exception: path of what callbacks/crash.py recorded
 NUM_LINES = 4  # lines of the user's code that are printed
 DISK_FULL = (
-    "error: a disk is full ({}): free space, then give the same command again; the run resumes from its checkpoints"
+    "error: a disk is full ({}): free space, then give the same command again; the run resumes"
+    " from its checkpoints"
 )
+ATTEMPT = ("DIST_JOB_STARTED", "TORCHELASTIC_RESTART_COUNT")
 LIBRARY = Path(__file__).parents[2]
 
 
 def attempt() -> str:
     """Returns an identifier that all ranks share and that differs after a restart."""
-    return "-".join(os.environ.get(name, "") for name in ("DIST_JOB_STARTED", "TORCHELASTIC_RESTART_COUNT"))
+    return "-".join(os.environ.get(name, "") for name in ATTEMPT)
 
 
 def own_lines(error: BaseException) -> list[str]:
@@ -61,7 +63,8 @@ def print_crash(error: BaseException) -> Exit:
     """
     wants_traceback = os.environ.get("TRACEBACK", "0") != "0"
     if (path := record_of(error)) is None:
-        text = DISK_FULL.format(first_line(error)) if is_disk_full(error) else _before_training(error)
+        full = DISK_FULL.format(first_line(error)) if is_disk_full(error) else ""
+        text = full or _before_training(error)
         if wants_traceback or not text:
             traceback.print_exception(error)
         else:
@@ -70,9 +73,9 @@ def print_crash(error: BaseException) -> Exit:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         text = "\n".join(_lines(path, record)) if _is_first(path.parent, record) else ""
-        # A restart would run out of memory at the same place if not one step fitted.
-        fitted = record["step"] > record["first_step"]
-        code = Exit.OUT_OF_MEMORY if record["kind"] == "out_of_memory" and not fitted else Exit.FAILED
+        # If not one step fitted, a restart would run out of memory at the same place.
+        fitted = record["kind"] != "out_of_memory" or record["step"] > record["first_step"]
+        code = Exit.FAILED if fitted else Exit.OUT_OF_MEMORY
     except Exception:  # any error of the diagnosis matters less than the crash
         traceback.print_exception(error)
         return Exit.FAILED
@@ -84,7 +87,7 @@ def print_crash(error: BaseException) -> Exit:
 
 
 def _before_training(error: BaseException) -> str:
-    """Describes an error before training; "" if it was raised by this library and not by the user's code."""
+    """Describes an error before training; "" if this library raised it and not the user's code."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     ours = [file for file in files if is_users(str(file)) or file.is_relative_to(LIBRARY)]
     if not ours or ours[-1].is_relative_to(LIBRARY) or ours[-1].name == "__main__.py":
@@ -98,9 +101,10 @@ def _before_training(error: BaseException) -> str:
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:
     """Whether this rank is the first with this error, so that it prints.
 
-    Digits are ignored: ranks run out of memory for different numbers of bytes, and in different places.
+    Digits are ignored, and so is the message of an out-of-memory error.
     """
-    what = record["kind"] if record["kind"] == "out_of_memory" else f"{record['error']} {record['message']}"
+    is_memory = record["kind"] == "out_of_memory"
+    what = record["kind"] if is_memory else f"{record['error']} {record['message']}"
     what = record["attempt"] + "".join(letter for letter in what if not letter.isdigit())
     try:
         os.close(os.open(folder / f".printed-{crc32(what.encode()):08x}", os.O_CREAT | os.O_EXCL))

@@ -1,8 +1,8 @@
 """Runs all rules over the history of a run.
 
-A rule is a function of a `History` that yields `Finding`s; rules/__init__.py lists them. A rule yields
-nothing where its data are missing: too few steps, a metric or a fact that was not recorded. Each
-threshold is a constant next to its rule, with the reason for its value.
+A rule is a function of a `History` that yields `Finding`s; rules/__init__.py lists them. A rule
+yields nothing if its data are missing: too few steps, a metric or a fact that was not recorded.
+Each threshold is a constant next to its rule, with the reason for its value.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ RULES: dict[str, Rule] = {rule.__name__: rule for rule in ALL}
 def diagnose(history: History) -> list[Finding]:
     """Returns the findings, sorted by level, then by confidence, then in the order of the rules.
 
-    A finding is dropped if another one of the same or a higher level explains it. A rule that raises
-    becomes a finding of level info, because it must not end a training.
+    A finding is dropped if another one of the same or a higher level explains it. A rule that
+    raises becomes a finding of level info, because it must not end a training.
     """
     found: list[Finding] = []
     for name, rule in RULES.items():

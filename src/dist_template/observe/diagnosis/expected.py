@@ -1,4 +1,4 @@
-"""Reference values for a run, and the changes of learning rate and warm-up that several rules propose."""
+"""Metrics and reference values of a run, and the changes of learning rate that rules propose."""
 
 from __future__ import annotations
 
@@ -24,14 +24,24 @@ def max_steps(history: History) -> float:
     return float(steps) if isinstance(steps, int | float) and steps > 0 else math.inf
 
 
+def metric(history: History, name: str) -> Series:
+    """Returns the finite values of a metric."""
+    return history.metrics[name].finite()
+
+
 def steady(history: History, name: str) -> Series:
-    """Returns a metric without its first entry, which includes the warm-up of kernels and caches."""
-    return history.metrics[name].finite()[1:]
+    """Returns a metric without its first entry, in which kernels and caches warm up."""
+    return metric(history, name)[1:]
+
+
+def settled(history: History, name: str) -> Series:
+    """Returns a metric without the start of training."""
+    return robust.later(metric(history, name), settled_after(history))
 
 
 def step_s(history: History) -> float:
     """Returns the median seconds of an optimizer step; NaN if none was recorded."""
-    return robust.median(history.metrics["perf/step_s"].finite().values)
+    return robust.median(metric(history, "perf/step_s").values)
 
 
 def wait_s(history: History) -> float:
@@ -53,10 +63,10 @@ def settled_after(history: History) -> float:
 
 
 def usual_rate(history: History) -> float:
-    """Returns the usual peak learning rate of AdamW for the size of the model (10 M parameters if not known).
+    """Returns the usual peak learning rate of AdamW for the model's size (if not known, 10 M).
 
-    0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361,
-    appendix D.6), which is right within a factor of a few; a tenth of it from pretrained weights.
+    0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al.,
+    arXiv:2001.08361, appendix D.6), right within a factor of a few; less from pretrained weights.
     """
     parameters = history.fact("parameters.total", 1e7) - (history.fact("parameters.embedding") or 0)
     rate = max(0.003239 - 0.0001395 * math.log(max(parameters, 1000)), 2e-5)  # the fit ends at 10 B
@@ -66,7 +76,7 @@ def usual_rate(history: History) -> float:
 def peak_rate(history: History) -> float | None:
     """Returns the configured peak learning rate, or the highest one recorded."""
     rate = history.key("model.optim.learning_rate")
-    recorded = history.metrics["train/learning_rate"].finite()
+    recorded = metric(history, "train/learning_rate")
     return float(rate) if rate else float(recorded.values.max()) if len(recorded) else None
 
 
@@ -75,11 +85,11 @@ def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]
 
     Args:
         history: Of the run.
-        stable_until: The last step at which training was stable. During the warm-up, at most half of
-            the rate at that step is proposed.
+        stable_until: The last step at which training was stable. If it is in the warm-up, at most
+            half of its rate is proposed.
     """
     now, usual = peak_rate(history), usual_rate(history)
-    rates = history.metrics["train/learning_rate"].finite()
+    rates = metric(history, "train/learning_rate")
     if not now:
         return []
     to = usual if now > 3 * usual else now / 3
@@ -101,8 +111,8 @@ def rate_is_high(history: History) -> bool:
 
 
 def largest_move(history: History) -> float:
-    """Returns the sum of all learning rates: AdamW moves a weight by at most the rate in each step."""
-    rates = history.metrics["train/learning_rate"].finite()
+    """Returns the sum of all rates: AdamW moves a weight by at most the rate in each step."""
+    rates = metric(history, "train/learning_rate")
     return float((rates.values * np.diff(rates.steps, prepend=0)).sum())
 
 
@@ -112,7 +122,7 @@ def rate_is_low(history: History) -> bool:
 
 
 def longer_warmup(history: History) -> list[Change]:
-    """Proposes at least 2 / (1 - beta2) steps, which AdamW's second moment needs (arXiv:1910.04209)."""
+    """Proposes at least 2 / (1 - beta2) steps, for AdamW's second moment (arXiv:1910.04209)."""
     betas, now = history.key("model.optim.betas") or (0.9, 0.95), warmup_steps(history)
     steps = max(2 / (1 - min(betas[1], 0.9999)), 2 * now)
     to = round(min(steps, WARMUP_SHARE * max_steps(history)))
@@ -124,8 +134,7 @@ def longer_warmup(history: History) -> list[Change]:
 def instability_causes(history: History, stable_until: float = math.inf) -> list[Cause]:
     """Returns the causes of steps that are too large, the likeliest for these settings first."""
     now, usual = peak_rate(history), usual_rate(history)
-    is_high = now is not None and now > 2 * usual
-    compared = f": {now:.2g}, where {usual:.1g} is usual for a model of this size" if is_high else ""
+    compared = f": {now:.2g}, where {usual:.1g} is usual" if now and now > 2 * usual else ""
     rate = Cause(f"The learning rate is too high{compared}.", lower_rate(history, stable_until))
     warmup = Cause("The warm-up is too short.", longer_warmup(history))
     causes = [rate]

@@ -131,32 +131,34 @@ def as_text(findings: Sequence[Finding], *, full: bool = False, markdown: bool =
     """
     num = len(findings) if full else NUM_IN_FULL
     format_one = _markdown if markdown else _plain
-    parts = [format_one(each, each.causes if full else each.causes[:NUM_CAUSES]) for each in findings[:num]]
+    parts = [format_one(each, None if full else NUM_CAUSES) for each in findings[:num]]
     if rest := findings[num:]:
         mark = "- " if markdown else "   "
         parts.append("\n".join(["And:", *(f"{mark}{each.level}: {each.title}" for each in rest)]))
     return "\n\n".join(parts)
 
 
-def _plain(finding: Finding, causes: Sequence[Cause]) -> str:
-    indent = " " * 9
+def _plain(finding: Finding, num_causes: int | None) -> str:
     lines = [f"{finding.level.upper():<8} {finding.title} ({finding.where})"]
-    lines += textwrap.wrap(finding.evidence, WIDTH, **_wrapping(indent, indent))
-    for number, cause in enumerate(causes, start=1):
-        lines += textwrap.wrap(cause.sentence, WIDTH, **_wrapping(f"      {number}. ", indent))
+    lines += _wrapped(finding.evidence, " " * 9)
+    for number, cause in enumerate(finding.causes[:num_causes], start=1):
+        lines += _wrapped(cause.sentence, f"      {number}. ")
         lines += [f"            {each.flag:<44}  {each.remark}".rstrip() for each in cause.changes]
     return "\n".join(lines)
 
 
-def _wrapping(first: str, indent: str) -> dict[str, Any]:
-    return {"initial_indent": first, "subsequent_indent": indent, "break_long_words": False}
+def _wrapped(text: str, start: str) -> list[str]:
+    indent = " " * len(start)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False
+    )
 
 
-def _markdown(finding: Finding, causes: Sequence[Cause]) -> str:
+def _markdown(finding: Finding, num_causes: int | None) -> str:
     lines = [f"- **{finding.level}: {finding.title}** ({finding.where})  ", f"  {finding.evidence}"]
-    for number, cause in enumerate(causes, start=1):
-        flags = [f"`{each.flag}`" + f" ({each.remark})" * bool(each.remark) for each in cause.changes]
-        lines.append(f"    {number}. {cause.sentence}" + f" {', '.join(flags)}" * bool(flags))
+    for number, cause in enumerate(finding.causes[:num_causes], start=1):
+        flags = [f"`{each.flag}` ({each.remark})".removesuffix(" ()") for each in cause.changes]
+        lines.append(f"    {number}. {cause.sentence} {', '.join(flags)}".rstrip())
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Divides the memory of a rank that ran out into parts, and proposes changes with the bytes that each frees."""
+"""Divides the memory of a rank that ran out into parts, and proposes changes that free some."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any
 from ...records import GIB
 from ..history.run import History
 from .finding import Cause, Change
-from .memory import Estimate
+from .memory import STRATEGY, Estimate
 
 SPARE = 0.05  # of the device: left free for the allocator and collectives
-UNDERCOUNTED = 1.6  # activations of a DeepSeek-V3 over the estimate; a Llama 1.1 (test_diagnosis_memory.py)
+UNDERCOUNTED = 1.6  # real activations over the estimate, at most (test_diagnosis_memory.py)
 WORTH = 0.01  # of the memory in use: what frees less is not proposed
-LOSS_CHUNK = 4096  # default of module.py
+LOSS_CHUNK = 4096  # default of the LanguageModule
 PER_TOKEN = ("activations", "logits")  # parts that grow with the micro-batch
-STRATEGY = "trainer.strategy.init_args"
 ZERO_2 = Change("config", "ddp", "configs/strategy/zero2.yaml")
 SLOWER = "the optimizer runs on the CPU, and steps take longer."
-
-Remedy = tuple[str, Change] | tuple[str, Change, Change]  # what it does and costs, what to change
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class MemoryUse:
     Args:
         history: Of the run.
         parts: In use, the largest first.
-        needed: By a complete step: the interrupted one, measured or estimated, whichever is more.
+        needed: By a complete step: measured or estimated, whichever is more.
         limit: Of the device, or of the process. 0: not known.
         is_first: No step had been completed, so that `needed` is partly estimated.
     """
@@ -48,7 +45,8 @@ class MemoryUse:
     @property
     def missing(self) -> float:
         """Bytes that must be freed for a step to fit; 0 if not known."""
-        return max(0.0, sum(self.needed.values()) - (1 - SPARE) * self.limit) if self.limit else 0.0
+        needed = sum(self.needed.values())
+        return max(0.0, needed - (1 - SPARE) * self.limit) if self.limit else 0.0
 
     def frees(self, changes: Sequence[Change]) -> float:
         """Returns the bytes that the run needs less with these changes."""
@@ -57,38 +55,43 @@ class MemoryUse:
         freed = 0.0
         for part in now | then:
             before, after = now.get(part, 0.0), then.get(part, 0.0)
-            if part in PER_TOKEN and before:  # the estimate gives the ratio, the measurement the size
+            if part in PER_TOKEN and before:  # the estimate gives only the ratio
                 freed += self.needed[part] * (1 - after / before)
             else:
                 freed += before - after
         return freed
 
 
-def memory_use(history: History, memory: dict[str, Any], phase: str = "", is_first: bool = False) -> MemoryUse:
-    """Divides the measured memory of a rank into parts; without a measurement, returns the estimate.
+def memory_use(
+    history: History, memory: dict[str, Any], phase: str = "", is_first: bool = False
+) -> MemoryUse:
+    """Divides the measured memory of a rank into parts; if not measured, returns the estimate.
 
     Args:
         history: Of the run.
         memory: What callbacks/crash.py recorded.
         phase: In which the rank ran out of memory.
-        is_first: Whether no optimizer step had been completed: the first one creates AdamW's state.
+        is_first: No optimizer step had been completed: the first one creates AdamW's state.
     """
     estimate = Estimate(history)
     estimated, parts = estimate.parts(), estimate.state()
-    used, limit, asked = (GIB * (memory.get(f"{key}_gib") or 0.0) for key in ("used", "total", "asked"))
+    used, limit, asked, outside, unused = (
+        GIB * (memory.get(f"{name}_gib") or 0.0)
+        for name in ("used", "total", "asked", "outside", "pieces")
+    )
     if not used:
         return MemoryUse(history, _sorted(estimated), estimated, limit)
     if is_first and estimate.kind != "zero":  # DeepSpeed creates it at the start
         parts["optimizer state"] = 0.0
         if phase == "forward":
             parts["gradients"] = 0.0
-    parts["outside of torch"] = GIB * (memory.get("outside_gib") or 0.0)
-    parts["fragmentation"] = GIB * (memory.get("pieces_gib") or 0.0)
+    parts |= {"outside of torch": outside, "fragmentation": unused}
     rest = max(0.0, used - sum(parts.values()))
     per_token = max(sum(estimated[part] for part in PER_TOKEN), 1.0)
     step = max(rest + asked, UNDERCOUNTED * per_token if is_first else 0.0)
-    in_use = parts | {part: rest * estimated[part] / per_token for part in PER_TOKEN}
-    needed = parts | estimate.state() | {part: step * estimated[part] / per_token for part in PER_TOKEN}
+    shares = {part: estimated[part] / per_token for part in PER_TOKEN}
+    in_use = parts | {part: rest * share for part, share in shares.items()}
+    needed = parts | estimate.state() | {part: step * share for part, share in shares.items()}
     return MemoryUse(history, _sorted(in_use), needed, limit, is_first)
 
 
@@ -97,9 +100,9 @@ def _sorted(parts: dict[str, float]) -> dict[str, float]:
 
 
 def remedies(use: MemoryUse) -> list[Cause]:
-    """Returns the remedies that are not in effect yet and that limits/ accepts, the least expensive first."""
+    """Returns remedies that are not in effect and that limits/ accepts, the cheapest first."""
     found = []
-    for sentence, first, *more in _remedies(use):
+    for sentence, first, *more in _remedies(use, Estimate(use.history)):
         freed = use.frees([first, *more])
         if freed > WORTH * use.total:
             enough = "enough, by estimate" if use.is_first else "enough by itself"
@@ -107,49 +110,55 @@ def remedies(use: MemoryUse) -> list[Cause]:
             found.append(Cause(sentence, [replace(first, saves_gib=freed / GIB, note=note), *more]))
     if (unused := use.parts.get("fragmentation", 0.0)) > SPARE * use.total:
         sentence = (
-            f"{unused / GIB:.1f} GiB are reserved but unused, between tensors of changing sizes: set"
-            " PYTORCH_ALLOC_CONF=expandable_segments:True in the environment."
+            f"{unused / GIB:.1f} GiB are reserved but unused, between tensors of changing sizes:"
+            " set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment."
         )
         found.append(Cause(sentence))
     return found
 
 
-def _remedies(use: MemoryUse) -> Iterator[Remedy]:
-    run = Estimate(use.history)
+Remedy = tuple[str, Change] | tuple[str, Change, Change]  # what it does and costs, what to change
+
+
+def _remedies(use: MemoryUse, run: Estimate) -> Iterator[Remedy]:
     if not run.loss_chunk or run.loss_chunk > LOSS_CHUNK:
         sentence = "Logits for some tokens at a time: same loss curve, same speed."
         yield sentence, Change("model.loss_chunk", run.loss_chunk, LOSS_CHUNK)
     if (size := run.micro_batch_size) > 1:
-        accumulation, to = max(run.rows // size, 1), _smaller_micro_batch(use, size)
+        to = _smaller_micro_batch(use, size)
+        now = max(run.rows // size, 1)
         sentence = (
-            f"Smaller micro-batches, {size // to * accumulation} accumulated instead of {accumulation}: same"
-            " global batch, same loss curve, a step takes somewhat longer."
+            f"Smaller micro-batches, {size // to * now} accumulated instead of {now}: same global"
+            " batch, same loss curve, a step takes somewhat longer."
         )
         yield sentence, Change("data.micro_batch_size", size, to)
     if run.accumulates_full:
-        sentence = "Gradients reduced in every micro-batch and kept as shards: more communication, same loss curve."
-        yield sentence, Change(f"{STRATEGY}.reduce_each_micro_batch", False, True)
+        sentence = "Gradients reduced in every micro-batch: more communication, same loss curve."
+        yield sentence, Change(f"{STRATEGY}reduce_each_micro_batch", False, True)
     yield from _more_sharding(run)
     if use.history.fact("machine.supports_bf16") and not run.is_half:
-        sentence = "Matrix products in bf16: faster on a GPU; docs/strategies/numerics.md says what changes."
+        sentence = "Matrix products in bf16: faster; see docs/strategies/numerics.md."
         yield sentence, Change("trainer.precision", run.precision, "bf16-mixed")
     if run.checkpointing != "full" and run.layers > 1:  # `full` works with every strategy
-        sentence = "Activation checkpointing: backward recomputes each block, about a third more compute, same loss."
+        sentence = (
+            "Activation checkpointing: backward recomputes each block, about a third more compute,"
+            " same loss."
+        )
         yield sentence, Change("model.blocks.checkpointing", run.checkpointing, "full")
     if not run.on_host:
         yield from _offload(run)
     if (length := run.seq_len) >= 128:
-        sentence = "Shorter sequences: this changes the training, which sees less context and half the tokens."
+        sentence = "Shorter sequences: a different training, with less context and half the tokens."
         yield sentence, Change("data.seq_len", length, length // 2)
 
 
 def _smaller_micro_batch(use: MemoryUse, size: int) -> int:
-    """Returns the largest divisor that fits, so that the global batch stays a multiple; else the smallest."""
+    """Returns the largest divisor that fits, else 1: the global batch stays a multiple."""
     smaller = [each for each in range(size - 1, 0, -1) if size % each == 0]
-    if not use.missing:
-        return smaller[0]
-    fits = (each for each in smaller if use.frees([Change("data.micro_batch_size", size, each)]) >= use.missing)
-    return next(fits, 1)
+    for each in smaller:
+        if use.frees([Change("data.micro_batch_size", size, each)]) >= use.missing:
+            return each
+    return smaller[-1]
 
 
 def _more_sharding(run: Estimate) -> Iterator[Remedy]:
@@ -157,8 +166,10 @@ def _more_sharding(run: Estimate) -> Iterator[Remedy]:
     if run.ranks == 1:
         return
     if run.kind == "zero" and run.stage < 3:
-        cost = "the same communication" if run.stage == 1 else "weights are gathered in every forward and backward"
-        yield f"ZeRO stage {run.stage + 1}: {cost}.", Change(f"{STRATEGY}.stage", run.stage, run.stage + 1)
+        gathers = "weights are gathered in every forward and backward"
+        cost = "same communication" if run.stage == 1 else gathers
+        stage = Change(f"{STRATEGY}stage", run.stage, run.stage + 1)
+        yield f"ZeRO stage {run.stage + 1}: {cost}.", stage
     elif run.kind == "replicated" and run.precision == "16-mixed":  # a mesh does not support it
         yield "ZeRO stage 2: shards optimizer state and gradients.", ZERO_2
     elif run.kind == "replicated":
@@ -169,12 +180,13 @@ def _more_sharding(run: Estimate) -> Iterator[Remedy]:
 def _offload(run: Estimate) -> Iterator[Remedy]:
     if run.kind == "mesh" and run.shards > run.tp and not run.offload_parameters:
         sentence = f"Parameters, gradients and optimizer state in host memory: {SLOWER}"
-        yield sentence, Change(f"{STRATEGY}.cpu_offload", False, True)
+        yield sentence, Change(f"{STRATEGY}cpu_offload", False, True)
     elif run.kind == "zero" and not run.offload_optimizer:
-        yield f"Optimizer state in host memory: {SLOWER}", Change(f"{STRATEGY}.offload_optimizer", False, True)
+        sentence = f"Optimizer state in host memory: {SLOWER}"
+        yield sentence, Change(f"{STRATEGY}offload_optimizer", False, True)
     elif run.kind == "zero" and run.stage == 3 and not run.offload_parameters:
         sentence = "Parameters in host memory too: each is fetched when its module runs."
-        yield sentence, Change(f"{STRATEGY}.offload_parameters", False, True)
+        yield sentence, Change(f"{STRATEGY}offload_parameters", False, True)
     elif run.kind == "replicated":
         sentence = f"ZeRO stage 2 with optimizer state in host memory: {SLOWER}"
-        yield sentence, ZERO_2, Change(f"{STRATEGY}.offload_optimizer", None, True)
+        yield sentence, ZERO_2, Change(f"{STRATEGY}offload_optimizer", None, True)

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..history.metrics import Series
 
-MAD_TO_SIGMA = 1.4826  # standard deviation over median absolute deviation, for a normal distribution
-NUM_BINS = 30  # medians that represent a curve: enough for its shape, and only 435 pairs for a trend
+MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
+NUM_BINS = 30  # medians that represent a curve: enough for its shape, with 435 pairs for a trend
 
 
 def median(values: np.ndarray) -> float:
@@ -18,7 +18,7 @@ def median(values: np.ndarray) -> float:
 
 
 def noise(values: np.ndarray) -> float:
-    """Returns the standard deviation between neighbours, without the trend and without single spikes."""
+    """Returns the standard deviation between neighbours, without trend and single spikes."""
     if len(values) < 3:
         return 0.0
     steps = np.diff(values)
@@ -63,7 +63,7 @@ def binned(series: Series, num: int = NUM_BINS) -> Series:
 
 
 def rising_share(series: Series) -> float:
-    """Returns the share of pairs of medians whose later one is higher: 0.5 without a trend, 1 if it only rises."""
+    """Returns the share of pairs whose later median is higher: 0.5 without a trend, at most 1."""
     values = binned(series).values
     first, second = np.triu_indices(len(values), 1)
     return float(np.mean(np.sign(values[second] - values[first]) + 1) / 2) if len(first) else 0.5

@@ -1,4 +1,4 @@
-"""Rules about how the last attempt ended: out of memory, with an exception, with a non-finite loss."""
+"""Rules about how the last attempt ended: out of memory, by an exception, by a non-finite loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOSS_ROSE = 1.2  # times the lowest loss so far: training went wrong before the 
 
 
 def sentence(record: dict[str, Any]) -> str:
-    """Returns "rank 1 on node3, step 13, micro-batch 1, forward, in model.layers.2.mlp: KeyError: 'x'"."""
+    """Returns "rank 1 on node3, step 13, micro-batch 1, forward, in model.head: KeyError: 'x'"."""
     module = f", in {record['module']}" if record["module"] else ""
     error = f"{record['error']}: {first_line(record['message'])}"
     return f"rank {record['rank']} on {record['host']}, {record['place']}{module}: {error}"
@@ -42,7 +42,7 @@ def _last_crashes(history: History) -> list[dict[str, Any]]:
 
 
 def out_of_memory(history: History) -> Iterator[Finding]:
-    """Says what used the memory of the rank that had the most in use, and what would free some."""
+    """Reports what used the memory of the rank that had the most in use, and what frees some."""
     crashes = [crash for crash in _last_crashes(history) if crash["kind"] == "out_of_memory"]
     if not crashes:
         return
@@ -53,15 +53,19 @@ def out_of_memory(history: History) -> Iterator[Finding]:
         is_first = worst["step"] == worst["first_step"]
         use = memory_use(history, worst["memory"], worst["phase"], is_first)
         causes = remedies(use)
-        parts = [f"{name} {as_size(size)}" for name, size in use.parts.items() if size > use.total / 100]
-        used_by = f"Used by: {', '.join(parts)}."
-    asked, used, total = (GIB * (worst["memory"].get(f"{k}_gib") or 0.0) for k in ("asked", "used", "total"))
+        parts = {name: size for name, size in use.parts.items() if size > use.total / 100}
+        used_by = f"Used by: {', '.join(f'{name} {as_size(parts[name])}' for name in parts)}."
+    memory = worst["memory"]
+    asked, used, total = (GIB * (memory.get(f"{k}_gib") or 0.0) for k in ("asked", "used", "total"))
     place = f"In {worst['place']}" + (f", in {worst['module']}" if worst["module"] else "")
     request = f": {as_size(asked)} more were requested" if asked else ""
     in_use = f"; {as_size(used)} of {as_size(total)} were in use" if total else ""
-    evidence, ranks = f"{place}{request}{in_use}. {used_by}", [crash["rank"] for crash in crashes]
+    title, evidence = "out of memory", f"{place}{request}{in_use}. {used_by}"
+    steps, ranks = (step, step), [crash["rank"] for crash in crashes]
     explains = ("memory_nearly_full", "crashed")
-    yield Finding("out_of_memory", "error", "certain", "out of memory", evidence, causes, (step, step), ranks, explains)
+    yield Finding(
+        "out_of_memory", "error", "certain", title, evidence, causes, steps, ranks, explains
+    )
 
 
 def crashed(history: History) -> Iterator[Finding]:
@@ -74,9 +78,10 @@ def crashed(history: History) -> Iterator[Finding]:
         first, ranks = crashes[0], [crash["rank"] for crash in crashes]
         line = f" {first['own_lines'][-1]}." if first["own_lines"] else ""
         who = f"Rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
-        evidence = f"{sentence(first)}.{line} {who}. The tracebacks are in {history.folder / 'crash'}."
-        title, step = f"training crashed: {first['error']}", first["step"] + 1
-        yield Finding("crashed", "error", "certain", title, evidence, steps=(step, step), ranks=ranks)
+        tracebacks = f"The tracebacks are in {history.folder / 'crash'}."
+        evidence, step = f"{sentence(first)}.{line} {who}. {tracebacks}", first["step"] + 1
+        title, steps = f"training crashed: {first['error']}", (step, step)
+        yield Finding("crashed", "error", "certain", title, evidence, (), steps, ranks)
 
 
 def loss_not_finite(history: History) -> Iterator[Finding]:
@@ -95,16 +100,12 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     if origin:
         parts.append(f"the first non-finite {origin['what']} is that of {origin['module']}")
     is_error = not incidents or len(incidents) > 3 or incidents[-1]["decision"] == "stop"
+    level, title = "error" if is_error else "warning", "the loss or the gradient is not finite"
+    evidence = "; ".join(parts) + "."
+    causes = _why_not_finite(history, steps[0], origin, ranks, incidents)
+    span, explains = (steps[0], steps[-1]), ("loss_diverges", "loss_spikes", "early_loss_jump")
     yield Finding(
-        "loss_not_finite",
-        "error" if is_error else "warning",
-        "certain",
-        "the loss or the gradient is not finite",
-        "; ".join(parts) + ".",
-        _why_not_finite(history, steps[0], origin, ranks, incidents),
-        (steps[0], steps[-1]),
-        ranks,
-        explains=("loss_diverges", "loss_spikes", "early_loss_jump"),
+        "loss_not_finite", level, "certain", title, evidence, causes, span, ranks, explains
     )
 
 
@@ -115,20 +116,22 @@ def _why_not_finite(
     loss = history.metrics["train/loss"].finite()
     before = loss.values[loss.steps < step]
     rose = len(before) > 1 and before[-1] > LOSS_ROSE * before.min()
-    # In the first steps the learning rate had no effect yet: the model, the data or the precision is at fault.
+    # In the first steps the learning rate has no effect yet: model, data or precision is at fault.
     is_unstable = step > 2 and (expected.rate_is_high(history) or rose)
     causes = []
     if precision.startswith("16"):
         causes.append(Cause(f"{precision} overflows above 65,504.", [expected.bf16(history)]))
     if is_unstable:
-        causes.append(Cause("The learning rate is too high.", expected.lower_rate(history, step - 1)))
+        lower = expected.lower_rate(history, step - 1)
+        causes.append(Cause("The learning rate is too high.", lower))
     if origin:
         place = f"{origin['module']} is the first module with a non-finite {origin['what']}"
-        causes.insert(len(causes) if is_unstable else 0, Cause(f"{place}: check its code and its weights."))
+        first = Cause(f"{place}: check its code and its weights.")
+        causes.insert(len(causes) if is_unstable else 0, first)
     if len(incidents) > 1 and len(ranks) == 1:
         hardware = f"Always rank {ranks[0]}, with different samples: its hardware may be defective."
         causes.insert(0, Cause(hardware))
-    rows = incidents[0]["ranks"][ranks[0]].get("rows") if ranks and "ranks" in incidents[0] else None
+    rows = ranks and "ranks" in incidents[0] and incidents[0]["ranks"][ranks[0]].get("rows")
     which = f"; rank {ranks[0]} had rows {rows}" if rows else ""
     skip = Change("numerics.on_non_finite", history.key("numerics.on_non_finite"), "skip")
     damaged = f"The samples of that step are damaged{which}: inspect them, or skip such steps."

@@ -20,30 +20,27 @@ OVERFIT_RISE = 0.02  # of the best validation loss
 
 
 def labels_masked(history: History) -> Iterator[Finding]:
-    counted, loss = history.metrics["data/counted_share"].finite(), history.metrics["train/loss"].finite()
+    counted = expected.metric(history, "data/counted_share")
+    loss = expected.metric(history, "train/loss")
     share = robust.median(counted.values) if len(counted) else history.fact("data.counted_share")
     if share is None and len(loss) >= 3 and not robust.median(abs(loss.values)):
         share = 0.0  # a loss of exactly 0 is a sum over no labels
     if share is None or share >= FEW_LABELS:
         return
     length = history.key("data.seq_len")
+    longer = [Change("data.seq_len", length, 2 * length)] if length else []
     causes = [
         Cause("The mask covers the answers too: data.py sets labels to -100 where it should not."),
-        Cause("The markers of the chat template were not found, so the whole text is masked as the prompt."),
-        Cause("seq_len truncates the answers.", [Change("data.seq_len", length, 2 * length)] if length else []),
+        Cause("The markers of the chat template were not found: all text is masked as the prompt."),
+        Cause("seq_len truncates the answers.", longer),
     ]
-    evidence = f"{share:.2%} of the labels are not -100" + (f"; train/loss is {loss.last:.4g}." if len(loss) else ".")
+    evidence = f"{share:.2%} of the labels are not -100"
+    evidence += f"; train/loss is {loss.last:.4g}." if len(loss) else "."
     level, confidence = ("warning", "likely") if share else ("error", "certain")
-    yield Finding(
-        "labels_masked",
-        level,
-        confidence,
-        "few labels count" if share else "no label counts",
-        evidence,
-        causes,
-        robust.span(counted) if len(counted) else None,
-        explains=("gradient_zero", "loss_not_decreasing"),
-    )
+    title, steps = "few labels count", robust.span(counted) if len(counted) else None
+    title = title if share else "no label counts"
+    explains = ("gradient_zero", "loss_not_decreasing")
+    yield Finding("labels_masked", level, confidence, title, evidence, causes, steps, (), explains)
 
 
 def labels_not_shifted(history: History) -> Iterator[Finding]:
@@ -51,13 +48,16 @@ def labels_not_shifted(history: History) -> Iterator[Finding]:
     share = history.fact("data.unshifted_share")
     if not share or share < UNSHIFTED:
         return
-    evidence = f"{share:.0%} of the labels equal the input token at the same position: nothing is predicted."
-    causes = [Cause("Labels must be the inputs shifted by one: labels[:, t] = tokens[:, t + 1] (text/rows.py).")]
-    yield Finding("labels_not_shifted", "error", "certain", "labels repeat the inputs", evidence, causes)
+    title = "labels repeat the inputs"
+    evidence = f"{share:.0%} of the labels equal the input token at the same position."
+    shift = "labels[:, t] = tokens[:, t + 1] (text/rows.py)"
+    cause = Cause(f"Labels must be the inputs shifted by one: {shift}.")
+    yield Finding("labels_not_shifted", "error", "certain", title, evidence, [cause])
 
 
 def data_constant(history: History) -> Iterator[Finding]:
-    shares, distinct = history.metrics["data/distinct_token_share"].finite(), history.fact("data.distinct_tokens")
+    shares = expected.metric(history, "data/distinct_token_share")
+    distinct = history.fact("data.distinct_tokens")
     size = (history.key("data.micro_batch_size") or 0) * (history.key("data.seq_len") or 0)
     in_batch = robust.median(shares.values) * size if len(shares) else math.inf
     if distinct is not None and distinct <= FEW_TOKENS:
@@ -67,11 +67,13 @@ def data_constant(history: History) -> Iterator[Finding]:
     else:
         return
     causes = [
-        Cause("The source yields one text, or the tokenizer maps everything to one token (<unk>)."),
+        Cause("The source yields one text, or the tokenizer maps everything to <unk>."),
         Cause("Rows are filled with padding."),
     ]
-    explains = ("train_validation_overlap", "loss_not_decreasing")
-    yield Finding("data_constant", "error", "certain", "the data are constant", evidence, causes, explains=explains)
+    title, explains = "the data are constant", ("train_validation_overlap", "loss_not_decreasing")
+    yield Finding(
+        "data_constant", "error", "certain", title, evidence, causes, None, (), explains
+    )
 
 
 def train_validation_overlap(history: History) -> Iterator[Finding]:
@@ -80,8 +82,8 @@ def train_validation_overlap(history: History) -> Iterator[Finding]:
         return
     evidence = f"{share:.1%} of the inspected validation text is also in the train split."
     cause = Cause(
-        "Near-duplicate documents: only equal documents are assigned to the same split. Remove near-duplicates"
-        " before `prepare`."
+        "Near-duplicate documents: only equal documents are assigned to the same split. Remove"
+        " near-duplicates before `prepare`."
     )
     level, title = "error" if share > 0.5 else "warning", "validation text is in the train split"
     yield Finding("train_validation_overlap", level, "certain", title, evidence, [cause])
@@ -89,12 +91,14 @@ def train_validation_overlap(history: History) -> Iterator[Finding]:
 
 def overfits(history: History) -> Iterator[Finding]:
     """The validation loss rises while the training loss falls."""
-    validation, loss = history.metrics["eval/loss"].finite(), history.metrics["train/loss"].finite()
-    validation = robust.later(validation, 0)  # no checkpoint is kept of the one before training
+    loss = expected.metric(history, "train/loss")
+    # No checkpoint is kept of the validation before training.
+    validation = robust.later(expected.metric(history, "eval/loss"), 0)
     if min(len(validation), len(loss)) < MIN_VALIDATIONS or history.key("data.repeat_first_batch"):
         return  # repeat_first_batch overfits on purpose
     best = int(np.argmin(validation.values))
-    since, lowest, step = validation[best:], float(validation.values[best]), int(validation.steps[best])
+    since, lowest = validation[best:], float(validation.values[best])
+    step, last_step = robust.span(since)
     rise = validation.last / lowest - 1
     noise = robust.noise(validation.values[: best + 1]) / lowest if best > 2 else 0.0
     if len(since) < 3 or rise < max(OVERFIT_RISE, 3 * noise) or robust.rising_share(since) < 0.7:
@@ -102,21 +106,25 @@ def overfits(history: History) -> Iterator[Finding]:
     before = loss[loss.steps <= step]
     if not len(before) or robust.tail(loss) >= robust.tail(before):
         return  # both rise: training diverges
-    tokens, size = history.metrics["train/tokens"].finite(), history.fact("data.train_tokens")
+    tokens, size = expected.metric(history, "train/tokens"), history.fact("data.train_tokens")
     epochs = tokens.last / size if len(tokens) and size else 0.0
     steps, decay = expected.max_steps(history), history.key("model.optim.weight_decay")
     stop = [
         Change("trainer.max_steps", int(steps) if math.isfinite(steps) else None, step),
         Change("config", None, "configs/preset/early_stopping.yaml"),
     ]
-    more_decay = [] if decay is None else [Change("model.optim.weight_decay", decay, min(max(0.1, 3 * decay), 0.3))]
-    causes = [Cause(f"The validation loss is lowest at step {step}: stop there (best-step{step} is kept).", stop)]
+    best_kept = f"stop there (best-step{step} is kept)."
+    causes = [Cause(f"The validation loss is lowest at step {step}: {best_kept}", stop)]
     if epochs > 2:
-        causes.append(Cause(f"Each token was seen {epochs:.1f} times: use more data, or a smaller model."))
-    causes.append(Cause("The regularization is too weak.", more_decay))
+        more = "use more data, or a smaller model."
+        causes.append(Cause(f"Each token was seen {epochs:.1f} times: {more}"))
+    if decay is not None:
+        more_decay = Change("model.optim.weight_decay", decay, min(max(0.1, 3 * decay), 0.3))
+        causes.append(Cause("The regularization is too weak.", [more_decay]))
     evidence = (
-        f"eval/loss was {lowest:.4g} at step {step} and is {validation.last:.4g} at step {validation.steps[-1]},"
-        f" while train/loss fell from {robust.tail(before):.4g} to {robust.tail(loss):.4g}."
+        f"eval/loss was {lowest:.4g} at step {step} and is {validation.last:.4g} at step"
+        f" {last_step}, while train/loss fell from {robust.tail(before):.4g} to"
+        f" {robust.tail(loss):.4g}."
     )
-    confidence, span = "certain" if rise > 5 * OVERFIT_RISE else "likely", (step, int(validation.steps[-1]))
-    yield Finding("overfits", "warning", confidence, "the model overfits", evidence, causes, span)
+    confidence, title = "certain" if rise > 5 * OVERFIT_RISE else "likely", "the model overfits"
+    yield Finding("overfits", "warning", confidence, title, evidence, causes, (step, last_step))

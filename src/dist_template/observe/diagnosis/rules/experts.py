@@ -18,18 +18,19 @@ USUAL_COEF = 0.01  # Switch Transformer (arXiv:2101.03961, section 2.2)
 
 
 def _balancing(history: History) -> list[Cause]:
-    """Returns the causes of an unbalanced load, with a stronger setting of what balances this model."""
+    """Returns the causes of an unbalanced load, with a stronger setting of the balancing."""
     steps = expected.max_steps(history)
     if history.fact("balance.has_bias"):
-        key, now = "model.balance.bias_update_speed", history.key("model.balance.bias_update_speed") or 0.0
+        key = "model.balance.bias_update_speed"
+        now = history.key(key) or 0.0
         # Scores are between 0 and 1: a bias must be able to move by 1 during the run.
         least = min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS)
-        problem = "The biases of the routers move too slowly" if now else "The routers have no bias updates"
+        problem = "Its biases move too slowly" if now else "Its biases are not updated"
     else:
         key, now = "model.balance.aux_loss_coef", history.fact("balance.aux_loss_coef") or 0.0
-        # 1,000 steps with the usual coefficient balance a small model; a shorter run needs a larger one.
+        # With the usual coefficient a small model takes 1,000 steps; a shorter run needs more.
         least = min(max(USUAL_COEF, 10 / steps), 10 * USUAL_COEF)
-        problem = "The load-balancing loss is too weak" if now else "There is no load-balancing loss"
+        problem = "The load-balancing loss is too weak" if now else "No loss balances the load"
     change = Change(key, now, robust.rounded(least if now < least else 2 * now))
     return [
         Cause(f"The router has collapsed. {problem}.", [change]),
@@ -38,7 +39,7 @@ def _balancing(history: History) -> list[Cause]:
 
 
 def experts_unused(history: History) -> Iterator[Finding]:
-    unused = robust.later(history.metrics["moe/unused_experts"].finite(), expected.settled_after(history))
+    unused = expected.settled(history, "moe/unused_experts")
     total = (history.fact("model.experts") or 0) * (history.fact("model.layers") or 0)
     if len(unused) < MIN_POINTS or not total:
         return
@@ -48,18 +49,17 @@ def experts_unused(history: History) -> Iterator[Finding]:
     level = "error" if last >= COLLAPSED * total else "warning"
     confidence = "certain" if robust.median(unused.values) > UNUSED * total else "likely"
     evidence = (
-        f"{last:.0f} of at most {total} experts got no token at the last log steps, up to step {unused.steps[-1]}."
+        f"{last:.0f} of at most {total} experts got no token at the last log steps, up to step"
+        f" {unused.steps[-1]}."
     )
+    title, explains = "experts get no tokens", ("experts_overloaded",)
     causes, steps = _balancing(history), robust.span(unused)
-    explains = ("experts_overloaded",)
-    yield Finding(
-        "experts_unused", level, confidence, "experts get no tokens", evidence, causes, steps, explains=explains
-    )
+    yield Finding("experts_unused", level, confidence, title, evidence, causes, steps, (), explains)
 
 
 def experts_overloaded(history: History) -> Iterator[Finding]:
-    """The largest load is above the geometric mean of an even load (1) and the highest possible one."""
-    load = robust.later(history.metrics["moe/expert_load_max_over_mean"].finite(), expected.settled_after(history))
+    """The largest load is above the geometric mean of an even load (1) and the highest one."""
+    load = expected.settled(history, "moe/expert_load_max_over_mean")
     experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
     if len(load) < MIN_POINTS or not experts or not chosen:
         return
@@ -67,8 +67,10 @@ def experts_overloaded(history: History) -> Iterator[Finding]:
     if last < math.sqrt(highest):
         return
     evidence = (
-        f"The busiest expert gets {last:.1f} times the mean load at the last log steps, up to step {load.steps[-1]};"
-        f" the highest possible value is {highest:.3g} (experts / experts per token)."
+        f"The busiest expert gets {last:.1f} times the mean load at the last log steps, up to step"
+        f" {load.steps[-1]}; the highest possible value is {highest:.3g} (experts / experts per"
+        " token)."
     )
     title, causes = "one expert gets most of the tokens", _balancing(history)
-    yield Finding("experts_overloaded", "warning", "likely", title, evidence, causes, robust.span(load))
+    steps = robust.span(load)
+    yield Finding("experts_overloaded", "warning", "likely", title, evidence, causes, steps)

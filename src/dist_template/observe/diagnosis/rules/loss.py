@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...history.metrics import Series
 from ...history.run import History
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
@@ -17,24 +16,20 @@ NOISE_SIGMAS = 4.0  # a smaller rise is noise between log steps
 RISE = 0.05  # of the lowest loss; a smaller rise is not reported
 LOST = 2.0  # times the first loss; noise between batches does not reach it
 MIN_LOSS = 0.5  # nats: below, relative noise is large
-JUMP, JUMP_STAYS = 0.25, 0.1  # of the lowest loss so far: a jump, and what is left of it a log step later
+JUMP, JUMP_STAYS = 0.25, 0.1  # of the lowest loss so far: at the jump, and a log step later
 EARLY_STEPS = 20  # after the settled step: still the start of training
 SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and of the loss
 WIDTH = 9  # log steps of a running median
 ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
-NO_DECREASE = 0.03  # of the first loss: any sensible learning rate lowers an untrained model's by more
+NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
 UNTRAINED = 0.8  # of ln(vocabulary): a higher loss is that of an untrained model
 MIN_NORMS = 10  # log steps with a gradient norm
-NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median, or absolute: transformers have 0.1 to 10
-
-
-def _loss(history: History) -> Series:
-    return history.metrics["train/loss"].finite()
+NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median; absolute: 0.1 to 10 is usual
 
 
 def loss_diverges(history: History) -> Iterator[Finding]:
     """The loss rose and stayed high, or is far above its first value."""
-    loss = _loss(history)
+    loss = expected.metric(history, "train/loss")
     if len(loss) < MIN_POINTS:
         return
     curve = robust.binned(loss)
@@ -53,12 +48,13 @@ def loss_diverges(history: History) -> Iterator[Finding]:
     )
     causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
     explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
-    yield Finding("loss_diverges", level, confidence, "the loss diverges", evidence, causes, steps, explains=explains)
+    title = "the loss diverges"
+    yield Finding("loss_diverges", level, confidence, title, evidence, causes, steps, (), explains)
 
 
 def early_loss_jump(history: History) -> Iterator[Finding]:
     """The loss jumped in the first steps, even if it came down again."""
-    loss = _loss(history)
+    loss = expected.metric(history, "train/loss")
     if len(loss) < MIN_POINTS:
         return
     end = max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])
@@ -70,20 +66,22 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     limit = max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
     if values[top] - lowest[top] <= limit or stays[top] < JUMP_STAYS * lowest[top]:
         return
-    stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
-    title = "the loss jumped in the first steps"
     evidence = (
         f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]},"
         f" and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
     )
+    stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
     causes = expected.instability_causes(history, stable_until)[:2]
-    steps = (int(loss.steps[0]), int(early.steps[top]))
-    yield Finding("early_loss_jump", "warning", "likely", title, evidence, causes, steps, explains=("loss_spikes",))
+    title, steps = "the loss jumped in the first steps", robust.span(early[: top + 1])
+    explains = ("loss_spikes",)
+    yield Finding(
+        "early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), explains
+    )
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
     """Single log steps are far above their neighbours."""
-    loss = robust.later(_loss(history), expected.settled_after(history))
+    loss = expected.settled(history, "train/loss")
     if len(loss) < 2 * WIDTH:
         return
     usual = robust.running_median(loss.values, WIDTH)
@@ -102,15 +100,14 @@ def loss_spikes(history: History) -> Iterator[Finding]:
         f"{num_spikes} spikes; the highest is {spikes.values[worst]:.4g} at step"
         f" {spikes.steps[worst]}, where {usual[found][worst]:.4g} was usual."
     )
-    steps = robust.span(spikes)
-    yield Finding("loss_spikes", "warning", "likely", "the loss has spikes", evidence, causes, steps)
+    title, steps = "the loss has spikes", robust.span(spikes)
+    yield Finding("loss_spikes", "warning", "likely", title, evidence, causes, steps)
 
 
 def loss_not_decreasing(history: History) -> Iterator[Finding]:
     """The loss of an untrained model does not decrease."""
-    loss, vocab_size = _loss(history), history.fact("model.vocab_size")
-    settled = robust.later(loss, expected.settled_after(history))
-    if len(loss) < MIN_POINTS or len(settled) < 3:
+    loss, vocab_size = expected.metric(history, "train/loss"), history.fact("model.vocab_size")
+    if len(loss) < MIN_POINTS or len(expected.settled(history, "train/loss")) < 3:
         return
     first, last = float(loss.values[0]), robust.tail(loss)
     uniform = math.log(vocab_size) if vocab_size else None
@@ -130,11 +127,10 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
     """Yields what is known from the facts first, then what the metrics suggest."""
     total = history.fact("parameters.total", 0)
     trainable = history.fact("parameters.trainable", 0)
-    now, usual = expected.peak_rate(history), expected.usual_rate(history)
     if total and trainable < total / 2:
         yield Cause(
-            f"{1 - trainable / total:.1%} of the parameters are frozen ({trainable:,} of {total:,} are"
-            " trained): look for requires_grad_(False) in module.py."
+            f"{1 - trainable / total:.1%} of the parameters are frozen ({trainable:,} of {total:,}"
+            " are trained): look for requires_grad_(False) in module.py."
         )
     if expected.rate_is_low(history):
         yield Cause(
@@ -144,29 +140,33 @@ def _why_not_decreasing(history: History) -> Iterator[Cause]:
         )
     elif expected.rate_is_high(history):
         yield Cause(
-            f"The learning rate is too high: {now:.2g}, where {usual:.1g} is usual; the first steps"
-            " destroyed the initial weights.",
+            f"The learning rate is too high: {expected.peak_rate(history):.2g}, where"
+            f" {expected.usual_rate(history):.1g} is usual; the first steps destroyed the initial"
+            " weights.",
             expected.lower_rate(history),
         )
-    yield Cause("The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels).")
+    yield Cause(
+        "The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels)."
+    )
 
 
 def gradient_zero(history: History) -> Iterator[Finding]:
-    norm = history.metrics["train/grad_norm"].finite()
+    norm = expected.metric(history, "train/grad_norm")
     if len(norm) < 3 or robust.tail(norm) > 0:
         return
+    where = "look for .detach() and no_grad in module.py."
+    cause = Cause(f"The loss does not depend on the parameters: {where}")
     last = f"the last {robust.window(norm)} log steps, up to step {norm.steps[-1]}"
-    evidence, steps = f"train/grad_norm is 0 at {last}.", robust.span(norm)
-    cause = Cause("The loss does not depend on the parameters: look for .detach() and no_grad in module.py.")
-    explains = ("loss_not_decreasing",)
+    evidence, title = f"train/grad_norm is 0 at {last}.", "the gradient is zero"
+    steps, explains = robust.span(norm), ("loss_not_decreasing",)
     yield Finding(
-        "gradient_zero", "error", "certain", "the gradient is zero", evidence, [cause], steps, explains=explains
+        "gradient_zero", "error", "certain", title, evidence, [cause], steps, (), explains
     )
 
 
 def gradient_explodes(history: History) -> Iterator[Finding]:
     """Single gradient norms are far above the usual ones."""
-    norm = robust.later(history.metrics["train/grad_norm"].finite(), expected.settled_after(history))
+    norm = expected.settled(history, "train/grad_norm")
     if len(norm) < MIN_NORMS:
         return
     limit = np.minimum(NORM_SPIKE * robust.running_median(norm.values, WIDTH), NORM_LIMIT)
@@ -185,8 +185,8 @@ def gradient_explodes(history: History) -> Iterator[Finding]:
         Cause("Single samples are damaged: inspect the samples of that step."),
     ]
     evidence = (
-        f"train/grad_norm was {high.values[top]:.3g} at step {high.steps[top]}, where {usual:.3g} is"
-        f" usual; {len(high)} log step{'s' * (len(high) > 1)} in total."
+        f"train/grad_norm was {high.values[top]:.3g} at step {high.steps[top]}, where {usual:.3g}"
+        f" is usual; {len(high)} log step{'s' * (len(high) > 1)} in total."
     )
-    steps = robust.span(high)
-    yield Finding("gradient_explodes", "warning", "likely", "gradients explode", evidence, causes, steps)
+    title, steps = "gradients explode", robust.span(high)
+    yield Finding("gradient_explodes", "warning", "likely", title, evidence, causes, steps)

@@ -14,7 +14,7 @@ CHECKPOINTS, VALIDATIONS = 0.1, 0.2  # largest share of the time
 SHORT_RUN_S = 60.0  # a shorter run may spend twice the share
 TARGET = 0.05  # share of the time at the proposed interval
 MIN_NUMBER = 3  # checkpoints or validations, before their cost is judged
-MIN_POINTS, PACE_POINTS = 10, 200  # log steps from which the time of a step is taken: least and most
+MIN_POINTS, PACE_POINTS = 10, 200  # log steps from which the pace is taken: least and most
 MARGIN_S = 60.0  # for the last step and its checkpoint
 UNITS_S = (86400, 3600, 60, 1)  # of DD:HH:MM:SS
 
@@ -30,29 +30,32 @@ def checkpoint_overhead_high(history: History) -> Iterator[Finding]:
 
 
 def validation_overhead_high(history: History) -> Iterator[Finding]:
-    num = len(robust.later(history.metrics["eval/loss"], 0))  # the first one, at step 0, counts as start-up
+    num = len(robust.later(history.metrics["eval/loss"], 0))  # the first one counts as start-up
     return _overhead(history, "validation", num, VALIDATIONS, "trainer.val_check_interval", [])
 
 
 def _overhead(
     history: History, kind: str, num: int, limit: float, key: str, causes: Sequence[Cause]
 ) -> Iterator[Finding]:
-    every, step_s, spent_s = history.key(key), expected.step_s(history), history.goodput.get(kind, 0.0)
-    total_s = sum(seconds for name, seconds in history.goodput.items() if name not in ("start", "restart"))
-    limit *= 1 if total_s > SHORT_RUN_S else 2
-    if num < MIN_NUMBER or not isinstance(every, int) or not step_s > 0 or spent_s <= limit * total_s:
+    every, step_s = history.key(key), expected.step_s(history)
+    spent = {name: s for name, s in history.goodput.items() if name not in ("start", "restart")}
+    total_s, spent_s = sum(spent.values()), spent.get(kind, 0.0)
+    is_long = total_s > SHORT_RUN_S
+    if num < MIN_NUMBER or not isinstance(every, int) or not step_s > 0:
         return
-    to = int(robust.rounded(min(spent_s / num / (TARGET * step_s), expected.max_steps(history) / 4)))
-    if to <= every:
+    each_s = spent_s / num
+    to = int(robust.rounded(min(each_s / (TARGET * step_s), expected.max_steps(history) / 4)))
+    if spent_s <= limit * total_s * (1 if is_long else 2) or to <= every:
         return
     evidence = (
-        f"{spent_s / total_s:.0%} of {total_s:.0f} s: {num} {kind}s of {spent_s / num:.2g} s, one every {every}"
-        f" steps of {step_s:.3g} s."
+        f"{spent_s / total_s:.0%} of {total_s:.0f} s: {num} {kind}s of {each_s:.2g} s, one every"
+        f" {every} steps of {step_s:.3g} s."
     )
     causes = [Cause("The interval is too short.", [Change(key, every, to)]), *causes]
-    confidence, title = "certain" if total_s > SHORT_RUN_S else "likely", f"{kind}s take too much time"
+    rule, title = f"{kind}_overhead_high", f"{kind}s take too much time"
     explains = ("waits_for_data",)  # the data loader's restart after each is counted as waiting
-    yield Finding(f"{kind}_overhead_high", "warning", confidence, title, evidence, causes, explains=explains)
+    confidence = "certain" if is_long else "likely"
+    yield Finding(rule, "warning", confidence, title, evidence, causes, explains=explains)
 
 
 def time_limit_too_short(history: History) -> Iterator[Finding]:
@@ -69,26 +72,29 @@ def time_limit_too_short(history: History) -> Iterator[Finding]:
     if needed_s <= left_s:
         return
     last_step = int(done + left_s / pace_s)
-    jobs = math.ceil((now - started + needed_s) / (ends - started))
     longer = _clock(now - started + 1.1 * needed_s + MARGIN_S)
+    more_time = [Change("preemption.max_time", limit, longer)] if limit else []
+    fewer_steps = Change("trainer.max_steps", int(steps), last_step)
     causes = [
-        Cause("The limit is too short.", [Change("preemption.max_time", limit, longer)] if limit else []),
-        Cause("The training has too many steps.", [Change("trainer.max_steps", int(steps), last_step)]),
+        Cause("The limit is too short.", more_time),
+        Cause("The training has too many steps.", [fewer_steps]),
     ]
     evidence = (
-        f"At step {done} of {steps:.0f} training needs {_clock(needed_s)} more and has {_clock(left_s)}: it will"
-        f" stop around step {last_step} and save a checkpoint. {jobs} such jobs are needed."
+        f"At step {done} of {steps:.0f} training needs {_clock(needed_s)} more and has"
+        f" {_clock(left_s)}: it will stop around step {last_step} and save a checkpoint."
     )
-    confidence, title = "certain" if needed_s > 1.5 * left_s else "likely", "the time limit is too short"
+    confidence = "certain" if needed_s > 1.5 * left_s else "likely"
+    title = "the time limit is too short"
     yield Finding("time_limit_too_short", "warning", confidence, title, evidence, causes)
 
 
 def _job_ends(history: History, limit: object) -> float | None:
-    """Returns the Unix time of the end of the job: the run's own limit or Slurm's, whichever is earlier."""
+    """Returns the Unix time at which the run's own limit or Slurm's ends the job, if any."""
     started, slurm = history.environment.get("job_started"), history.environment.get("job_ends")
     ends = [float(slurm)] if slurm else []
     if started is not None and (found := re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(limit))):
-        ends.append(started + sum(int(n) * unit for n, unit in zip(found.groups(), UNITS_S, strict=True)))
+        units = zip(found.groups(), UNITS_S, strict=True)
+        ends.append(started + sum(int(number) * unit for number, unit in units))
     return min(ends, default=None)
 
 
