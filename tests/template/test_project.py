@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from .conftest import BakedProject, bake_into
+from .conftest import ROOT, BakedProject, bake_into
 
 OUTER = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG", "PYTHONPATH"}
 
@@ -73,17 +74,31 @@ def test_setup_stops_before_it_fetches_cuda_for_a_machine_without_a_gpu(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_a_fresh_environment_has_what_the_default_project_needs(tmp_path: Path) -> None:
-    """`make setup`, the tools, every import of the tests, and the tests that use most packages.
+@pytest.mark.timeout(3000)
+def test_a_fresh_environment_trains_vendors_the_library_and_is_built_again_without_a_network(tmp_path: Path) -> None:
+    project = bake_into(tmp_path)
 
-    `make test` runs all tests of a default project after these, in an environment that the same `setup` has built.
-    """
-    project, needs = bake_into(tmp_path), "training_runs or parallel_zero or data_text or report_page or loggers"
-    for target in (["setup"], ["check"], ["test", f"ARGS=-k '{needs}'"]):
-        done = make(project, *target)
-        print(done.stdout)
-        assert done.returncode == 0, done.stdout[-5000:]
-    assert " passed" in done.stdout
-    again = make(project, "setup")
-    assert "Nothing to be done" in again.stdout, "the second setup builds what is there"
+    def done(*arguments: str) -> str:
+        made = make(project, *arguments)
+        print(made.stdout)
+        assert made.returncode == 0, made.stdout[-5000:]
+        return made.stdout
+
+    def place() -> Path:
+        where = [".venv/bin/python", "-c", "import dist_template; print(dist_template.__file__)"]
+        settings = {key: value for key, value in os.environ.items() if key not in OUTER}
+        found = subprocess.run(where, cwd=project.path, env=settings, capture_output=True, text=True, check=True)
+        return Path(found.stdout.strip()).parent
+
+    done("setup")
+    assert place() == ROOT / "src" / "dist_template", "a change in the checkout counts at once"
+    done("check")
+    assert " passed" in done("test")
+    assert "Nothing to be done" in done("setup"), "the second setup builds what is there"
+    done("wheels")
+    shutil.rmtree(project.path / ".venv")
+    done("setup", "PIP_INDEX_URL=http://127.0.0.1:9", "PIP_EXTRA_INDEX_URL=")
+    assert project.path / ".venv" in place().parents, "the library is a wheel as well"
+    done("vendor")
+    assert place() == project.path / "vendor" / "dist-template" / "src" / "dist_template"
+    done("train", "ARGS=--trainer.max_steps 2 --model.optim.warmup 0 --data.prompts []")
