@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterable
 from enum import IntEnum
+from importlib.util import find_spec
 
 
 class Exit(IntEnum):
@@ -63,6 +64,21 @@ class Ended(Exception):
 
 class InputError(ValueError):
     """The user's input is wrong; the message says what was given, what is allowed and which key to edit."""
+
+
+EXTRAS = {"plotly": "report"}  # package: the extra of pyproject.toml that brings it; others are their own
+
+
+def require(package: str, purpose: str) -> None:
+    """Refuses `purpose` where a package of an extra is not installed.
+
+    Raises:
+        InputError: with the command that installs it.
+    """
+    if find_spec(package) is None:
+        flag = "--no-build-isolation " if package == "deepspeed" else ""  # it is built from source, against torch
+        extra = EXTRAS.get(package, package)
+        raise InputError(f"{purpose} needs the package {package}: pip install {flag}'dist-template[{extra}]'")
 
 
 def local_rank() -> int:

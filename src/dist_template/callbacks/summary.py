@@ -124,7 +124,8 @@ class Summary(Callback):
                     logger.save()
             _, (findings,) = write([self.folder], self.folder)
         except Exception as error:
-            print(f"there is no report: {type(error).__name__}: {first_line(error)}", flush=True)
+            kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+            print(f"there is no report: {kind}{first_line(error)}", flush=True)
             return []
         print(f"report            {self.folder / HTML}", flush=True)
         return findings

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 # Configuration key: callback, in the order in which Lightning calls them: measure, write, show, act.
@@ -46,7 +47,7 @@ TRAINER_DEFAULTS = {
     "gradient_clip_val": 1.0,
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
-    "logger": [{"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}],
+    "logger": [{"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}] if find_spec("tensorboard") else [],
 }
 
 

@@ -39,7 +39,7 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
         InputError: Liger is not installed, or has no kernels for `device`.
     """
     if kernel == "liger" and not find_spec("liger_kernel"):
-        raise InputError("model.loss_kernel liger is a package of its own: pip install -e '.[liger]', or set torch")
+        raise InputError("model.loss_kernel liger needs a package: pip install 'dist-template[liger]', or set torch")
     if kernel == "liger" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
         raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 

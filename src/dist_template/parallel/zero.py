@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from ..checkpoint.resume import is_zeros_own, load_foreign
 from ..checkpoint.untrusted import as_data
 from ..compat import deepspeed as compat
 from ..compat.lightning import set_deepspeed_config, start_deepspeed
-from ..errors import InputError
+from ..errors import require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .zero_step import ZeroPrecision
@@ -83,11 +82,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         param_persistence_threshold: int = 100_000,
         **kwargs: Any,
     ) -> None:
-        if find_spec("deepspeed") is None:
-            raise InputError(
-                "ZeRO needs DeepSpeed, which is not installed: `pip install --no-build-isolation deepspeed` in an"
-                " environment that has torch; or set another trainer.strategy"
-            )
+        require("deepspeed", "ZeroStrategy")
         super().__init__(
             stage=stage or 2,
             offload_optimizer=bool(offload_optimizer),

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, first_line
+from ..errors import InputError, first_line, require
 from .paths import matching
 
 
@@ -213,6 +213,7 @@ def _records(
     **kwargs: Any,
 ) -> Iterator[tuple[str, str]]:
     """The texts of what `datasets.load_dataset` gives; `shown` names it in messages."""
+    require("datasets", f"data.source, to read {shown},")
     import datasets  # 1.5 s: only for those who need it
 
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says it once

@@ -9,6 +9,7 @@ import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from ...errors import require
 from ...records import flatten
 
 COMPARED = ("train/loss", "eval/loss", "perf/tokens_per_s")  # metric columns of the HParams table
@@ -23,6 +24,7 @@ class TensorBoard(TensorBoardLogger):
     """
 
     def __init__(self, save_dir: str = "{run}", flush_secs: int = 10) -> None:
+        require("tensorboard", "the logger TensorBoard")
         super().__init__(save_dir, name="", version="", default_hp_metric=False, flush_secs=flush_secs)
 
     @rank_zero_only

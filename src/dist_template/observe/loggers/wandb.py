@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from ...cluster.redaction import redacted_command
 from ...compat.lightning import has_wandb_run, wandb_options
-from ...errors import Ended, Exit, first_line, reason
+from ...errors import Ended, Exit, first_line, reason, require
 from .artifacts import Uploads
 
 
@@ -55,6 +55,7 @@ class WandB(WandbLogger):
         init_timeout_s: float = 30.0,
         finish_timeout_s: float = 20.0,
     ) -> None:
+        require("wandb", "the logger WandB")
         run_id = Path(save_dir).name
         offline = not _has_api_key() if offline is None else offline
         # `mode`, because Lightning's `offline` sets a variable that wandb 0.31 has read before.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...errors import require
 from ...records import write_atomically
 from ..diagnosis.engine import diagnose
 from ..diagnosis.finding import Finding
@@ -26,8 +27,9 @@ def write(
         plotly: Where the page loads plotly.js from. None: as `run.plotly` of the first run says.
 
     Raises:
-        InputError: one of `folders` is not the folder of a run.
+        InputError: one of `folders` is not the folder of a run; plotly is not installed.
     """
+    require("plotly", "the report")
     histories = [read_run(folder.absolute()) for folder in folders]
     findings = [diagnose(history) for history in histories]
     names = names_of(histories)

@@ -1,0 +1,42 @@
+"""Without the packages of the library's extras: what needs none trains, the rest names the command that installs its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import CONFIGS, run, run_in_subprocess
+
+EXTRAS = ("datasets", "deepspeed", "plotly", "tensorboard", "wandb")
+NEED = {
+    "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"], "pip install --no-build-isolation 'dist-template["),
+    "wandb": ("fit", [f"--config={CONFIGS}/logger/wandb.yaml"], "pip install 'dist-template["),
+    "tensorboard": ("fit", ["--trainer.logger=TensorBoard"], "pip install 'dist-template["),
+    "datasets": ("prepare", ["--data.source=Jsonl", "--data.source.paths=[{}]"], "pip install 'dist-template["),
+}
+
+
+def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None:
+    """In a Python in which these packages cannot be imported; DDP, with the default loggers and the report."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    short = ["--trainer.strategy=ddp", "--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
+    done = run_in_subprocess("fit", *flags, *short, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "there is no report: the report needs the package plotly: pip install 'dist-template[report]'" in done.stdout
+
+
+@pytest.mark.parametrize("package", NEED)
+def test_what_needs_one_says_how_to_install_it(
+    package: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "one"}\n')
+    verb, given, command = NEED[package]
+    monkeypatch.setitem(sys.modules, package, None)
+    assert run(verb, *flags, *(flag.format(texts) for flag in given)) == 2
+    error = capfd.readouterr().err
+    assert f" needs the package {package}: {command}{package}]'" in error and error.count("\n") == 1, error
