@@ -111,4 +111,5 @@ def test_without_deepspeed_the_strategies_import_and_zero_says_how_to_get_it(fol
         "try:\n    lightning.Trainer(strategy='zero3', accelerator='cpu', devices=1)\n"
         "except dist_template.InputError as error:\n    print(error)\n"
     )
-    assert "pip install --no-build-isolation deepspeed" in python(folder, "-c", code)
+    command = "pip install --no-build-isolation 'dist-template[deepspeed]'"
+    assert f"needs the package deepspeed: {command}" in python(folder, "-c", code)

@@ -1,4 +1,4 @@
-"""Lightning's TensorBoardLogger, with configuration and samples as text, and resumed runs as one."""
+"""Lightning's TensorBoardLogger, with the configuration as text, and a resumed run as one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorBoard(TensorBoardLogger):
 
     def __init__(self, save_dir: str = "{run}", flush_secs: int = 10) -> None:
         require("tensorboard", "the logger TensorBoard")
-        super().__init__(save_dir, name="", version="", default_hp_metric=False, flush_secs=flush_secs)
+        super().__init__(save_dir, "", "", default_hp_metric=False, flush_secs=flush_secs)
 
     @rank_zero_only
     def resume(self, step: int) -> None:
@@ -41,16 +41,17 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Writes all metrics as one event: for 25 metrics in 0.15 ms, Lightning's events in 0.8 ms."""
+        """Writes all metrics as one event: 25 take 0.15 ms, Lightning's 25 events 0.8 ms."""
         from tensorboard.compat.proto import summary_pb2
 
         messages: Any = summary_pb2
-        values = [messages.Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        pairs = metrics.items()
+        values = [messages.Summary.Value(tag=tag, simple_value=float(one)) for tag, one in pairs]
         self.experiment.file_writer.add_summary(messages.Summary(value=values), step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs configuration, environment and facts.json as text, and a row of the HParams table."""
+        """Logs configuration, environment and facts as text, and a row of the HParams table."""
         from torch.utils.tensorboard.summary import hparams
 
         texts = {name: params[name] for name in ("environment", "facts") if name in params}
@@ -58,8 +59,8 @@ class TensorBoard(TensorBoardLogger):
         for name, part in {"config": config, **texts}.items():
             self._log_text(f"run/{name}", yaml.safe_dump(part, sort_keys=False))
         sizes = {"parameters": texts.get("facts", {}).get("parameters", {})}
-        flat = flatten(config | sizes)
-        row = {name: value if isinstance(value, int | float) else str(value) for name, value in flat.items()}
+        row = flatten(config | sizes)
+        row = {name: one if isinstance(one, int | float) else str(one) for name, one in row.items()}
         for summary in hparams(row, dict.fromkeys(COMPARED, 0.0)):
             self.experiment.file_writer.add_summary(summary)
 

@@ -58,14 +58,18 @@ class WandB(WandbLogger):
         require("wandb", "the logger WandB")
         run_id = Path(save_dir).name
         offline = not _has_api_key() if offline is None else offline
+        settings: dict[str, Any] = {"init_timeout": init_timeout_s, "silent": True}
+        settings["finish_timeout"] = finish_timeout_s
+        if redacted_command(sys.argv) != sys.argv:  # wandb records it, and what is printed
+            settings |= {"x_disable_meta": True, "console": "off"}
         # `mode`, because Lightning's `offline` sets a variable that wandb 0.31 has read before.
         super().__init__(
             project=project, save_dir=save_dir, name=name or run_id, id=run_id, resume="allow",
             mode="offline" if offline else "online", group=group, tags=tags, notes=notes,
+            settings=settings,
         )  # fmt: skip
         self.run_name = name or run_id
-        self.artifacts, self.alerts = artifacts, alerts
-        self.init_timeout_s, self.finish_timeout_s = init_timeout_s, finish_timeout_s
+        self.artifacts, self.alerts, self.finish_timeout_s = artifacts, alerts, finish_timeout_s
         self._failed = self._trains = False
         self._uploads = Uploads()
 
@@ -76,17 +80,10 @@ class WandB(WandbLogger):
             import wandb
 
             Path(wandb_options(self)["dir"]).mkdir(parents=True, exist_ok=True)
-            settings: dict[str, Any] = {
-                "init_timeout": self.init_timeout_s,
-                "finish_timeout": self.finish_timeout_s,
-            }
-            if redacted_command(sys.argv) != sys.argv:  # wandb records both the command line and what is printed
-                settings |= {"x_disable_meta": True, "console": "off"}
-            wandb_options(self)["settings"] = wandb.Settings(silent=True, **settings)
             try:
                 return super().experiment
             except Exception as error:  # wandb.errors.Error is not the base of all that it raises
-                rank_zero_warn(f"W&B is not reachable ({error}): logging offline; `wandb sync` uploads later")
+                rank_zero_warn(f"W&B is not reachable ({error}): logging offline, for `wandb sync`")
                 wandb.teardown()  # or its service reports that the run's id is in use
                 wandb_options(self)["mode"] = "offline"
         return super().experiment
@@ -102,7 +99,7 @@ class WandB(WandbLogger):
 
     @rank_zero_only
     def log_sample(self, text: str, step: int) -> None:
-        """Logs a page: the table of Lightning's `log_text` is an artifact, which waits for W&B (0.31)."""
+        """Logs a page: the table of Lightning's `log_text` waits for the service (wandb 0.31)."""
         import wandb
 
         page: Any = wandb.Html(f"<pre>{html.escape(text)}</pre>")
@@ -116,15 +113,15 @@ class WandB(WandbLogger):
 
     @rank_zero_only
     def on_checkpoint(self, path: Path) -> None:
-        """Upload the checkpoint, which has been committed."""
+        """Uploads a committed checkpoint, if `artifacts` says so."""
         kind = "best" if path.name.startswith("best") else "last"
         if self.artifacts not in (kind, "all"):
             return
         if wandb_options(self)["mode"] == "offline":
-            rank_zero_warn("W&B accepts no checkpoints offline; upload one later with `wandb artifact put`")
+            rank_zero_warn("W&B accepts no checkpoints offline; later: `wandb artifact put`")
             self.artifacts = "none"
-            return
-        self._uploads.add(self.experiment, path, kind)
+        else:
+            self._uploads.add(self.experiment, path, kind)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -143,17 +140,18 @@ class WandB(WandbLogger):
         elif isinstance(error, Ended) and error.code == Exit.REQUEUE:
             self.alert("training was interrupted", f"{self.run_name}: {first_line(error)}", "WARN")
         else:
-            self.alert("training has failed", f"{self.run_name}: {type(error).__name__}: {first_line(error)}")
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            self.alert("training has failed", f"{self.run_name}: {cause}")
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Calls wandb. If that fails (its process was killed, the disk is full), training continues."""
+        """Calls wandb; if that fails (a killed process, a full disk), training continues."""
         if self._failed:
             return
         try:
             call()
         except Exception as error:
             self._failed = True
-            rank_zero_warn(f"W&B has failed ({reason(error)}): training continues; metrics.jsonl has all metrics")
+            rank_zero_warn(f"W&B has failed ({reason(error)}): training continues without it")
 
 
 def _has_api_key() -> bool:

@@ -176,9 +176,9 @@ def _checkpoints(history: History) -> list[Table | Text]:
         if torn := manifest.torn(path):
             rows.append([path.name, "", "", "", f"damaged: {torn}"])
             continue
-        told = manifest.read(path)
-        mib = sum(size for size, _ in told["files"].values()) / 2**20
-        rows.append([path.name, f"{mib:,.1f}", str(told["world_size"]), str(told["strategy"]), "sizes match"])
+        saved = manifest.read(path)
+        mib = sum(size for size, _ in saved["files"].values()) / 2**20
+        rows.append([path.name, f"{mib:,.1f}", str(saved["world_size"]), str(saved["strategy"]), "sizes match"])
     return [Table("", ["name", "MiB", "processes", "strategy", "state"], rows)] if rows else []
 
 
