@@ -110,7 +110,8 @@ def choices(action: Any) -> list[type]:
     kind = getattr(action, "_typehint", None)
     if not inspect.isclass(kind) or is_dataclass(kind) or not kind.__module__.startswith((NAME, "dist_template")):
         return []
-    return sorted(_below(kind), key=lambda c: (c.__module__, inspect.getsourcelines(c)[1]))
+    found = [below for below in _below(kind) if below.__module__.startswith((NAME, "dist_template"))]  # no test's
+    return sorted(found, key=lambda c: (c.__module__, inspect.getsourcelines(c)[1]))
 
 
 def _below(kind: type) -> set[type]:

@@ -32,8 +32,9 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "")  # so that it is put back as it was
         monkeypatch.delenv(name)
     yield
-    if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
-        sys.modules["deepspeed"].comm.destroy_process_group()  # and DeepSpeed's references to it
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()  # and DeepSpeed's references to it
     elif dist.is_initialized():
         dist.destroy_process_group()
 

@@ -58,6 +58,6 @@ def test_lightnings_hint_to_use_srun_is_given_inside_a_job_alone(tmp_path: Path,
     environment = kept | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment |= {"SLURM_JOB_ID": job} if job else {}
     code = "from lightning.pytorch.plugins.environments import SLURMEnvironment"
-    command = [sys.executable, "-c", f"import dist_template.cli.defaults; {code}; SLURMEnvironment.detect()"]
+    command = [sys.executable, "-c", f"import dist_template.cli.fit; {code}; SLURMEnvironment.detect()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert ("srun" in done.stderr) == bool(job), done.stderr

@@ -133,7 +133,7 @@ def test_it_is_rehearsed_at_its_own_size(module: str, strategy: str, tmp_path: P
     command_line.run(["rehearse", *given, f"--output={tmp_path / 'rehearsal'}"], MODULES[module])  # or SystemExit
     results = json.loads((tmp_path / "rehearsal" / "rehearsal.json").read_text("utf-8"))["checks"]
     passed = {each["check"] for each in results if each["verdict"] == "pass"}
-    assert {"kill and resume = never stopping", "loss curve = one process", "accumulation = one big batch"} <= passed
+    assert {"kill and resume = uninterrupted", "loss curve = one process", "accumulation = one big batch"} <= passed
 
 
 def test_verbs_for_text_refuse_other_data_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,13 +80,15 @@ def test_a_service_that_goes_away_neither_stops_nor_delays_training(tmp_path: Pa
 
 def test_wandbs_own_process_may_be_killed(tmp_path: Path, service: Service) -> None:
     code = f"""
+import time
 import psutil
 from dist_template.cluster.exit import exit_process, skip_finalization
 skip_finalization()
 from dist_template.observe.loggers.wandb import WandB
 logger = WandB("p", {str(tmp_path / "one")!r}, finish_timeout_s=3)
-for step in range(1, 7):
+for step in range(1, 43):
     logger.log_metrics({{"train/loss": 1.0}}, step)
+    time.sleep(0.05 if step > 3 else 0)  # a thread of wandb's notices that the connection has ended
     if step == 3:
         [process.kill() for process in psutil.Process().children(recursive=True) if process.name() == "wandb-core"]
 logger.finalize("success")

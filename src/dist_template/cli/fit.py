@@ -176,7 +176,7 @@ class CLI(OpenCLI):
         except InputError:
             raise
         except ValueError as error:
-            reasons = re.findall(r"^  - (.+)", str(error), re.MULTILINE)
+            reasons = re.findall(r"^  - (?!Expected a <)(.+)", str(error), re.MULTILINE)
             if "Union subtypes" not in str(error) or not reasons:
                 raise
             raise InputError(reasons[-1]) from error

@@ -6,6 +6,7 @@ loop.py, epochs.py and hooks.py hold what concerns the training loop's speed and
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
@@ -91,18 +92,17 @@ def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[l
     """Lets Lightning's launcher start ranks by `start`, as by Popen, and call `terminate` when one of them has failed.
 
     Lightning checks every 5 s and then kills all ranks, the first too: without a message, and with no exit code that
-    says what to do. Its launcher names the class of the observer, and Popen, in its modules only.
+    says what to do. Its launcher looks both names up in its module only.
     """
 
     class Observer(launcher._ChildProcessObserver):
-        def __init__(self, main_pid: int, child_processes: list[Any]) -> None:
-            super().__init__(main_pid, child_processes, sleep_period=1)
-
         def _terminate_all(self) -> None:
             terminate(self._child_processes)
 
-    vars(launcher)["_ChildProcessObserver"] = Observer
-    vars(trainers_launcher)["subprocess"] = SimpleNamespace(Popen=start)
+    def observe(processes: list[subprocess.Popen]) -> None:
+        Observer(os.getpid(), processes, sleep_period=1).start()
+
+    vars(trainers_launcher).update(_launch_process_observer=observe, subprocess=SimpleNamespace(Popen=start))
 
 
 # ---- strategies --------------------------------------------------------------------------------------------------
