@@ -9,15 +9,17 @@ OUT ?= build
 TORCH_INDEX ?=
 TORCH_CUDA ?=
 PROJECT := {{cookiecutter.project_slug}}
-PACKAGE := {{cookiecutter.package_name}}
 DEMO := $(OUT)/my-trainer
 READY := .venv/.ready
+JOBS ?= 2
+TESTS = .venv/bin/python -m pytest -n $(JOBS) --dist loadfile
 TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
 export PYTHON TORCH_INDEX TORCH_CUDA
 
 help:  ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo "  Variables: PYTHON (makes .venv; 3.11 or newer), OUT (where demo generates; build),"
+	@echo "             JOBS (tests that run at once; 2),"
 	@echo "             TORCH_INDEX (package index for torch alone), TORCH_CUDA=1 (accept its CUDA build without a GPU)"
 
 demo: $(OUT)/.my-trainer  ## generate a project with the default answers under build/ and train it
@@ -25,22 +27,20 @@ demo: $(OUT)/.my-trainer  ## generate a project with the default answers under b
 	@echo "demo: to go on, cd $(DEMO) and type one of the commands above"
 
 test: $(READY)  ## the tests of the library and the template, then those of the default project
-	.venv/bin/python -m pytest tests
+	$(TESTS) tests
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
 	$(MAKE) --no-print-directory -C build/test/my-trainer test-all RUN='$(CURDIR)/.venv/bin/python'
 
 test-all: $(READY)  ## every test, the nightly ones too
-	.venv/bin/python -m pytest -m "" tests
+	$(TESTS) -m "" tests
 
 test-quick: $(READY) dev  ## the tests that take a few minutes, the project's run in place
-	.venv/bin/python -m pytest -m "not slow and not nightly" tests
+	$(TESTS) -m "not slow and not nightly" tests
 	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python'
 
 dev:  ## link the un-rendered project into build/dev, its package named trainer_dev, to run it in place
-	@mkdir -p build/dev && find build/dev -maxdepth 1 -type l -delete
-	@find '$(PROJECT)' -mindepth 1 -maxdepth 1 -not -name '$(PACKAGE)' -exec ln -sf ../../{} build/dev/ \;
-	@ln -sfn '../../$(PROJECT)/$(PACKAGE)' build/dev/trainer_dev
+	@$(PYTHON) -c 'import tests' && find -L build/dev -maxdepth 1 -type l -delete
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
 check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hooks, the tests and the un-rendered package

@@ -75,7 +75,7 @@ def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from dist_template.model.head import ChunkedLoss, hidden_states
-    from tests.model.test_speed import peak_bytes
+    from tests.support.operations import peak_bytes
 
     vocabulary = VOCABULARY // 16 if options.quick else VOCABULARY
     config = AutoConfig.for_model(

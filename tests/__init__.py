@@ -3,6 +3,7 @@
 Every process that a test starts finds the library, these tests and the linked project.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -16,8 +17,7 @@ _PACKAGE = "{{cookiecutter.package_name}}"
 PROJECT.mkdir(parents=True, exist_ok=True)
 for _entry in _SOURCE.iterdir():
     _link = PROJECT / ("trainer_dev" if _entry.name == _PACKAGE else _entry.name)
-    if not _link.is_symlink():
-        _link.unlink(missing_ok=True)
+    with contextlib.suppress(FileExistsError):  # by an earlier run, or by another process of this one
         _link.symlink_to(os.path.relpath(_entry, PROJECT))
 
 importlib.invalidate_caches()  # in a fresh checkout build/dev was missing when pytest put it into sys.path

@@ -14,6 +14,8 @@ from trainer_dev.data import DataModule
 from dist_template.cluster.messages import MESSAGES
 from dist_template.text.sources import TextFiles
 from dist_template.text.tokenizers import Bytes
+from tests.support.numerics import guarded  # noqa: F401  (a fixture)
+from tests.support.parity import train  # noqa: F401  (a fixture)
 from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, SMALL_LLAMA
 
 torch.set_num_threads(1)  # small tensors; threads would wait for each other

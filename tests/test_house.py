@@ -85,6 +85,12 @@ def broken_mock(package: Path) -> list[str]:
     return [name for name, path in house.modules(package).items() if house.uses_mock(path)]
 
 
+def broken_tests(tests: Path) -> list[str]:
+    """Tests that another test module imports; what several share belongs into support/ or a conftest.py."""
+    arrows = [(name, target) for name, targets in house.graph(tests).items() for target in targets]
+    return [f"{name} imports {target}" for name, target in arrows if target.rpartition(".")[2].startswith("test_")]
+
+
 def broken_budgets(package: Path) -> list[str]:
     measured = house.room_lines(package)
     return [f"{room}: {lines}" for room, lines in measured.items() if lines > BUDGETS.get(room, (0,))[0]]
@@ -121,8 +127,9 @@ def test_the_library_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
     assert rule(LIBRARY) == []
 
 
-def test_the_project_the_pages_and_the_public_names_keep_theirs() -> None:
+def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> None:
     assert broken_project(PROJECT) == [] and broken_pages(DOCS) == [] and broken_api(DOCS) == []
+    assert broken_tests(ROOT / "tests") == []
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
 
 
@@ -163,6 +170,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     "a private attribute": (broken_private, {"cli/a.py": "def f(trainer):\n    trainer.fit_loop._data_fetcher"}),
     "a private attribute by its name": (broken_private, {"cli/a.py": "getattr(strategy, '_timeout', None)"}),
     "a mock": (broken_mock, {"cli/a.py": "from unittest.mock import patch"}),
+    "a test that imports a test": (broken_tests, {"cli/test_a.py": "", "text/test_b.py": "from ..cli.test_a import f"}),
     "too many lines": (broken_budgets, {"cli/a.py": "\n" * 5_000}),
     "lines of a page's style": (broken_budgets, {"cli/a.css": "\n" * 5_000}),
     "a project of many files": (broken_project, {f"{number}.py": "" for number in range(60)}),

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.callbacks.record import write_facts
-from tests.parallel.test_parity import MODELS, Trainings, train  # noqa: F401  (`train` is a fixture)
+from tests.support.parity import MODELS, Trainings
 from tests.support.runs import only_run, run
 
 SHORT = "--trainer.max_steps=6"

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama as llama
 from dist_template.callbacks import numerics
 from dist_template.errors import Exit
 from dist_template.observe.history.run import read_incidents
-from tests.callbacks.test_numerics_recovery import STRATEGIES, Train, train  # noqa: F401  (a fixture)
+from tests.support.numerics import STRATEGIES, Train
 from tests.support.runs import only_run, run
 
 QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false", "--model.optim.warmup=2"]
@@ -81,13 +81,13 @@ NORM = "model.model.layers.0.post_attention_layernorm"
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["output", "gradient"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_names_the_module_that_made_it(train: Train, strategy: str, what: str) -> None:  # noqa: F811
+def test_every_strategy_names_the_module_that_made_it(guarded: Train, strategy: str, what: str) -> None:
     rank = 1 if what == "output" else 0
     spoil = partial(plant, what == "gradient", rank)
     name = f"first-{what}"
-    got = train(strategy, name, spoil)
-    assert read_incidents(train.run_folder(strategy, name)), got.log(0)[-2000:]
-    (incident,) = read_incidents(train.run_folder(strategy, name))
+    got = guarded(strategy, name, spoil)
+    assert read_incidents(guarded.run_folder(strategy, name)), got.log(0)[-2000:]
+    (incident,) = read_incidents(guarded.run_folder(strategy, name))
     assert incident["step"] == BAD_STEP
     assert incident["first_bad"]["what"] == what and rank in incident["first_bad"]["ranks"]
     assert incident["first_bad"]["module"].endswith(NORM.removeprefix("model."))
@@ -112,11 +112,11 @@ WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "tp", "zero3"])
-def test_a_weight_of_which_one_rank_has_the_bad_shard(strategy: str, train: Train) -> None:  # noqa: F811
+def test_a_weight_of_which_one_rank_has_the_bad_shard(strategy: str, guarded: Train) -> None:
     """No rank runs the forward, in which the others would wait for that rank."""
-    record = train(strategy, "shard", partial(spoil_a_shard, 1))
+    record = guarded(strategy, "shard", partial(spoil_a_shard, 1))
     assert all(answer.startswith("Ended: training stopped") for answer in record.answers.values()), record.answers
-    (incident,) = read_incidents(train.run_folder(strategy, "shard"))
+    (incident,) = read_incidents(guarded.run_folder(strategy, "shard"))
     assert incident["step"] == BAD_STEP
     assert incident["first_bad"] == {"what": "weight", "module": f"model.{WEIGHT}", "ranks": [1]}
 

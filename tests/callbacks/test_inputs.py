@@ -11,7 +11,7 @@ import torch
 
 from dist_template.callbacks.training_log import Inputs
 from dist_template.model.metrics import MetricBuffer
-from tests.callbacks.test_numerics import spoil
+from tests.support.numerics import spoil
 from tests.support.runs import logged, only_run, run
 
 

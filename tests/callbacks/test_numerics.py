@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,20 +18,8 @@ from dist_template.callbacks.numerics import Numerics
 from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Ended, Exit
 from dist_template.observe.history.run import read_incidents
-from tests.callbacks.test_numerics_recovery import is_finite, newest, newest_step
-from tests.support.runs import only_run, run
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool], factor: float = math.nan) -> None:
-    """The loss of each step that `is_bad`, times `factor`, in its first micro-batch."""
-    original = LanguageModule.training_step
-
-    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        hit = batch_idx % 4 == 0 and is_bad(self.global_step + 1)
-        return original(self, batch, batch_idx) * (factor if hit else 1.0)
-
-    monkeypatch.setattr(LanguageModule, "training_step", training_step)
-
+from tests.support.numerics import is_finite, newest_step, spoil
+from tests.support.runs import newest, only_run, run
 
 LAST = ["--ckpt_path=last"]
 QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false", "--model.optim.warmup=2"]

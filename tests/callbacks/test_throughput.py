@@ -19,7 +19,7 @@ from dist_template.checkpoint import commit
 from dist_template.observe.history.metrics import read_metrics
 from dist_template.observe.history.run import read_run
 from dist_template.text.rows import PackedRows
-from tests.parallel.test_parity import Trainings, train  # noqa: F401  (`train` is a fixture)
+from tests.support.parity import Trainings
 from tests.support.runs import logged, only_run, run
 
 SLOW_S = 0.2

@@ -19,7 +19,7 @@ from dist_template.callbacks.checkpoint import BestCheckpoint, outdated
 from dist_template.checkpoint import commit, formats, manifest
 from dist_template.checkpoint.optimizer import by_name
 from dist_template.errors import InputError
-from tests.checkpoint.test_formats import (
+from tests.support.formats import (
     NAMES,
     REST,
     Tiny,

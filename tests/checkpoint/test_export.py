@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from dist_template.checkpoint.formats import format_of, read_full
 from dist_template.errors import InputError
 from dist_template.tools import export
-from tests.checkpoint.test_formats import write_distributed
-from tests.parallel.test_training_parity import DEEPSEEK
+from tests.support.formats import write_distributed
+from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, logged, newest, only_run, run, run_in_subprocess
 
 TIED_LLAMA = SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"
@@ -37,7 +37,7 @@ def exported(flags: list[str], output: Path, checkpoint: Any = "last") -> Any:
     return AutoModelForCausalLM.from_pretrained(output).eval()
 
 
-@pytest.mark.parametrize("architecture", [DEEPSEEK, TIED_LLAMA], ids=["deepseek_v3", "tied_llama"])
+@pytest.mark.parametrize("architecture", [MODELS["deepseek_v3"], TIED_LLAMA], ids=["deepseek_v3", "tied_llama"])
 def test_the_exported_folder_gives_the_trained_modules_logits(
     quick: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str
 ) -> None:
@@ -62,7 +62,7 @@ def test_the_exported_folder_gives_the_trained_modules_logits(
 
 
 def test_weights_in_bfloat16_keep_what_must_stay_in_float32(quick: list[str], tmp_path: Path) -> None:
-    quick = [*quick, f"--model.architecture={DEEPSEEK}"]
+    quick = [*quick, f"--model.architecture={MODELS['deepseek_v3']}"]
     assert run("fit", *quick) == 0
     model = exported([*quick, "--dtype=bfloat16"], tmp_path / "out")
     assert model.dtype == torch.bfloat16
@@ -133,7 +133,7 @@ def test_a_checkpoint_without_optimizer_state_says_so_in_one_sentence(
 def test_deepspeeds_own_folder_measures_and_exports_as_it_was_trained(
     quick: list[str], tmp_path: Path, stage: int
 ) -> None:
-    flags = [*quick, f"--model.architecture={DEEPSEEK}", "--trainer.limit_val_batches=1.0"]
+    flags = [*quick, f"--model.architecture={MODELS['deepseek_v3']}", "--trainer.limit_val_batches=1.0"]
     zero = ["--trainer.devices=2", "--trainer.strategy=ZeroStrategy", f"--trainer.strategy.stage={stage}"]
     result = run_in_subprocess("fit", *flags, *zero)
     assert result.returncode == 0, result.stderr

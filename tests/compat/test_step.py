@@ -22,7 +22,7 @@ from dist_template.cli import fit as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
 from dist_template.text.rows import PackedRows
-from tests.model.test_metric_buffer import Ops
+from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
 
 OFF = ["--trainer.limit_val_batches=0", "--trainer.logger=false", "--last_checkpoint.every_n_steps=1000"]

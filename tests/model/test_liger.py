@@ -19,8 +19,8 @@ from trainer_dev.module import LanguageModule
 
 from dist_template.errors import InputError
 from dist_template.model import head
-from tests.model.test_speed import Head
-from tests.parallel.test_parity import SHORT, Trainings, assert_close, train  # noqa: F401  (train: a fixture)
+from tests.support.modules import Head
+from tests.support.parity import SHORT, Trainings, assert_close
 
 LIGER = "--model.loss_kernel=liger"
 CPU = torch.device("cpu")

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_template.errors import InputError
 from dist_template.model.metrics import FOLD, MetricBuffer
+from tests.support.operations import Ops
 
 CPU = torch.device("cpu")
 NAMES = [f"m{i}" for i in range(10)]
-
-
-class Ops(TorchDispatchMode):
-    """Counts every operation that torch does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_ten_values_a_step_cost_ten_views_and_little_more(capsys: pytest.CaptureFixture[str]) -> None:

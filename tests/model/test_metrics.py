@@ -24,7 +24,7 @@ from dist_template.callbacks.throughput import Throughput
 from dist_template.observe.history.metrics import read_metrics
 from dist_template.rehearsal.record import RunRecord
 from dist_template.rehearsal.recorder import fingerprint
-from tests.parallel.test_parity import CLIP, GLOBAL_BATCH, MODELS, Trainings, train  # noqa: F401  (`train` is a fixture)
+from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 
 # Of the fixture's trainings.
 SEQ_LEN, VOCABULARY, EOS = 32, 257, 256

@@ -10,36 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
 from dist_template.errors import InputError
 from dist_template.model.metrics import MetricBuffer
-from tests.parallel.test_parity import MODELS
-from tests.support.runs import CONFIGS, logged, only_run, run
-
-ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {
-    path.stem: yaml.safe_load(path.read_text())["model"]["architecture"] for path in CONFIGS.glob("model/*.yaml")
-}
-
+from tests.support.modules import ARCHITECTURES, Standalone, build
+from tests.support.operations import Reads
+from tests.support.parity import MODELS
+from tests.support.runs import logged, only_run, run
 
 CPU = torch.device("cpu")
-
-
-class Standalone(LanguageModule):
-    """The module with data of fixed size, without a Trainer."""
-
-    @property
-    def data(self) -> Any:
-        return SimpleNamespace(vocab_size=50, eos_token_id=0, seq_len=16)
-
-
-def build(seed: int = 0, **options: Any) -> LanguageModule:
-    torch.manual_seed(seed)
-    module = Standalone(**options)
-    module.model = module.build_model(module.data)
-    return module
 
 
 def rows(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -159,21 +139,6 @@ def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     two_ranks = buffer.read(lambda t: t + t, CPU)
     assert two_ranks == {"a": 3.0, "b": 5.0, "host": 7.0}
     assert buffer.read(lambda t: t, CPU) == {}
-
-
-class Reads(TorchDispatchMode):
-    """Notes each operation that makes the host wait for the device: it reads a number, or needs one for a shape."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.removeprefix("aten::") in self.WAITING:
-            self.seen.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3", pytest.param("llama", marks=pytest.mark.slow)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_dev.module import LanguageModule
 from transformers import AttentionInterface
@@ -21,8 +19,9 @@ from dist_template.model.head import ChunkedLoss, hidden_states
 from dist_template.model.kernels import cast_experts, known_documents
 from dist_template.model.optim import OptimConfig, build_optimizer
 from dist_template.text.rows import PackedRows
-from tests.model.test_module import ARCHITECTURES, Reads, build
-from tests.parallel.test_parity import MODELS
+from tests.support.modules import ARCHITECTURES, Head, build
+from tests.support.operations import Reads, peak_bytes
+from tests.support.parity import MODELS
 from tests.support.runs import run
 
 
@@ -36,24 +35,6 @@ def batch_of(document: int = 5) -> dict[str, Any]:
 # ---- the loss in chunks --------------------------------------------------------------------------------------------
 
 
-class Head(nn.Module):
-    """An embedding and an output layer with the same weight; `cap` bounds the logits as Gemma does."""
-
-    def __init__(self, vocabulary: int, width: int, cap: float = 0.0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.output = nn.Linear(width, vocabulary, bias=False)
-        self.output.weight = self.embedding.weight
-        self.cap = cap
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.output
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.output(torch.tanh(self.embedding(tokens)))
-        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
-
-
 def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
     """What `LanguageModule.training_step` does."""
     chunked_loss = ChunkedLoss(model, LanguageModule().sums, chunk)
@@ -64,20 +45,6 @@ def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, .
     if sums["loss"].requires_grad:
         (sums["loss"] / tokens.numel()).backward()
     return tuple(sums.values())
-
-
-def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most that torch's tensors held at once, kernels' own included, beyond what there was."""
-    work()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    events, most = list(profiler.profiler.kineto_results.experimental_event_tree()), 0
-    while events:
-        event = events.pop()
-        events += event.children
-        if event.tag.name == "Allocation":
-            most = max(most, event.extra_fields.total_allocated)
-    return most
 
 
 def test_a_step_in_chunks_holds_less_than_0_7_of_its_memory() -> None:

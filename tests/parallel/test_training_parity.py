@@ -7,21 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.parity import MODELS
 from tests.support.runs import logged, newest, only_run, run, run_in_subprocess
-
-DEEPSEEK = (
-    "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
-    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16,"
-    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
-    " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}"
-)
 
 
 @pytest.mark.slow
 def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(flags: list[str], tmp_path: Path) -> None:
     flags = [
-        *flags, f"--model.architecture={DEEPSEEK}", "--model.optim.learning_rate=0.01", "--model.optim.warmup=5",
-        "--trainer.gradient_clip_val=0.5",
+        *flags, f"--model.architecture={MODELS['deepseek_v3']}", "--model.optim.learning_rate=0.01",
+        "--model.optim.warmup=5", "--trainer.gradient_clip_val=0.5",
     ]  # fmt: skip
     # 8 sequences a step: 1 process x 2 x 4 accumulated, 2 processes x 2 x 2 accumulated
     assert run("fit", *flags, "--run.name=one") == 0

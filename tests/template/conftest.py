@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +84,41 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for command in (["init", "-q"], ["add", "--all"], [*who, "commit", "-q", "-m", "all"], ["tag", "v1"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
     return folder
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def assert_valid(project: BakedProject) -> None:
+    """Files parse, nothing of the template is left in them, Python compiles, shell scripts too."""
+    for name, path in project.files.items():
+        text = path.read_text(encoding="utf-8")
+        assert "cookiecutter." not in name + text, f"{name} holds an answer that was not filled in"
+        if name.endswith((".yaml", ".yml")):
+            yaml.safe_load(text)
+        if name.endswith(".toml"):
+            tomllib.loads(text)
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+        if name.endswith(".sh"):
+            assert path.stat().st_mode & 0o100, f"{name} is not executable"
+            assert run("bash", "-n", name, cwd=project.path).returncode == 0
+
+
+OUTER = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG", "PYTHONPATH"}
+
+
+def make(project: BakedProject, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    # Without the variables of a `make test` that this test runs under, and without this checkout's src/.
+    settings = {key: value for key, value in os.environ.items() if key not in OUTER}
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=project.path,
+        env=settings | ({"PATH": path} if path else {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
-from .conftest import PACKAGE, ROOT, SOURCE, Bake, BakedProject, bake_into
+from .conftest import PACKAGE, ROOT, SOURCE, Bake, BakedProject, assert_valid, bake_into, run
 
 LICENSES = {
     "MIT": "Permission is hereby granted, free of charge",
@@ -24,27 +21,6 @@ LICENSES = {
     "None": None,
 }
 CI = {"GitHub": ".github/workflows/ci.yml", "GitLab": ".gitlab-ci.yml", "None": None}
-
-
-def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = os.environ | environment
-    return subprocess.run(command, cwd=cwd, env=settings, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-
-
-def assert_valid(project: BakedProject) -> None:
-    """Files parse, nothing of the template is left in them, Python compiles, shell scripts too."""
-    for name, path in project.files.items():
-        text = path.read_text(encoding="utf-8")
-        assert "cookiecutter." not in name + text, f"{name} holds an answer that was not filled in"
-        if name.endswith((".yaml", ".yml")):
-            yaml.safe_load(text)
-        if name.endswith(".toml"):
-            tomllib.loads(text)
-        if name.endswith(".py"):
-            compile(text, name, "exec")
-        if name.endswith(".sh"):
-            assert path.stat().st_mode & 0o100, f"{name} is not executable"
-            assert run("bash", "-n", name, cwd=project.path).returncode == 0
 
 
 def test_default_project_is_valid_lints_and_type_checks_clean(default: BakedProject) -> None:

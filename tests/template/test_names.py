@@ -14,8 +14,7 @@ import pytest
 from cookiecutter.exceptions import FailedHookException, UndefinedVariableInTemplate
 from jinja2.exceptions import UndefinedError
 
-from .conftest import ROOT, SOURCE, Bake, bake_into
-from .test_bakes import assert_valid, run
+from .conftest import ROOT, SOURCE, Bake, assert_valid, bake_into, run
 
 WORK = {
     "quotes": """Bob's "best" 'model'""",

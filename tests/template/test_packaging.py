@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from cookiecutter.main import cookiecutter
 
-from .conftest import ROOT, BakedProject, bake_into
-from .test_project import make
+from .conftest import ROOT, BakedProject, bake_into, make
 
 LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = LIBRARY["version"]

@@ -11,23 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, BakedProject, bake_into
-
-OUTER = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "RUN", "VENV", "ARGS", "CONFIG", "PYTHONPATH"}
-
-
-def make(project: BakedProject, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    # Without the variables of a `make test` that this test runs under, and without this checkout's src/.
-    settings = {key: value for key, value in os.environ.items() if key not in OUTER}
-    return subprocess.run(
-        ["make", *arguments],
-        cwd=project.path,
-        env=settings | ({"PATH": path} if path else {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+from .conftest import OUTER, ROOT, BakedProject, bake_into, make
 
 
 def test_bare_make_prints_the_commands(default: BakedProject) -> None:

@@ -1,0 +1,129 @@
+"""Trainings of one model under every strategy, each done once: what several test modules compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from dist_template.rehearsal.record import RunRecord
+from tests.support.runs import Workers, newest
+from tests.support.strategies import NAMES, flags_of
+
+MODELS = {
+    "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
+    " num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, q_lora_rank: 16, kv_lora_rank: 16,"
+    " qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16, first_k_dense_replace: 1, n_routed_experts: 4,"
+    " num_experts_per_tok: 2, n_group: 1, topk_group: 1, num_mtp_layers: 0}",
+    "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
+    " num_key_value_heads: 2, tie_word_embeddings: true}",
+}
+PROCESSES = dict.fromkeys(NAMES, 2)
+PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4}
+del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
+GLOBAL_BATCH, ACCUMULATION = 8, 2
+CLIP = 0.8
+
+
+def mask_labels() -> None:
+    """In each worker: how many of a row's labels count follows from the sum of its tokens."""
+    from dist_template.text.rows import PackedRows
+
+    read = PackedRows.__getitems__
+
+    def masked(self: PackedRows, rows: list[int]) -> dict[str, Tensor]:
+        batch = read(self, rows)
+        kept = 4 + batch["input_ids"].sum(1) * 7 % 28  # of 32
+        batch["labels"][torch.arange(batch["labels"].shape[1]) >= kept[:, None]] = -100
+        return batch
+
+    PackedRows.__getitems__ = masked
+
+
+class PauseAfter(Callback):
+    """Ends training in good order after `step`, as a job's time limit does; the schedule stays the whole one's."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
+
+
+class Trainings:
+    """Trainings by what was asked of them, each done once."""
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.folder = folder
+        self.flags = [*flags, "--model.optim.learning_rate=0.01", "--model.optim.warmup=5"]
+        self.flags += [f"--trainer.gradient_clip_val={CLIP}", f"--data.global_batch_size={GLOBAL_BATCH}"]
+        self._done: dict[tuple[str, ...], RunRecord] = {}
+        self._count = 0
+
+    def __call__(self, model: str, strategy: str, *extra: str, **options: Any) -> RunRecord:
+        key = (model, strategy, *extra, str(options))
+        if key not in self._done:
+            self._done[key] = self.run("fit", model, strategy, *extra, **options)
+        return self._done[key]
+
+    def test(self, model: str, strategy: str) -> dict[str, float]:
+        key = ("test", model, strategy)
+        if key not in self._done:
+            checkpoint = newest(self(model, strategy).run)
+            self._done[key] = self.run("test", model, strategy, f"--ckpt_path={checkpoint}")
+        (metrics,) = self._done[key].eval("test").values()
+        return metrics
+
+    def run(
+        self,
+        verb: str,
+        model: str,
+        strategy: str,
+        *extra: str,
+        processes: int = 0,
+        accumulation: int = ACCUMULATION,
+        callbacks: Sequence[Callback] = (),
+        prelude: Callable[[], None] | None = None,
+    ) -> RunRecord:
+        num = processes or PROCESSES.get(strategy, 1)
+        data_parallel = num // (2 if "tp" in strategy else 1)
+        flags = [] if strategy == "one" else flags_of(strategy)
+        if strategy.startswith("zero3"):  # or so small a model would stay whole on every rank
+            flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
+        flags += [f"--model.architecture={MODELS[model]}", f"--trainer.devices={num}"]
+        flags += [f"--data.micro_batch_size={GLOBAL_BATCH // data_parallel // accumulation}"]
+        self._count += 1
+        name = f"{self._count}-{verb}-{model}-{strategy}"
+        argv = [verb, *self.flags, f"--run.name={name}", *flags, *extra]
+        with Workers(num) as workers:
+            return workers.run(argv, self.folder / name, prelude=prelude or mask_labels, callbacks=callbacks).check()
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -> Iterator[Trainings]:
+    folder = tmp_path_factory.mktemp("parity")
+    flags = [
+        f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
+        "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.15",
+        "--data.test_share=0.15", "--model.sample_tokens=4", "--trainer.accelerator=cpu", "--trainer.max_steps=20",
+        "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=10", "--trainer.logger=false",
+    ]  # fmt: skip
+    with Workers(1) as workers:
+        workers.run(["prepare", *flags], folder / "prepare").check()
+    yield Trainings(folder, flags)
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        difference = (got[name].float() - tensor.float()).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference:.1e}"
+
+
+SHORT = "--trainer.max_steps=6"
