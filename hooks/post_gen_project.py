@@ -34,6 +34,7 @@ def library_and_docs() -> tuple[str, str]:
         return f"dist-template @ {folder.as_uri()}/", f"{folder.as_uri()}/docs/"
     address = re.sub(r"^([\w.-]+@[\w.-]+):", r"ssh://\1/", git("config", "remote.origin.url"))
     address = re.sub(r"^(https?://)[^/@]+@", r"\1", address)  # no password goes into a file
+    address = address.replace("file:///", "file://localhost/")  # pip 23 refuses an address without a host
     tag = git("tag", "--list", ANSWERS["_checkout"] or "no tag")
     version, commit = ANSWERS["_version"], tag or git("rev-parse", "HEAD")
     page = re.sub(r"^ssh://(?:[^/@]+@)?", "https://", address).removesuffix(".git") + f"/blob/{commit}/docs/"

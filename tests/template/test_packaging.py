@@ -96,13 +96,14 @@ def test_a_project_from_a_folder_uses_the_library_in_that_folder(default: BakedP
     assert f"-e '{ROOT.as_uri()}/'" in make(default, "--dry-run", "setup").stdout
 
 
-def test_a_project_from_git_pins_the_tag_or_the_commit(repository: Path, tmp_path: Path) -> None:
-    address = f"git+file://localhost{repository}"
-    by_tag = pin_of(bake_from(address, tmp_path, "v1").path)
+@pytest.mark.parametrize("host", ["localhost", ""])
+def test_a_project_from_git_pins_the_tag_or_the_commit(repository: Path, tmp_path: Path, host: str) -> None:
+    asked, address = f"git+file://{host}{repository}", f"git+file://localhost{repository}"
+    by_tag = pin_of(bake_from(asked, tmp_path, "v1").path)
     assert by_tag == f"dist-template @ {address}@v1"
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True).stdout.strip()
     shutil.rmtree(tmp_path / "out")
-    project = bake_from(address, tmp_path)
+    project = bake_from(asked, tmp_path)
     assert pin_of(project.path) == f"dist-template @ {address}@{commit}"
     lock = tmp_path / "lock.txt"
     lock.write_text(by_tag)
