@@ -12,7 +12,8 @@ PROJECT := {{cookiecutter.project_slug}}
 DEMO := $(OUT)/my-trainer
 READY := .venv/.ready
 JOBS ?= 2
-TESTS = .venv/bin/python -m pytest -n $(JOBS) --dist loadfile
+PARALLEL = -n $(JOBS) --dist loadfile
+TESTS = .venv/bin/python -m pytest $(PARALLEL)
 TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
 export PYTHON TORCH_INDEX TORCH_CUDA
 
@@ -30,14 +31,14 @@ test: $(READY)  ## the tests of the library and the template, then those of the 
 	$(TESTS) tests
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
-	$(MAKE) --no-print-directory -C build/test/my-trainer test-all RUN='$(CURDIR)/.venv/bin/python'
+	$(MAKE) --no-print-directory -C build/test/my-trainer test-all RUN='$(CURDIR)/.venv/bin/python' ARGS='$(PARALLEL)'
 
 test-all: $(READY)  ## every test, the nightly ones too
 	$(TESTS) -m "" tests
 
 test-quick: $(READY) dev  ## the tests that take a few minutes, the project's run in place
 	$(TESTS) -m "not slow and not nightly" tests
-	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python'
+	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python' ARGS='$(PARALLEL)'
 
 dev:  ## link the un-rendered project into build/dev, its package named trainer_dev, to run it in place
 	@$(PYTHON) -c 'import tests' && find -L build/dev -maxdepth 1 -type l -delete

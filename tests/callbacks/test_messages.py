@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,43 +32,42 @@ def test_a_warning_of_rank_0_about_its_device_is_not_repeated_for_the_others() -
     assert new_lines([[], ["on cuda:1, 16 GB"], ["on cuda:2, 16 GB"]], {"on cuda:0, 16 GB"}) == []
 
 
-def process(code: str, **environment: str) -> tuple[str, float]:
-    """Standard error of a process that runs `code`, and how long it took."""
+def process(code: str, **environment: str) -> str:
+    """Returns standard error of a process that runs `code`."""
     env = os.environ | environment
     code = f"from dist_template.cluster.messages import MESSAGES; MESSAGES.listen()\n{code}"
-    begun = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
     )
-    return ended.stderr, time.monotonic() - begun
+    return ended.stderr
 
 
 WARN = "import warnings, logging, os; warnings.warn('w'); logging.getLogger('x').warning('l'); logging.error('bad')\n"
 
 
 def test_rank_0_prints_at_once_and_another_rank_at_its_exit() -> None:
-    printed, _ = process(WARN + "os._exit(0)")
+    printed = process(WARN + "os._exit(0)")
     assert "UserWarning: w" in printed and "l\n" in printed and "bad" in printed and "rank" not in printed
-    printed, _ = process(WARN + "os._exit(0)", RANK="3")
+    printed = process(WARN + "os._exit(0)", RANK="3")
     assert printed.strip() == "ERROR:root:bad", "errors are not buffered"
-    printed, _ = process(WARN, RANK="3")
+    printed = process(WARN, RANK="3")
     assert re.findall(r"rank 3: (\w+)", printed) == ["UserWarning", "x"]
 
 
 def test_a_crash_flushes_the_buffer() -> None:
-    printed, _ = process(WARN + "raise RuntimeError('dead')", LOCAL_RANK="1")
+    printed = process(WARN + "raise RuntimeError('dead')", LOCAL_RANK="1")
     assert "rank 1: UserWarning: w" in printed and "RuntimeError: dead" in printed
 
 
 def test_the_buffer_is_flushed_after_a_while() -> None:
     wait = "import dist_template.cluster.messages as m; m.HOLD_S = 0.1\n"
-    printed, _ = process(wait + WARN + "import time; time.sleep(0.5); os._exit(0)", RANK="1")
+    printed = process(wait + WARN + "import time; time.sleep(0.5); os._exit(0)", RANK="1")
     assert "rank 1: UserWarning: w" in printed
 
 
 def test_a_forked_process_prints_its_own_warnings() -> None:
     code = "import os\nif not os.fork():\n    " + WARN + "    os._exit(0)\nos.wait(); os._exit(0)"
-    printed, _ = process(code, RANK="1")
+    printed = process(code, RANK="1")
     assert "UserWarning: w" in printed
 
 

@@ -14,6 +14,8 @@ from dist_template.errors import Exit
 from tests.support.injury import Training, TwoHosts, kill
 from tests.support.runs import run
 
+LIMIT_S = 120.0  # for each of these waits, on a machine on which everything is slow
+
 
 def no_namespaces() -> str:
     """Why there can be none here; "" where they can."""
@@ -32,11 +34,11 @@ def hosts() -> Iterator[TwoHosts]:
         yield two
 
 
-def seconds(what: str, until: Callable[[], bool], limit_s: float) -> None:
+def seconds(what: str, until: Callable[[], bool]) -> None:
     """Wait, and print how long it took (`pytest -s`)."""
     begun = time.monotonic()
     while not until():
-        assert time.monotonic() - begun < limit_s, what
+        assert time.monotonic() - begun < LIMIT_S, what
         time.sleep(0.02)
     print(f"{what}: {time.monotonic() - begun:.1f} s")
 
@@ -60,32 +62,32 @@ def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path)
 
         again = restarted(a)
         kill(next(iter(b.ranks().values())))
-        seconds("a worker killed, to the first batch on both", again, 30)
+        seconds("a worker killed, to the first batch on both", again)
         assert len(a.ranks()) == len(b.ranks()) == 1
         a.reach(a.steps()[-1].step + 25)
 
         again = restarted(a)
         hosts.cut()
-        seconds("the link cut (watchdog 10 s), to the first batch on one node", again, 60)
-        seconds("  and to the other's exit", lambda: b.launcher.poll() is not None, 60)
+        seconds("the link cut (watchdog 10 s), to the first batch on one node", again)
+        seconds("  and to the other's exit", lambda: b.launcher.poll() is not None)
         assert b.launcher.returncode == Exit.REQUEUE
 
         hosts.cut(whole=True)
         again = restarted(a)
         b.start()
-        seconds("the link mended and the node relaunched, to the first batch on both", again, 40)
+        seconds("the link mended and the node relaunched, to the first batch on both", again)
         a.reach(a.steps()[-1].step + 25)
 
         again = restarted(a)
         hosts.kill(1)
-        seconds("a node killed, to the first batch on the other", again, 40)
+        seconds("a node killed, to the first batch on the other", again)
 
         again = restarted(a)
         b.start()
-        seconds("the node relaunched, to the first batch on both", again, 40)
+        seconds("the node relaunched, to the first batch on both", again)
         a.reach(a.steps()[-1].step + 25)
 
         hosts.kill(0)
-        seconds("the rendezvous's host killed, to the other's exit", lambda: b.launcher.poll() is not None, 30)
+        seconds("the rendezvous's host killed, to the other's exit", lambda: b.launcher.poll() is not None)
         assert b.launcher.returncode == Exit.REQUEUE
         assert "the rendezvous is lost" in b.log.read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ CPU = torch.device("cpu")
 NAMES = [f"m{i}" for i in range(10)]
 
 
-def test_ten_values_a_step_cost_ten_views_and_little_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ten_values_a_step_cost_ten_views_and_little_more() -> None:
     """On a GPU each operation would be a kernel; a view is none, and needs 1 µs of the host."""
     steps, value, buffer = 2 * FOLD, torch.tensor(1.0, requires_grad=True) * 2, MetricBuffer()
     with Ops() as ops:
@@ -26,14 +25,6 @@ def test_ten_values_a_step_cost_ten_views_and_little_more(capsys: pytest.Capture
     views = ops.seen.pop("aten.detach.default")
     assert views == len(NAMES) * steps
     assert sum(ops.seen.values()) / steps < 1, "kernels a step, of all ten"
-    began = time.process_time()
-    for _ in range(steps):
-        for name in NAMES:
-            buffer.add(name, value)
-    cost = (time.process_time() - began) / steps
-    with capsys.disabled():
-        print(f"\nten metrics: {cost * 1e6:.0f} µs of CPU a step")
-    assert cost < 500e-6  # 50 where nothing else runs: this only tells an order of magnitude
 
 
 def test_a_mean_loses_no_digit_of_what_was_added() -> None:
