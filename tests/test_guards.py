@@ -77,12 +77,6 @@ GUARDS = {
         "bad = torch.zeros_like(both)",
         "callbacks/test_numerics.py::test_an_optimizer_that_is_not_fused_is_kept_from_the_step_too",
     ),
-    "all ranks stop at the same step": Guard(
-        "callbacks/preemption.py",
-        "reason, self._until_vote = self._vote.cast([self._reason(), min(pace, 100)])",
-        "reason, self._until_vote = self._reason(), 1",
-        "callbacks/test_preemption.py::test_a_signal_to_one_rank_stops_all_at_one_step_and_none_is_lost",
-    ),
     "a hang is named": Guard(
         "cluster/hang.py",
         'behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind',

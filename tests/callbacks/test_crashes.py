@@ -21,6 +21,7 @@ from dist_template.observe.diagnosis.engine import diagnose
 from dist_template.observe.history.run import History, read_run
 from tests.support.injury import Training
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, command, only_run, run
+from tests.support.tiers import tiers
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.75 GiB."
 CPU = (
@@ -186,7 +187,7 @@ def test_each_rank_records_its_own_error(flags: list[str], tmp_path: Path, broke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, -1])
+@pytest.mark.parametrize("rank", tiers([1, -1], daily=[1]))
 def test_two_processes_report_a_crash_once(flags: list[str], tmp_path: Path, rank: int) -> None:
     """As a user starts them; with -1 both crash."""
     run("prepare", *flags)

@@ -23,6 +23,7 @@ from dist_template.observe.history.metrics import read_metrics
 from dist_template.parallel import blocks
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import Trainings
+from tests.support.tiers import tiers
 
 OFF = BalanceConfig(bias_update_speed=0, aux_loss_coef=0)
 PER_LAYER = ("max_over_mean", "min_over_mean", "entropy")
@@ -92,7 +93,10 @@ def test_what_balances_counts_each_step_and_a_recomputed_block_once(checkpointin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpointing", "balances"), [("none", True), ("full", False), ("selective", True)])
+@pytest.mark.parametrize(
+    ("checkpointing", "balances"),
+    tiers([("none", True), ("full", False), ("selective", True)], daily=[("none", True)]),
+)
 def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
     checkpointing: str, balances: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +164,7 @@ class Routing(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero3"], daily=["fsdp2_ep", "zero3"]))
 def test_loads_equal_a_count_of_what_the_routers_chose(
     train: Trainings,  # noqa: F811
     tmp_path: Path,

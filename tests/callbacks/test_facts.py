@@ -16,12 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template.callbacks.record import write_facts
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import only_run, run
+from tests.support.tiers import tiers
 
 SHORT = "--trainer.max_steps=6"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", tiers(["ddp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"], daily=["fsdp2_ep", "zero3"])
+)
 def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) -> None:  # noqa: F811
     one, many = (json.loads((train("deepseek_v3", s, SHORT).run / "facts.json").read_text()) for s in ("one", strategy))
     with torch.device("meta"):

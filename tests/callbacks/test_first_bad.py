@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,12 @@ from dist_template.errors import Exit
 from dist_template.observe.history.run import read_incidents
 from tests.support.numerics import STRATEGIES, Train
 from tests.support.runs import only_run, run
+from tests.support.tiers import tiers
 
 QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false", "--model.optim.warmup=2"]
 BAD_STEP = 5
+CASES = [*itertools.product(STRATEGIES, ["output", "gradient"])]
+DAILY = [("fsdp2", "output"), ("fsdp2_ep", "gradient"), ("zero3", "output")]
 
 
 class _Explode(torch.autograd.Function):
@@ -79,8 +83,7 @@ NORM = "model.model.layers.0.post_attention_layernorm"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["output", "gradient"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "what"), tiers(CASES, DAILY))
 def test_every_strategy_names_the_module_that_made_it(guarded: Train, strategy: str, what: str) -> None:
     rank = 1 if what == "output" else 0
     spoil = partial(plant, what == "gradient", rank)
@@ -111,7 +114,7 @@ WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "tp", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "tp", "zero3"], daily=["fsdp2", "zero3"]))
 def test_a_weight_of_which_one_rank_has_the_bad_shard(strategy: str, guarded: Train) -> None:
     """No rank runs the forward, in which the others would wait for that rank."""
     record = guarded(strategy, "shard", partial(spoil_a_shard, 1))

@@ -69,7 +69,7 @@ SPIKE_STEP = 7
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "zero3"], daily=["zero3"]))
 def test_a_spike_is_skipped_and_its_samples_are_told(guarded: Train, strategy: str) -> None:
     spoil = partial(spoil_loss, SPIKE_STEP, rank=1, micro_batch=1, factor=50.0)
     run = guarded(strategy, "spike", spoil, "--numerics.on_spike=skip", *SPIKES).check()
@@ -83,11 +83,17 @@ BF16 = "--trainer.precision=bf16-mixed"
 ADDS_IN_FP32 = (
     '{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}}'
 )
+OTHERS = [("zero2_offload", ""), ("zero1", ADDS_IN_FP32)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["spike", "non_finite"])
-@pytest.mark.parametrize(("strategy", "config"), [("zero2_offload", ""), ("zero1", ADDS_IN_FP32)])
+@pytest.mark.parametrize(
+    ("strategy", "config", "fault"),
+    tiers(
+        [(*each, fault) for each in OTHERS for fault in ("spike", "non_finite")],
+        daily=[(*OTHERS[0], "spike"), (*OTHERS[1], "non_finite")],
+    ),
+)
 def test_deepspeeds_other_optimizers_leave_out_one_step_and_no_more(
     guarded: Train, strategy: str, config: str, fault: str, tmp_path: Path
 ) -> None:
@@ -114,7 +120,7 @@ def spoil_sample(place: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "zero1"], daily=["zero1"]))
 def test_a_roll_back_goes_on_from_before_and_never_reads_those_samples_again(guarded: Train, strategy: str) -> None:
     spoil = partial(spoil_sample, (SPIKE_STEP - 1) * 8 + 3)
     flags = ["--numerics.on_spike=roll_back", "--last_checkpoint.every_n_steps=2"]

@@ -26,6 +26,7 @@ from dist_template.errors import InputError
 from dist_template.rehearsal.record import RunRecord
 from tests.support.injury import children
 from tests.support.runs import SMALL_LLAMA, Workers, run
+from tests.support.tiers import tiers
 
 DROPOUT = f"--model.architecture={SMALL_LLAMA[:-1]}, attention_dropout: 0.1}}"
 SMALL = ["--trainer.strategy=ddp", "--data.micro_batch_size=2", "--model.optim.learning_rate=0.01"]
@@ -135,7 +136,7 @@ def test_the_launcher_says_how_many_processes_there_are_and_both_time_limits_are
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spared", [True, False])
+@pytest.mark.parametrize("spared", tiers([True, False], daily=[True]))
 def test_a_signal_to_a_ranks_process_group_spares_those_that_read_data(runs: Runs, spared: bool) -> None:
     asked = Signal({0, 1}, 5, signal.SIGTERM, "on_train_batch_start", to_group=True)
     prelude = os.setpgrp if spared else in_one_group
@@ -159,6 +160,7 @@ def agree_often() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_signal_to_any_ranks_at_any_time_loses_no_step(runs: Runs) -> None:
     """One run that is stopped again and again, in training and in validation; every rank ends with the others."""
     flags = ["--trainer.max_steps=400", "--last_checkpoint.every_n_steps=50", DROPOUT]

@@ -21,6 +21,7 @@ from dist_template.observe.history.run import read_run
 from dist_template.text.rows import PackedRows
 from tests.support.parity import Trainings
 from tests.support.runs import logged, only_run, run
+from tests.support.tiers import tiers
 
 SLOW_S = 0.2
 SAVE_S = 1000.0  # by a clock of the test's own: longer than steps and validations take on any machine
@@ -117,7 +118,7 @@ class Slow(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "what"), [(0, "loader"), (1, "forward")])
+@pytest.mark.parametrize(("rank", "what"), tiers([(0, "loader"), (1, "forward")], daily=[(0, "loader")]))
 def test_the_slow_rank_is_named(train: Trainings, rank: int, what: str) -> None:  # noqa: F811
     steps = ["--trainer.max_steps=6", "--trainer.log_every_n_steps=3"]
     metrics = read_metrics(train.run("fit", "llama", "ddp", *steps, callbacks=[Slow(rank, what)]).run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +22,13 @@ from dist_template.rehearsal.workers import Workers
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.runs import logged
 from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
 STEPS, EVERY, KILLED = 10, 2, 7
 BATCH, GLOBAL = 2, 8
 STRATEGIES = {"ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2, "hsdp": 4}  # ranks
-SLOW = {"zero2", "hsdp"}
+NIGHTLY = {"zero2", "hsdp"}
 
 
 def flags(folder: Path, project: Project, ranks: int = 1) -> list[str]:
@@ -69,10 +71,11 @@ def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def strategies(*names: str) -> Callable:
-    marks = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names or STRATEGIES]
-    return pytest.mark.parametrize("strategy", marks)
+    names = names or tuple(STRATEGIES)
+    return pytest.mark.parametrize("strategy", tiers(names, daily={*names} - NIGHTLY))
 
 
+@pytest.mark.slow
 @strategies()
 def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy: str) -> None:
     one, several = trainings.run("auto", "auto"), trainings.run(strategy, strategy)
@@ -85,6 +88,7 @@ def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy
     ]
 
 
+@pytest.mark.slow
 @strategies("auto", *STRATEGIES)
 def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy: str) -> None:
     whole = trainings.run(strategy, strategy)
@@ -93,6 +97,7 @@ def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy:
     assert resumed.loss == {step: whole.loss[step] for step in range(KILLED // EVERY * EVERY + 1, STEPS + 1)}
 
 
+@pytest.mark.slow
 @strategies("ddp", "fsdp2", "zero3")
 def test_any_strategys_checkpoint_resumes_under_another(trainings: Trainings, strategy: str) -> None:
     whole = trainings.run("auto", "auto")
@@ -102,6 +107,7 @@ def test_any_strategys_checkpoint_resumes_under_another(trainings: Trainings, st
     assert resumed.loss == pytest.approx({step: whole.loss[step] for step in range(7, STEPS + 1)}, rel=1e-5)
 
 
+@pytest.mark.slow
 @strategies("auto", "fsdp2", "zero3")
 def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, strategy: str) -> None:
     trained = trainings.run(strategy, strategy)
@@ -126,8 +132,10 @@ def test_what_the_module_logs_is_written_at_its_optimizer_step(trainings: Traini
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    tiers(itertools.product(MODULES, ["fsdp2", "zero3"]), daily=[("TrainingModule", "zero3"), ("plain", "fsdp2")]),
+)
 def test_it_is_rehearsed_at_its_own_size(module: str, strategy: str, tmp_path: Path) -> None:
     given = [*flags(tmp_path, MODULES[module], 2), "--data.num_train=160", *flags_of(strategy)]
     command_line.run(["rehearse", *given, f"--output={tmp_path / 'rehearsal'}"], MODULES[module])  # or SystemExit

@@ -190,7 +190,7 @@ def test_the_size_of_a_micro_batch_does_not_matter(train: Trainings, one: RunRec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["zero3"]))
 def test_a_resumed_training_balances_as_one_never_stopped(train: Trainings, strategy: str) -> None:  # noqa: F811
     whole = train("deepseek_v3", strategy, *BOTH)
     half = train.run("fit", "deepseek_v3", strategy, *BOTH, callbacks=[PauseAfter(STEPS // 2)])
@@ -218,7 +218,7 @@ def test_loads_that_are_not_reduced_are_noticed(train: Trainings, one: RunRecord
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
 def test_the_bias_stays_float32_in_half_precision(train: Trainings, strategy: str) -> None:  # noqa: F811
     run = train("deepseek_v3", strategy, "--trainer.precision=bf16-true", SHORT)
     for bias in biases(run.end).values():

@@ -67,7 +67,7 @@ def test_what_liger_lacks_is_told_before_a_model_is_built(monkeypatch: pytest.Mo
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     head.check_kernel("torch", CPU)
     monkeypatch.setattr(head, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install -e '.\[liger\]', or set torch"):
+    with pytest.raises(InputError, match=r"pip install 'dist-template\[liger\]', or set torch"):
         head.check_kernel("liger", CPU)
     monkeypatch.setattr(head, "find_spec", lambda name: name)
     with pytest.raises(InputError, match="loss_kernel liger needs a GPU: set torch"):

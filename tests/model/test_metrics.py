@@ -25,6 +25,7 @@ from dist_template.observe.history.metrics import read_metrics
 from dist_template.rehearsal.record import RunRecord
 from dist_template.rehearsal.recorder import fingerprint
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
+from tests.support.tiers import tiers
 
 # Of the fixture's trainings.
 SEQ_LEN, VOCABULARY, EOS = 32, 257, 256
@@ -41,7 +42,7 @@ class WithAPeak(Callback):
         throughput._peak_tflops = PEAK_TFLOPS
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2_ep", "zero2"])
+@pytest.fixture(scope="module", params=tiers(["ddp", "fsdp2_ep", "zero2"], daily=["fsdp2_ep", "zero2"]))
 def run(request: pytest.FixtureRequest, train: Trainings) -> RunRecord:  # noqa: F811
     return train.run("fit", "deepseek_v3", request.param, callbacks=[WithAPeak()])
 

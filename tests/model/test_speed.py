@@ -23,6 +23,7 @@ from tests.support.modules import ARCHITECTURES, Head, build
 from tests.support.operations import Reads, peak_bytes
 from tests.support.parity import MODELS
 from tests.support.runs import run
+from tests.support.tiers import tiers
 
 
 def batch_of(document: int = 5) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def test_adamw_is_one_fused_kernel_a_group_of_parameters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("model", tiers(sorted(MODELS), daily=["deepseek_v3"]))
 def test_compiled_blocks_have_no_graph_break_and_none_is_compiled_after_the_second_step(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:

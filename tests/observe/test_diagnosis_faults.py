@@ -17,6 +17,7 @@ from dist_template.observe.history.metrics import read_lines
 from dist_template.observe.history.run import read_run
 from tests.support.fault_runs import ALL, FAULTS, HEALTHY, Training, Trainings
 from tests.support.recorded import recorded
+from tests.support.tiers import tiers
 
 each_of = pytest.mark.parametrize
 # The faults that are a key's, and cured in seconds. A fault in the code remains whatever key is set.
@@ -24,6 +25,7 @@ CURABLE = (
     "learning_rate_x100", "learning_rate_x0.001", "router_collapse", "dead_expert", "router_collapse_by_weights",
     "expensive_checkpoints",
 )  # fmt: skip
+DAILY = [fault for fault in FAULTS if fault.name in ("learning_rate_x100", "router_collapse")]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_every_rule_has_a_planted_fault() -> None:
 
 
 @pytest.mark.slow
-@each_of("training", [each for each in FAULTS if each.name in CURABLE], ids=ids)
+@each_of("training", tiers([each for each in FAULTS if each.name in CURABLE], daily=DAILY), ids=ids)
 def test_the_advised_change_cures_the_fault(trainings: Trainings, training: Training) -> None:
     first = diagnose(recorded(training.name))[0]
     advice = ["=".join(shlex.split(change.flag)) for change in first.causes[0].changes]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import tiers
+
 from .conftest import ROOT
 
 PARTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\nNAME = " in path.read_text("utf-8"))
@@ -28,7 +30,7 @@ def test_help_names_every_part() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", tiers(PARTS, daily=["data"]))
 def test_a_part_runs_and_its_json_makes_its_table(part: str, tmp_path: Path) -> None:
     if not (ROOT / "build" / "peers" / "accelerate").exists():
         pytest.skip("the peers are not installed; `make build/peers` does so")

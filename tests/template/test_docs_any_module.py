@@ -12,6 +12,7 @@ import pytest
 
 from dist_template.checkpoint import commit, manifest
 from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
+from tests.support.tiers import tiers
 
 PAGE = Path(__file__).parents[2] / "docs" / "any_module.md"
 
@@ -49,7 +50,7 @@ def test_the_page_trains_by_the_command_line(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["fsdp2"]))
 def test_the_pages_own_trainer_trains_and_resumes_exactly(folder: Path, strategy: str, tmp_path: Path) -> None:
     """Two processes by Lightning's own launcher: 20 steps at once, and 10 and then 20."""
     text = (folder / "own.py").read_text("utf-8").replace('strategy="fsdp2"', f'strategy="{strategy}"')

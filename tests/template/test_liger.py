@@ -13,6 +13,7 @@ from .conftest import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux alone")
 def test_liger_changes_no_number_by_tritons_interpreter(tmp_path: Path) -> None:
     packages = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path)]

@@ -58,6 +58,7 @@ def test_setup_stops_before_it_fetches_cuda_for_a_machine_without_a_gpu(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_a_fresh_environment_trains_vendors_the_library_and_is_built_again_without_a_network(tmp_path: Path) -> None:
     project = bake_into(tmp_path)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import tiers
+
 from .conftest import SOURCE
 
 PACKAGE = "trainer_dev"
@@ -61,13 +63,14 @@ def run_tests(project: Path, selection: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # `make test` runs them in a generated project
 def test_they_pass_as_they_are(project: Path) -> None:
     ended = run_tests(project, "tests --deselect tests/test_rehearse.py")
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", tiers(EDITS, daily=["labels that are not shifted", "a mean of the micro-batch"]))
 def test_they_find_what_an_edit_breaks(edit: str, project: Path) -> None:
     name, old, new, selection, failing = EDITS[edit]
     text = (project / name).read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from benchmarks.traffic import STRATEGIES, Setting
 from tests.support.collectives import CountCollectives, read_sent, summed
 from tests.support.runs import Workers, run
 from tests.support.strategies import NAMES, flags_of
+from tests.support.tiers import tiers
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -36,6 +37,8 @@ CASES = {  # (processes, ranks of a node, architecture)
     "zero2": (2, 2, LLAMA),
     "zero3": (2, 2, LLAMA),
 }
+SETTINGS = [*((name, {}) for name in CASES), ("fsdp2", {"reduces_each": False})]
+DAILY = [("ddp", {}), ("fsdp2", {}), ("tp", {}), ("fsdp2_ep", {}), ("zero3", {})]
 MICRO_BATCH, SEQ_LEN, WHOLE = 2, 32, 16
 
 
@@ -71,7 +74,7 @@ def test_seven_billion_parameters_send_what_the_pages_of_the_strategies_say() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "setting"), [*((name, {}) for name in CASES), ("fsdp2", {"reduces_each": False})])
+@pytest.mark.parametrize(("strategy", "setting"), tiers(SETTINGS, daily=DAILY))
 def test_a_training_sends_what_the_model_says(
     strategy: str, setting: dict[str, Any], flags: list[str], tmp_path: Path
 ) -> None:
