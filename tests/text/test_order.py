@@ -1,87 +1,185 @@
-"""The order of rows: the same whatever shares the work, and resumable anywhere."""
+"""The order of samples does not depend on who reads them, and a run resumes exactly at its position in the stream."""
 
 from __future__ import annotations
 
-import itertools
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dist_template.text.order import PADDING, EvalOrder, GlobalOrder, permutation, stream_position, with_jumps
+from dist_template.text.order import (
+    PADDING,
+    ConsumedSamples,
+    EvalOrder,
+    GlobalOrder,
+    Jump,
+    permutation,
+    stream_position,
+    with_jumps,
+)
 
-ROWS, GLOBAL = 53, 12
-
-
-def stream(world_size: int, micro: int, steps: int, consumed: int = 0, seed: int = 0) -> list[list[int]]:
-    """The rows of each global batch, in the order of ranks, over as many epochs as it takes."""
-    seen: list[int] = []
-    while len(seen) < steps * GLOBAL:
-        begin = consumed + len(seen)
-        ranks = [
-            GlobalOrder(ROWS, GLOBAL, micro, rank, world_size, seed, lambda at=begin: at) for rank in range(world_size)
-        ]
-        for batches in zip(*ranks, strict=True):
-            assert all(len(batch) == micro for batch in batches)
-            seen += itertools.chain(*batches)
-    return [seen[i : i + GLOBAL] for i in range(0, steps * GLOBAL, GLOBAL)]
-
-
-@pytest.mark.parametrize(("world_size", "micro"), [(1, 1), (1, 4), (2, 2), (2, 6), (3, 4), (6, 2), (12, 1)])
-def test_order_depends_neither_on_ranks_nor_on_micro_batch(world_size: int, micro: int) -> None:
-    assert stream(world_size, micro, steps=20) == stream(1, GLOBAL, steps=20)
+COUNTERS = ("ready", "started", "processed", "completed")
+PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 
 
-def test_each_pass_sees_every_row_once_and_in_a_new_order() -> None:
-    flat = list(itertools.chain(*stream(2, 3, steps=ROWS)))  # ROWS * GLOBAL entries are GLOBAL passes
-    passes = [flat[i : i + ROWS] for i in range(0, len(flat), ROWS)]
-    assert len(passes) == GLOBAL
-    assert all(sorted(one) == list(range(ROWS)) for one in passes)
-    assert len({tuple(one) for one in passes}) == GLOBAL
+@dataclass(frozen=True)
+class Attempt:
+    """A job between two checkpoints: its batch sizes, its data-parallel ranks, and after how many steps it stops."""
+
+    micro: int
+    ranks: int
+    accumulation: int
+    steps: int
+    jumps: tuple[Jump, ...] = ()  # that the run is asked to skip when it starts
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro * self.ranks * self.accumulation
 
 
-def test_another_seed_gives_another_order() -> None:
-    assert stream(1, 4, steps=4, seed=0) != stream(1, 4, steps=4, seed=1)
+def attempts(jumps: bool = False) -> st.SearchStrategy[list[Attempt]]:
+    sizes = st.integers(1, 4)
+    interval = st.tuples(st.integers(0, 60), st.integers(1, 9)).map(lambda each: (each[0], each[0] + each[1]))
+    intervals = st.lists(interval, max_size=3).map(tuple) if jumps else st.just(())
+    return st.lists(st.builds(Attempt, sizes, sizes, sizes, st.integers(1, 6), intervals), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("step", range(10))
-def test_resuming_at_any_step_on_other_ranks_gives_exactly_the_rest(step: int) -> None:
-    whole = stream(1, 6, steps=12)
-    assert stream(2, 3, steps=12 - step, consumed=step * GLOBAL) == whole[step:]
+class Run:
+    """A run over several attempts. Counts batches as Lightning's loops do, and keeps what a checkpoint would hold."""
+
+    def __init__(self, num_rows: int, seed: int | None) -> None:
+        self.num_rows = num_rows
+        self.seed = seed
+        self.rows: list[int] = []  # in the order in which they were read
+        self.start = 0  # consumed samples when the newest attempt started
+        counters = {name: SimpleNamespace(**dict.fromkeys(COUNTERS, 0)) for name in ("total", "current")}
+        self.saved: tuple[Any, dict[str, Any]] = (SimpleNamespace(**counters), {})
+
+    def train(self, attempt: Attempt) -> None:
+        progress, state = copy.deepcopy(self.saved)
+        loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(processed=0)))
+        trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), callbacks=[])
+        counter = ConsumedSamples.attach(trainer, attempt.global_batch, attempt.micro * attempt.ranks)
+        loop.batch_progress = progress  # Lightning restores its counters after `setup`
+        counter.load(state)
+        counter.on_train_start(trainer, None)
+        self.start = counter.value(trainer)
+        counter.jump(attempt.jumps, trainer)
+        wanted = self.start + attempt.steps * attempt.global_batch
+        while counter.value(trainer) < wanted:
+            self._epoch(attempt, trainer, counter, wanted)
+        self.saved = (progress, counter.as_state(trainer))
+
+    def _epoch(self, attempt: Attempt, trainer: Any, counter: ConsumedSamples, wanted: int) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        orders = [
+            GlobalOrder(
+                self.num_rows, attempt.global_batch, attempt.micro, rank, attempt.ranks, self.seed,
+                consumed=lambda: counter.value(trainer), jumps=lambda: counter.jumps,
+            )
+            for rank in range(attempt.ranks)
+        ]  # fmt: skip
+        if progress.current.ready >= len(orders[0]):
+            vars(progress.current).update(dict.fromkeys(COUNTERS, 0))
+        for batches in zip(*orders, strict=True):
+            if progress.current.ready >= len(orders[0]) or counter.value(trainer) >= wanted:
+                return
+            for batch in batches:
+                assert len(batch) == attempt.micro
+                self.rows += batch
+            for each in (progress.total, progress.current):
+                for name in COUNTERS:
+                    setattr(each, name, getattr(each, name) + 1)
 
 
-def test_resuming_with_another_global_batch_neither_repeats_nor_skips_a_row() -> None:
-    first = list(itertools.chain(*stream(1, 4, steps=2)))
-    rest = itertools.chain(*GlobalOrder(ROWS, 7, 7, consumed=lambda: 2 * GLOBAL))
-    assert sorted(first + list(rest)[: ROWS - 2 * GLOBAL]) == list(range(ROWS))
+def stream(num_rows: int, seed: int | None) -> Iterator[int]:
+    """All rows, then all rows in another order, and so on."""
+    epoch = 0
+    while True:
+        yield from permutation(num_rows, seed, epoch).tolist()
+        epoch += 1
 
 
-def test_length_is_the_whole_epoch_wherever_it_starts() -> None:
-    order = GlobalOrder(ROWS, GLOBAL, 3, 1, 2, consumed=lambda: 30)
-    assert len(order) == len(list(order)) == ROWS // GLOBAL * 2
+@PROPERTY
+@given(st.integers(0, 40), st.none() | st.integers(0, 3), attempts())
+def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
+    spare_rows: int, seed: int | None, jobs: list[Attempt]
+) -> None:
+    """Each attempt may have another number of ranks, micro-batch and global batch, over any number of epochs."""
+    run = Run(max(job.global_batch for job in jobs) + spare_rows, seed)
+    for job in jobs:
+        run.train(job)
+    uninterrupted = stream(run.num_rows, seed)
+    assert run.rows == [next(uninterrupted) for _ in run.rows]
+    assert len(run.rows) == sum(job.steps * job.global_batch for job in jobs)
+
+
+@PROPERTY
+@given(st.integers(0, 40), attempts(jumps=True))
+def test_jumped_intervals_are_read_by_no_rank_and_all_other_rows_once(spare_rows: int, jobs: list[Attempt]) -> None:
+    run = Run(max(job.global_batch for job in jobs) + spare_rows, 0)
+    jumped: set[int] = set()  # positions of the stream
+    read: list[int] = []
+    for job in jobs:
+        run.train(job)
+        now = read[-1] + 1 if read else 0
+        while now in jumped:
+            now += 1
+        for start, end in job.jumps:
+            if start >= now:  # what was read before stays read
+                jumped |= {*range(start, end)}
+        while len(read) < len(run.rows):
+            while now in jumped:
+                now += 1
+            read.append(now)
+            now += 1
+    expected = [int(permutation(run.num_rows, 0, at // run.num_rows)[at % run.num_rows]) for at in read]
+    assert run.rows == expected
+
+
+@PROPERTY
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple)), st.integers(0, 80))
+def test_the_position_in_the_stream_is_the_next_one_outside_of_all_jumps(intervals: list[Jump], consumed: int) -> None:
+    jumps = with_jumps(intervals[::2], intervals[1::2])
+    assert all(end < start for (_, end), (start, _) in zip(jumps, jumps[1:], strict=False)), "sorted and disjoint"
+    jumped = {at for start, end in intervals for at in range(start, end)}
+    assert stream_position(consumed, jumps) == [at for at in range(200) if at not in jumped][consumed]
+
+
+@PROPERTY
+@given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5))
+def test_each_pass_has_every_row_once_in_an_order_of_its_own(num_rows: int, seed: int, epoch: int) -> None:
+    rows = permutation(num_rows, seed, epoch).tolist()
+    assert sorted(rows) == [*range(num_rows)]
+    assert rows[-1] == num_rows - 1, "the last row, in which only a part may count, stays the last"
+    if num_rows > 20:  # two of 19! orders
+        assert rows != permutation(num_rows, seed, epoch + 1).tolist()
+        assert rows != permutation(num_rows, seed + 1, epoch).tolist()
+
+
+@PROPERTY
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 6))
+def test_evaluation_reads_every_row_once_in_equally_many_full_batches(rows: int, micro: int, ranks: int) -> None:
+    read = []
+    for rank in range(ranks):
+        order = EvalOrder(rows, micro, rank, ranks)
+        batches = list(order)
+        assert len(batches) == len(order) and all(len(batch) == micro for batch in batches)
+        read += [row for batch in batches for row in batch]
+    assert sorted(row for row in read if row != PADDING) == [*range(rows)]
+    assert len(read) - rows < ranks * micro, "no more padding than it takes"
+
+
+def test_an_epoch_has_one_length_wherever_it_starts() -> None:
+    order = GlobalOrder(53, 12, 3, 1, 2, consumed=lambda: 30)
+    assert len(order) == len(list(order)) == 53 // 12 * 2
 
 
 def test_the_first_batch_can_be_repeated() -> None:
-    order = GlobalOrder(ROWS, GLOBAL, 6, repeat_first_batch=True)
-    batches = list(order)
+    batches = list(GlobalOrder(53, 12, 6, repeat_first_batch=True))
     assert batches[0] != batches[1]
     assert batches == batches[:2] * 4
-
-
-@pytest.mark.parametrize(("rows", "world_size", "micro"), [(1, 1, 1), (7, 2, 2), (8, 2, 2), (9, 2, 2), (3, 4, 8)])
-def test_evaluation_reads_every_row_once_in_equally_many_full_batches(rows: int, world_size: int, micro: int) -> None:
-    ranks = [list(EvalOrder(rows, micro, rank, world_size)) for rank in range(world_size)]
-    assert {len(batches) for batches in ranks} == {len(EvalOrder(rows, micro, 0, world_size))}
-    assert all(len(batch) == micro for batches in ranks for batch in batches)
-    read = sorted(itertools.chain(*itertools.chain(*ranks)))
-    assert [row for row in read if row != PADDING] == list(range(rows))
-    assert len(read) - rows < world_size * micro  # no more padding than it takes
-
-
-def test_jumped_intervals_are_read_by_nobody_and_all_else_once() -> None:
-    rows, size = 20, 4
-    jumps = with_jumps([(30, 34)], [(4, 8), (8, 10)])
-    assert jumps == [(4, 10), (30, 34)]
-    assert [stream_position(i, jumps) for i in (0, 3, 4, 5, 23, 24)] == [0, 3, 10, 11, 29, 34]
-    ranks = [GlobalOrder(rows, size, 2, rank, 2, 0, lambda: 0, jumps=lambda: jumps) for rank in (0, 1)]
-    read = [row for batches in zip(*ranks, strict=True) for batch in batches for row in batch]
-    stream = [int(permutation(rows, 0, epoch)[i]) for epoch in (0, 1) for i in range(rows)]
-    assert read == (stream[:4] + stream[10:30])[: len(read)]
