@@ -25,6 +25,7 @@ from dist_template.model.optim import build_optimizer
 from tests.support.collectives import ToGroups
 from tests.support.runs import SMALL_LLAMA, Workers
 from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 ACCUMULATION, CLIP = 2, 1.0
 FIRST, STEPS = 3, 2  # optimizer steps: the first that is counted, how many are; none is a log step
@@ -178,7 +179,10 @@ CHUNKED = "--model.loss_chunk=16"  # of 32 tokens; the loop by hand computes the
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "times"), [([], ACCUMULATION), ([REDUCED_ONCE], 1), ([CHUNKED], ACCUMULATION)])
+@pytest.mark.parametrize(
+    ("more", "times"),
+    tiers([([], ACCUMULATION), ([REDUCED_ONCE], 1), ([CHUNKED], ACCUMULATION)], daily=[([REDUCED_ONCE], 1)]),
+)
 def test_fsdp2_reduces_as_often_as_it_is_told(counted: Any, more: list[str], times: int) -> None:
     fit, _ = counted("fsdp2", *more)
     assert fit["reduce_scatter_base"] == times * UNITS
@@ -192,7 +196,9 @@ def test_hsdp_sends_between_its_copies_once(counted: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "more"), [(1, []), (2, []), (3, []), (3, [CHUNKED])])
+@pytest.mark.parametrize(
+    ("stage", "more"), tiers([(1, []), (2, []), (3, []), (3, [CHUNKED])], daily=[(2, []), (3, [])])
+)
 def test_zero_sends_what_deepspeed_by_hand_sends(counted: Any, stage: int, more: list[str]) -> None:
     """In stage 3 nothing stays whole, and the all-gathers are those of modules that were fetched ahead."""
     nothing_kept = ["--trainer.strategy.init_args.param_persistence_threshold=0"] if stage == 3 else []

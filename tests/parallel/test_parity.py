@@ -19,10 +19,14 @@ from tests.support.tiers import tiers
 
 FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep"}
 SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
+COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies that are trained by themselves too
+DAILY = [strategy for strategy in PROCESSES if strategy not in COMBINED]
 CASES = [
-    pytest.param("deepseek_v3", strategy, marks=() if strategy == "fsdp2" else pytest.mark.slow)
-    for strategy in PROCESSES
-] + tiers([("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS], daily=())
+    pytest.param("deepseek_v3", "fsdp2"),
+    *(pytest.param("deepseek_v3", strategy, marks=pytest.mark.slow) for strategy in DAILY if strategy != "fsdp2"),
+    *tiers([("deepseek_v3", strategy) for strategy in PROCESSES if strategy in COMBINED], daily=()),
+    *tiers([("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS], daily=()),
+]
 
 
 @pytest.mark.parametrize(("model", "strategy"), CASES)
@@ -53,7 +57,7 @@ def test_validation_covers_every_sample_once(train: Trainings, model: str, strat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", PROCESSES)
+@pytest.mark.parametrize("strategy", tiers(PROCESSES, DAILY))
 def test_every_global_batch_has_the_same_samples(train: Trainings, strategy: str) -> None:
     one, many = train("deepseek_v3", "one").rows(), train("deepseek_v3", strategy).rows()
     assert {step: sorted(row for row, _ in rows) for step, rows in many.items()} == {
@@ -62,7 +66,7 @@ def test_every_global_batch_has_the_same_samples(train: Trainings, strategy: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", tiers([1, 2, 4], daily=[2]))
 def test_the_number_of_processes_does_not_matter(train: Trainings, processes: int) -> None:
     one, many = train("llama", "one"), train("llama", "fsdp2", processes=processes)
     assert many.loss == pytest.approx(one.loss, rel=1e-5)
@@ -78,19 +82,20 @@ def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_goes_on_from_strategy_to_strategy(train: Trainings) -> None:
+@pytest.mark.parametrize("num_legs", tiers([5, 10], daily=[5]))
+def test_a_training_continues_from_strategy_to_strategy(train: Trainings, num_legs: int) -> None:
     """Weights, moments, schedule and samples: each leg has the losses of the training that was never stopped."""
     expected = train("deepseek_v3", "one").loss
     legs = ["ddp", "fsdp2", "zero2", "tp", "zero3", "fsdp2_ep", "zero1", "one", "zero3", "ddp"]
     checkpoint: list[str] = []
-    for number, strategy in enumerate(legs):
+    for number, strategy in enumerate(legs[:num_legs]):
         leg = train.run("fit", "deepseek_v3", strategy, *checkpoint, callbacks=[PauseAfter(2 * number + 2)])
         assert leg.loss == pytest.approx({s: expected[s] for s in (2 * number + 1, 2 * number + 2)}, rel=1e-5), strategy
         checkpoint = [f"--ckpt_path={newest(leg.run)}"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(PROCESSES, daily=["ddp", "fsdp2_ep", "zero3"]))
+@pytest.mark.parametrize("strategy", tiers(PROCESSES, daily=["fsdp2_ep", "zero3"]))
 def test_a_checkpoint_is_tested_and_predicted_from(train: Trainings, strategy: str) -> None:
     checkpoint = newest(train("deepseek_v3", strategy).run)
     tested = train.test("deepseek_v3", strategy)
@@ -110,7 +115,7 @@ def test_a_checkpoint_is_exported(train: Trainings, strategy: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2_ep", "hsdp"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2_ep", "hsdp"], daily=["hsdp"]))
 def test_reducing_gradients_once_changes_no_number(train: Trainings, strategy: str) -> None:
     once = train("deepseek_v3", strategy, "--trainer.strategy.init_args.reduce_each_micro_batch=false", SHORT)
     plain = train("deepseek_v3", "one", SHORT)
@@ -123,7 +128,7 @@ def test_reducing_gradients_once_changes_no_number(train: Trainings, strategy: s
     ("strategy", "checkpointing"),
     tiers(
         [*((strategy, "full") for strategy in SHARDING), *((name, "selective") for name in ("fsdp2", "tp", "zero2"))],
-        daily=[("fsdp2", "full"), ("zero3", "full"), ("zero2", "selective")],
+        daily=[("fsdp2", "full"), ("zero2", "selective")],
     ),
 )
 def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: str, checkpointing: str) -> None:
@@ -133,7 +138,7 @@ def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["one", "fsdp2", "zero2"])
+@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero2"], daily=["fsdp2"]))
 def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str) -> None:
     plain = train("llama", "one", SHORT)
     compiled = train("llama", strategy, "--model.blocks.compile=true", "--model.blocks.checkpointing=full", SHORT)
@@ -143,7 +148,10 @@ def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "strategy"),
-    [("llama", "one"), ("llama", "fsdp2_tp"), ("llama", "tp"), ("llama", "zero3"), ("deepseek_v3", "fsdp2")],
+    tiers(
+        [("llama", "one"), ("llama", "fsdp2_tp"), ("llama", "tp"), ("llama", "zero3"), ("deepseek_v3", "fsdp2")],
+        daily=[("llama", "tp"), ("llama", "zero3")],
+    ),
 )
 def test_the_loss_in_chunks_changes_no_number(train: Trainings, model: str, strategy: str) -> None:
     """2 or 4 rows of 32 tokens in chunks of 24, the last one smaller.
@@ -157,7 +165,7 @@ def test_the_loss_in_chunks_changes_no_number(train: Trainings, model: str, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["one", *SHARDING], daily=["fsdp2", "zero3"]))
+@pytest.mark.parametrize("strategy", tiers(["one", *SHARDING], daily=["fsdp2"]))
 def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy: str) -> None:
     exact = train("deepseek_v3", "one")
     rounded = train("deepseek_v3", strategy, "--trainer.precision=bf16-mixed")
@@ -167,7 +175,7 @@ def test_bf16_mixed_stays_within_the_rounding_of_bf16(train: Trainings, strategy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["zero3"]))
 def test_bf16_true_trains(train: Trainings, strategy: str) -> None:
     exact = train("llama", "one")
     rounded = train("llama", strategy, "--trainer.precision=bf16-true")

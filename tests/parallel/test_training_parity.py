@@ -9,6 +9,7 @@ import torch
 
 from tests.support.parity import MODELS
 from tests.support.runs import logged, newest, only_run, run, run_in_subprocess
+from tests.support.tiers import tiers
 
 
 @pytest.mark.slow
@@ -40,7 +41,7 @@ def test_micro_batch_size_does_not_change_the_loss(flags: list[str], tmp_path: P
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("stop_after", [7, *(pytest.param(step, marks=pytest.mark.slow) for step in (10, 13))])
+@pytest.mark.parametrize("stop_after", tiers([7, 10, 13], daily=[7]))
 def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(
     flags: list[str], tmp_path: Path, stop_after: int
 ) -> None:
