@@ -1,4 +1,4 @@
-"""The numerics guard on one process: what follows a bad step, and that no checkpoint holds NaN."""
+"""The numerics guard on one process: its reactions to anomalous steps; no checkpoint has NaN."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks import numerics
-from dist_template.callbacks.incidents import Seen, read_jumps
+from dist_template.callbacks.incidents import StepCheck, read_jumps
 from dist_template.callbacks.numerics import Numerics
 from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Ended, Exit
@@ -41,7 +41,7 @@ def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
     assert is_finite(saved_weights(tmp_path))
 
 
-def test_without_the_guard_nan_weights_are_saved_and_nothing_is_said(
+def test_without_the_guard_nan_weights_are_saved_silently(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step == 4)
@@ -51,7 +51,7 @@ def test_without_the_guard_nan_weights_are_saved_and_nothing_is_said(
     assert not is_finite(saved_weights(tmp_path))
 
 
-def test_skipping_for_too_long_ends_in_stopping(
+def test_skip_stops_after_patience_steps(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step >= 3)
@@ -64,7 +64,7 @@ def test_skipping_for_too_long_ends_in_stopping(
     ]
 
 
-def test_rolling_back_to_one_checkpoint_again_and_again_ends_in_stopping(
+def test_roll_back_stops_after_max_roll_backs(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step >= 4)
@@ -75,7 +75,7 @@ def test_rolling_back_to_one_checkpoint_again_and_again_ends_in_stopping(
     assert jumps == [(24, 32), (32, 40), (40, 48)], "each the samples of the fourth step; 8 a step"
 
 
-def test_a_checkpoint_of_weights_that_something_else_has_spoilt_is_refused(
+def test_no_checkpoint_is_saved_of_weights_that_something_else_made_non_finite(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = LanguageModule.optimizer_step
@@ -89,12 +89,12 @@ def test_a_checkpoint_of_weights_that_something_else_has_spoilt_is_refused(
     assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=2") == Exit.NON_FINITE
     assert newest_step(only_run(tmp_path)) == 2
 
-    monkeypatch.setattr(numerics, "_are_finite", lambda *_: True)
+    monkeypatch.setattr(numerics, "weights_are_finite", lambda *_: True)
     run("fit", *flags, *QUICK, "--trainer.max_steps=4", "--run.name=red")
-    assert not is_finite(saved_weights(tmp_path, "red")), "without the look at the weights they would be saved"
+    assert not is_finite(saved_weights(tmp_path, "red")), "without the check of the weights they would be saved"
 
 
-def test_an_optimizer_that_is_not_fused_is_kept_from_the_step_too(
+def test_an_optimizer_that_is_not_fused_skips_the_step_too(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, lambda step: step == 4)
@@ -104,33 +104,33 @@ def test_an_optimizer_that_is_not_fused_is_kept_from_the_step_too(
 
 
 def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) -> str:
-    """What the guard says of a step with this loss and norm."""
+    """Returns how the guard reacts to a step with this loss and norm."""
     plugin = SimpleNamespace(precision="16-mixed", **precision)
     trainer = SimpleNamespace(precision_plugin=plugin, is_global_zero=True, datamodule=SimpleNamespace(rank=0))
-    guard._leaves_it_to_zero, guard._rolled_back = False, []
-    seen = Seen(torch.tensor([loss, norm, math.inf, float(not math.isfinite(norm))]), step=3)
+    guard._uses_deepspeed, guard._jumps = False, []
+    values = torch.tensor([loss, norm, math.inf, float(not math.isfinite(norm))])
     try:
-        guard._act_on(trainer, None, seen)
+        guard._act_on(trainer, None, StepCheck(values, step=3))
     except Ended as ended:
         return ended.code.name
-    return "goes on"
+    return "continues"
 
 
-def test_a_loss_scalers_overflow_is_no_incident_until_it_goes_on(tmp_path: Path) -> None:
+def test_an_overflow_of_the_loss_scaler_is_an_incident_only_after_patience(tmp_path: Path) -> None:
     guard = Numerics(folder=str(tmp_path), patience=3)
-    assert [judged(guard, math.inf, scaler=object()) for _ in range(2)] == ["goes on"] * 2
-    assert judged(guard, 1.0, scaler=object()) == "goes on"
-    assert [judged(guard, math.inf, scaler=object()) for _ in range(3)] == ["goes on"] * 2 + ["NON_FINITE"]
+    assert [judged(guard, math.inf, scaler=object()) for _ in range(2)] == ["continues"] * 2
+    assert judged(guard, 1.0, scaler=object()) == "continues"
+    assert [judged(guard, math.inf, scaler=object()) for _ in range(3)] == ["continues"] * 2 + ["NON_FINITE"]
     assert judged(Numerics(folder=str(tmp_path)), math.inf, scaler=None) == "NON_FINITE", "without a scaler, at once"
 
 
-def test_the_limit_is_robust_and_waits_for_half_a_window() -> None:
+def test_the_spike_limit_is_robust_and_inactive_for_half_a_window() -> None:
     guard = Numerics(on_spike="skip", spike_window=8, spike_sigmas=6)
     losses = [2.0, 2.1, 1.9, 90.0, 2.05, 1.95]  # a spike in the window
     limits = []
-    for loss in losses:
+    for step, loss in enumerate(losses):
         limits.append(guard._limit().item())
-        guard._recent.append(torch.tensor(loss))
+        guard._recent[step] = loss
         guard._steps += 1
     assert limits[:4] == [math.inf] * 4
     # median of 1.9 2.0 2.1 90 (the lower middle) 2.0, deviations 0 0.1 0.1 88: 0.1 (the lower middle)

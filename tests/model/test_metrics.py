@@ -62,9 +62,6 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
     for name, (values, tolerance) in expected.items():
         assert metrics[name].steps.tolist() == list(range(1, ALL_STEPS + 1)), name
         assert metrics[name].values[:STEPS].tolist() == pytest.approx(list(values), rel=tolerance), name
-    clipped = metrics["health/clipped_share"]  # the guard reads a step's norm one step later, but for DeepSpeed's
-    assert clipped.values[: STEPS - 1].tolist() == [float(each > CLIP) for each in norm][: STEPS - 1]
-    assert 0 < clipped.values.sum() and clipped.steps[0] in (1, 2)
 
 
 @pytest.mark.slow

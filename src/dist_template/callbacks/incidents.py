@@ -1,6 +1,7 @@
 """Records anomalous steps for callbacks/numerics.py.
 
-`incidents.jsonl` has a line for each anomalous step, `jumps.json` the samples that later attempts of the run skip.
+`incidents.jsonl` has a line for each anomalous step, `jumps.json` the samples that later attempts
+of the run skip.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ JUMPS = "jumps.json"
 
 
 @dataclass
-class Seen:
+class StepCheck:
     """The figures that decide whether an optimizer step is anomalous."""
 
-    values: Tensor  # (ranks + 3,) on the host: every rank's loss, norm (-1: not computed), limit, is anomalous
+    values: Tensor  # (ranks + 3,): ranks' losses, norm (-1: not computed), limit, is anomalous
     arrived: Any = None  # a CUDA event
     step: int = 0
     rows: Any = ()  # of this rank, one list for each micro-batch
@@ -36,7 +37,7 @@ class Seen:
     batches: Any = ()  # of this rank, one for each micro-batch
 
     @classmethod
-    def copy(cls, values: Tensor) -> Seen:
+    def copy(cls, values: Tensor) -> StepCheck:
         """Starts a copy to the host, without waiting for the device."""
         if values.device.type != "cuda":
             return cls(values.cpu())
@@ -47,52 +48,53 @@ class Seen:
         return cls(host, event)
 
     def arrive(self) -> None:
-        """Waits for the copy, which started a step ago. NumPy reads it, so that no device sync can happen."""
+        """Waits for the copy, which started a step ago, and reads it without a device sync."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        *self.losses, self.norm, self.limit, bad = self.values.numpy().tolist()
-        self.bad = bool(bad)
+        *self.losses, self.norm, self.limit, is_anomalous = self.values.numpy().tolist()
+        self.is_anomalous = bool(is_anomalous)
         self.loss = sum(self.losses) / len(self.losses)
-        self.is_spike = self.bad and math.isfinite(self.loss) and self.norm < math.inf
+        self.is_spike = self.is_anomalous and math.isfinite(self.loss) and self.norm < math.inf
 
     @property
     def suspects(self) -> list[int]:
-        """The ranks whose own loss is anomalous; none if only the gradient is, which all ranks share."""
+        """The ranks whose own loss is anomalous; none if only the gradient is."""
         high = max(self.losses) if self.is_spike else math.inf
-        return [rank for rank, loss in enumerate(self.losses) if not math.isfinite(loss) or loss == high]
+        ranks = enumerate(self.losses)
+        return [rank for rank, loss in ranks if not math.isfinite(loss) or loss == high]
 
     def __str__(self) -> str:
-        what = f"loss {self.loss:.4g} above {self.limit:.4g}" if self.is_spike else f"loss {self.loss:.4g}"
+        limit = f" above {self.limit:.4g}" if self.is_spike else ""
         norm = "" if self.norm < 0 else f", gradient norm {self.norm:.4g}"
         ranks = f", from rank {', '.join(map(str, self.suspects))}" if self.suspects else ""
-        return f"step {self.step} was skipped: {what}{norm}{ranks}"
+        return f"step {self.step} was skipped: loss {self.loss:.4g}{limit}{norm}{ranks}"
 
 
-def write_incident(folder: Path, seen: Seen, decision: str, data: Any) -> dict[str, Any]:
-    """Appends a line to `incidents.jsonl` on rank 0, and returns it on all ranks. Collective, for all row numbers."""
-    own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": seen.rows}
+def write_incident(folder: Path, check: StepCheck, decision: str, data: Any) -> dict[str, Any]:
+    """Appends a line to `incidents.jsonl` on rank 0 and returns it on all ranks. Collective."""
+    own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": check.rows}
     ranks = weights.from_all_ranks(own)
     incident = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "step": seen.step,
-        "kind": "spike" if seen.is_spike else "non_finite",
+        "step": check.step,
+        "kind": "spike" if check.is_spike else "non_finite",
         "decision": decision,
-        "loss": seen.loss,
-        "limit": seen.limit,
-        "gradient_norm": None if seen.norm < 0 else seen.norm,
-        "suspects": seen.suspects,
+        "loss": check.loss,
+        "limit": check.limit,
+        "gradient_norm": None if check.norm < 0 else check.norm,
+        "suspects": check.suspects,
         "first_bad": None,
-        "ranks": [{"rank": r, "loss": seen.losses[r], **each} for r, each in enumerate(ranks)],
+        "ranks": [{"rank": r, "loss": check.losses[r], **each} for r, each in enumerate(ranks)],
     }
     if weights.is_rank_zero():
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / INCIDENTS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(incident) + "\n")  # NaN and Infinity as Python writes and reads them
+            file.write(json.dumps(incident) + "\n")  # with Python's NaN and Infinity
     return incident
 
 
 def add_first_bad(folder: Path, incident: dict[str, Any], first_bad: dict[str, Any] | None) -> None:
-    """Adds the result of the search for the first non-finite output to the last line of `incidents.jsonl`."""
+    """Adds the result of `first_bad` to `incident`, the last line of `incidents.jsonl`."""
     if first_bad and weights.is_rank_zero():
         lines = (folder / INCIDENTS).read_text(encoding="utf-8").splitlines()
         lines[-1] = json.dumps(incident | {"first_bad": first_bad})
@@ -100,16 +102,16 @@ def add_first_bad(folder: Path, incident: dict[str, Any], first_bad: dict[str, A
 
 
 def read_jumps(folder: Path) -> list[dict[str, int]]:
-    """Returns one per rollback: start and end in the sample stream, the step, the step its attempt started at."""
+    """Returns one entry per rollback: interval of the sample stream, step, attempt's first step."""
     path = folder / JUMPS
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def add_jump(folder: Path, seen: Seen, num_steps: int, from_step: int, data: Any) -> None:
-    """Makes later attempts skip the samples of `seen` and of the `num_steps` - 1 steps after it. Collective."""
-    first, size = seen.consumed - data.global_batch_size, num_steps * data.global_batch_size
+def add_jump(folder: Path, check: StepCheck, num_steps: int, from_step: int, data: Any) -> None:
+    """Makes later attempts skip the samples of `num_steps` steps, from `check` on. Collective."""
+    first, size = check.consumed - data.global_batch_size, num_steps * data.global_batch_size
     start, last = stream_position(first, data.jumps), stream_position(first + size - 1, data.jumps)
-    jump = {"start": start, "end": last + 1, "step": seen.step, "from_step": from_step}
+    jump = {"start": start, "end": last + 1, "step": check.step, "from_step": from_step}
     if weights.is_rank_zero():
         write_atomically(folder / JUMPS, json.dumps([*read_jumps(folder), jump]))
     if dist.is_initialized():
