@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from trainer_dev.module import LanguageModule

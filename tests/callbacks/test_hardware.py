@@ -1,7 +1,8 @@
-"""Memory and GPU figures. There is no GPU here: NVML is a fake that follows its header."""
+"""Memory and GPU figures; NVML is replaced by a fake that follows its header."""
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from dist_template.callbacks import hardware
-from dist_template.callbacks.hardware import GPU, Hardware, Sampler
+from dist_template.callbacks.hardware import Hardware, Sampler
 from dist_template.cluster import environment
 from dist_template.model.metrics import MetricBuffer
 from tests.support.runs import logged, only_run, run
@@ -50,7 +51,7 @@ def refuse(*_: Any) -> Any:
 
 @pytest.fixture
 def sample(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], dict[str, float]]:
-    """What a sampler has after its first round."""
+    """Returns the figures after the first round of queries."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
 
     def first_round(library: Any) -> dict[str, float]:
@@ -64,7 +65,7 @@ def sample(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], dict[str, float]]
     return first_round
 
 
-def test_a_gpu_is_asked_by_its_uuid_and_answers_in_our_units(sample: Callable[[Any], dict[str, float]]) -> None:
+def test_a_gpu_is_queried_by_uuid_and_its_units_are_converted(sample: Callable[[Any], dict[str, float]]) -> None:
     assert sample(fake()) == {
         "gpu/utilization": 0.87, "gpu/power_w": 412.5, "gpu/temperature_c": 61.0, "gpu/throttled": 0.0
     }  # fmt: skip
@@ -73,9 +74,10 @@ def test_a_gpu_is_asked_by_its_uuid_and_answers_in_our_units(sample: Callable[[A
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_figures_that_a_gpu_lacks_are_omitted_with_a_warning(sample: Callable[[Any], dict[str, float]]) -> None:
+def test_figures_that_a_gpu_does_not_support_are_nan_with_a_warning(sample: Callable[[Any], dict[str, float]]) -> None:
     with pytest.warns(UserWarning, match="no gpu/power_w: .*Not Supported"):
-        assert sample(fake(nvmlDeviceGetPowerUsage=refuse)).keys() == GPU.keys() - {"gpu/power_w"}
+        figures = sample(fake(nvmlDeviceGetPowerUsage=refuse))
+    assert [name for name, value in figures.items() if math.isnan(value)] == ["gpu/power_w"]
     with pytest.warns(UserWarning, match="no gpu/. metrics"):
         assert sample(fake(nvmlInit=refuse)) == {}
 
@@ -87,7 +89,7 @@ def test_a_gpu_that_never_answers_blocks_no_rank(monkeypatch: pytest.MonkeyPatch
     sampler = Sampler(torch.device("cuda", 0), every_s=60.0)
     assert "gpu/power_w" not in sampler.newest
     sampler.stop()
-    assert sampler.thread.is_alive(), "it still asks: neither reading nor stopping has waited for it"
+    assert sampler.thread.is_alive(), "the query still runs: neither reading nor stopping has waited for it"
     answers.set()
 
 
@@ -101,7 +103,7 @@ def test_ranks_are_reduced_without_unknown_values() -> None:
     assert metrics == {"memory/peak_share": 0.9, "gpu/temperature_c": 70.0}
 
 
-def test_on_a_cpu_memory_is_what_is_resident(flags: list[str], tmp_path: Path) -> None:
+def test_on_a_cpu_memory_is_the_resident_memory(flags: list[str], tmp_path: Path) -> None:
     assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
     resident = psutil.Process().memory_info().rss / 2**30
     folder = only_run(tmp_path)
@@ -110,8 +112,8 @@ def test_on_a_cpu_memory_is_what_is_resident(flags: list[str], tmp_path: Path) -
     assert not logged(folder, "gpu/power_w")
 
 
-def test_the_smallest_limit_of_a_host_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Version 2 of control groups: a job's own, and that of the user's slice above it."""
+def test_the_smallest_memory_limit_of_the_host_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control groups, version 2: the job's own group, and the user's slice above it."""
     for folder, limit in (("slice", "2000000"), ("slice/job", "max")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "memory.max").write_text(f"{limit}\n")

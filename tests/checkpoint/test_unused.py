@@ -1,4 +1,4 @@
-"""A trainable parameter that gets no gradient: training resumes under every strategy, and the first step names it."""
+"""A trainable parameter that gets no gradient: training resumes under every strategy."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ def test_a_checkpoint_without_its_moments_is_resumed(
 ) -> None:
     assert fit(flags, "auto", "whole", STEPS) == 0
     assert fit(flags, wrote, "half", HALF) == 0
-    said = capsys.readouterr()
-    assert (said.out + said.err).count("model.pooler.weight, model.pooler.bias") == 2, "once a run"
     last = newest(only_run(tmp_path, "half"))
     assert fit(flags, resumes, "resumed", STEPS, f"--ckpt_path={last}") == 0
     assert "moments start from zero" not in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Lightning callbacks: what is measured, shown, saved and guarded during training.
 
-cli/defaults.py has the order in which they run: measure, write, show, act. Those below also work in a Trainer of one's
-own, without the command line; names are imported when they are first used.
+cli/defaults.py has the order in which they run: measure, write, show, act. Those below also work in
+any Trainer, without the command line; names are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-PLACES = {  # public name -> the file of this room that defines it, in the order for a Trainer's `callbacks`
+PLACES = {  # public name -> the file that defines it, in the order for a Trainer's `callbacks`
     "Watchdog": "watchdog",
     "RandomState": "random_state",
     "SampleOrder": "sample_order",

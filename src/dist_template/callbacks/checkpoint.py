@@ -1,4 +1,4 @@
-"""Checkpoint callbacks: when checkpoints are written, and which are kept: the last for resuming, and the best."""
+"""Checkpoint callbacks: decide when checkpoints are written and which of them are kept."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ from ..records import GIB
 class LastCheckpoint(Checkpoint):
     """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
-    The newest are kept, and one in each `keep_every_hours`. An older one is deleted after a newer one is committed, so
-    the disk must hold one more than is kept.
+    An older checkpoint is deleted after a newer one is committed, so the disk must hold one more
+    than is kept.
 
     Args:
         every_n_steps: Optimizer steps between two checkpoints.
-        keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its steps.
-        keep_every_hours: Length of the periods of which the first checkpoint is kept permanently. 0: none is.
-        on_failed_save: Reaction to a full or failing disk: continue, with a warning, and try again when the next one is
-            due; or stop, with exit code 1. At the last step it always stops.
-        asynchronous: Write in the background. Weights and optimizer state are copied to host memory during the next
-            forward and backward pass, and the optimizer step waits for the rest of the copy (under DeepSpeed for all of
-            it). The copy has the size of this rank's part of the checkpoint. A failure is reported when the next one is
-            due. Not with state on NVMe. false: training waits until all is written.
+        keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its
+            steps.
+        keep_every_hours: Length of the periods of which the first checkpoint is kept permanently.
+            0: none is.
+        on_failed_save: Reaction to a full or failing disk: continue, with a warning, and try again
+            when the next one is due; or stop, with exit code 1. At the last step it always stops.
+        asynchronous: Write in the background. Weights and optimizer state are copied to host memory
+            during the next forward and backward pass, and the optimizer step waits for the rest of
+            the copy (under DeepSpeed for all of it). The copy has the size of this rank's shard of
+            the checkpoint. A failure is reported when the next one is due. Not with state on NVMe.
+            false: training waits until all is written.
         dirpath: The folder, on a file system that all nodes share.
     """
 
@@ -52,8 +55,8 @@ class LastCheckpoint(Checkpoint):
         asynchronous: bool = False,
         dirpath: str = "{run}/checkpoints",
     ) -> None:
-        least = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1), "keep_every_hours": (keep_every_hours, 0)}
-        check_least("last_checkpoint", **least)
+        least = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1)}
+        check_least("last_checkpoint", **least, keep_every_hours=(keep_every_hours, 0))
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.keep_every_hours = keep_every_hours
@@ -65,10 +68,10 @@ class LastCheckpoint(Checkpoint):
         self._pending: Path | None = None  # what it saves
 
     def newest(self) -> Path | None:
-        """Returns the newest valid checkpoint in the folder, for `ckpt_path` of a Trainer of one's own."""
+        """Returns the newest valid checkpoint in the folder, for `ckpt_path` of any Trainer."""
         return commit.newest(self.folder)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)
         use_every_format(trainer, pl_module)
         callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
@@ -76,17 +79,17 @@ class LastCheckpoint(Checkpoint):
             trainer.callbacks = [ParameterNames(), *callbacks]  # ty: ignore[missing-attribute]
 
     def save_now(self, trainer: L.Trainer) -> bool:
-        """Saves at a step boundary, unless this step is saved already. Returns whether it is saved. Collective.
+        """Saves this step unless it is saved already, and returns whether it is. Collective.
 
         Raises:
-            Ended: the save failed, and on_failed_save is "stop".
+            Ended: The save failed, and on_failed_save is "stop".
         """
         self._settle(trainer)
         if trainer.global_step != self.saved_step:
             self._save(trainer, stops=self.on_failed_save == "stop")
         return trainer.global_step == self.saved_step
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         step = trainer.global_step
         if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
             self.saved_step = step  # training resumes from it
@@ -96,7 +99,7 @@ class LastCheckpoint(Checkpoint):
             self._saver = BackgroundSaver(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        # A checkpoint has no accumulated gradients: a save inside an accumulation window could not be resumed.
+        # A checkpoint has no accumulated gradients, so it can only be written after a full step.
         if accumulates(trainer) or trainer.global_step % self.every_n_steps or trainer.fast_dev_run:
             return
         if self._saver is None:
@@ -109,20 +112,20 @@ class LastCheckpoint(Checkpoint):
             if _is_followed_by_others(trainer):
                 self._saver.copied()
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._saver is not None:
             self._saver.copied()
 
-    def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._settle(trainer)
         if trainer.global_step != self.saved_step and not trainer.fast_dev_run:
             self._save(trainer, stops=True)  # there is no later save that would try again
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._saver is not None:
             self._saver.abandon()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if self._saver is not None:
             self._saver.close()
             self._saver = None
@@ -138,7 +141,7 @@ class LastCheckpoint(Checkpoint):
             path, self._pending = self._pending, None
             self._conclude(trainer, path, self._saver.wait, stops=self.on_failed_save == "stop")
 
-    def _conclude(self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool) -> None:
+    def _conclude(self, trainer: Any, path: Path, save: Callable[[], None], stops: bool) -> None:
         """Calls `save` for `path` and deletes older checkpoints, or reports why it failed."""
         try:
             save()
@@ -158,11 +161,12 @@ class LastCheckpoint(Checkpoint):
 def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:
     """Returns the checkpoints to delete after `saved` was committed.
 
-    Those of later steps are from before training went back to an earlier step; a restart must not load them.
+    Those of later steps were written before training went back to an earlier step; a restart must
+    not load them.
     """
     steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
-    now = manifest.step_of(saved)
-    valid = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]  # newest first
+    now = manifest.step_of(saved)  # below, the newest is first
+    valid = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]
     kept = {saved, *valid[:keep]}
     if keep_every_hours:
         period = keep_every_hours * 3600
@@ -171,33 +175,37 @@ def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path
 
 
 def _is_followed_by_others(trainer: Any) -> bool:
-    """Returns whether a validation or an epoch's end may come next; a callback may average the weights for it."""
-    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validation_may_follow(trainer)
+    """Returns whether a validation or an epoch's end may follow: callbacks may change weights."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return progress.is_last_batch or validation_may_follow(trainer)
 
 
 def _flush_loggers(trainer: L.Trainer) -> None:
-    """Flushes the loggers: a killed run resumes after this step, and must have its metrics up to it on disk."""
+    """Flushes the loggers: a run that resumes after this step must have its metrics up to it."""
     for logger in trainer.loggers:
         logger.save()
 
 
 def _announce(trainer: L.Trainer, path: Path) -> None:
-    """Tells loggers that upload checkpoints that `path` is committed."""
+    """Informs loggers that upload checkpoints that `path` is committed."""
     for logger in trainer.loggers:
         if isinstance(logger, WandB):
             logger.on_checkpoint(path)
 
 
 def _failure(path: Path, error: commit.SaveError) -> str:
-    """Returns what failed, the free space and the newest valid checkpoint: the same sentence on all ranks."""
+    """Returns what failed, the free space and the newest valid checkpoint, equal on all ranks."""
     sentence = ""
     if weights.is_rank_zero():
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         mount = next(one for one in (folder, *folder.parents) if one.is_mount())
-        free = f"{shutil.disk_usage(folder).free / GIB:.1f} GiB are free on the file system at {mount}"
+        free_gib = shutil.disk_usage(folder).free / GIB
         newest = commit.newest(path.parent)
-        valid = f"the newest valid checkpoint is {newest}" if newest else "there is no valid checkpoint"
-        sentence = f"{path.name} was not saved, {error} ({free}); {valid}"
+        valid = f"the newest valid checkpoint is {newest}" if newest else "no checkpoint is valid"
+        sentence = (
+            f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free on the file system at"
+            f" {mount}); {valid}"
+        )
     return weights.broadcast(sentence)
 
 
@@ -223,20 +231,23 @@ class BestCheckpoint(Checkpoint):
         self.keep = keep
         self.folder = Path(dirpath)
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)
 
-    def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
-            raise InputError(f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}")
+            raise InputError(
+                f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}"
+            )
         if trainer.sanity_checking:
             return
         score = float(trainer.callback_metrics[self.monitor])
         path = self.folder / manifest.name(trainer.global_step, best=True)
-        if not weights.broadcast(self._is_among_the_best(score) and manifest.torn(path) is not None):
+        is_wanted = self._is_among_the_best(score) and manifest.torn(path) is not None
+        if not weights.broadcast(is_wanted):
             return
         try:
             commit.save(trainer, path, score=score)
@@ -249,7 +260,7 @@ class BestCheckpoint(Checkpoint):
                 commit.remove(worse)
 
     def _is_among_the_best(self, score: float) -> bool:
-        """Compares with the checkpoints in the folder, so that it holds across restarts; NaN never is."""
+        """Compares with the checkpoints in the folder, also after a restart; NaN never is."""
         kept = manifest.ranked(self.folder, self.mode)[: self.keep]
         if score != score or len(kept) < self.keep:
             return score == score

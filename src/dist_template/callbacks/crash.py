@@ -1,7 +1,7 @@
-"""Records how a rank crashed: the traceback and the memory at that moment, before anything is torn down.
+"""Records how a rank crashed: the traceback and the memory at that moment.
 
-`crash/rank<N>.txt` is for users, `crash/rank<N>.json` for diagnosis/. Those of earlier attempts are kept, numbered.
-diagnosis/crash.py prints the crash when the process exits.
+`crash/rank<N>.txt` is for users, `crash/rank<N>.json` for diagnosis/. Those of earlier attempts are
+kept, numbered. diagnosis/crash.py prints the crash when the process exits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..observe.diagnosis.crash import RECORD, attempt, own_lines
 from ..observe.history.run import CRASHES
 from ..records import GIB, write_atomically
 
-ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # CUDA's allocator and the CPU's
+REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")  # torch's allocators
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
@@ -43,7 +43,7 @@ class Crash(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CRASHES
         self._first_step: int | None = None
-        self._before: Any = None  # psutil's memory_info of Python and its libraries, before the model
+        self._before: Any = None  # psutil's memory_info before the model was built
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self._before = self._before or psutil.Process().memory_info()
@@ -51,26 +51,32 @@ class Crash(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
 
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, Exception) or isinstance(exception, InputError | Ended):
             return
         try:
             path = self._write(trainer, pl_module, exception)
-            if not another_rank_is_gone(exception):  # that takes one line; the rank itself reports the cause
+            if not another_rank_is_gone(exception):  # the lost rank itself reports the cause
                 vars(exception)[RECORD] = str(path)
-        except Exception as error:  # a full disk, a broken device: the error must be reported nevertheless
-            exception.add_note(f"(not recorded in {self.folder}: {type(error).__name__}: {first_line(error)})")
+        except Exception as error:  # a full disk, a broken device
+            why = f"{type(error).__name__}: {first_line(error)}"
+            exception.add_note(f"(not recorded in {self.folder}: {why})")
 
     def _write(self, trainer: Any, module: nn.Module, error: Exception) -> Path:
         rank = trainer.global_rank
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         phase, line, _ = locate(frames[-1])
-        kind = "out_of_memory" if is_out_of_memory(error) else "peer" if another_rank_is_gone(error) else "other"
+        kind = "other"
+        if is_out_of_memory(error):
+            kind = "out_of_memory"
+        elif another_rank_is_gone(error):
+            kind = "peer"
+        first_step = trainer.global_step if self._first_step is None else self._first_step
         record = {
             "time": time.time(),
             "attempt": attempt(),
             "step": trainer.global_step,
-            "first_step": trainer.global_step if self._first_step is None else self._first_step,
+            "first_step": first_step,
             "rank": rank,
             "host": platform.node(),
             "error": type(error).__name__,
@@ -83,43 +89,47 @@ class Crash(Callback):
             "where": line,
             "own_lines": own_lines(error),
         }
-        text = "".join(traceback.format_exception(error))
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / f"rank{rank}.txt", text, keep_earlier=True)
-        write_atomically(path := self.folder / f"rank{rank}.json", json.dumps(record, indent=2), keep_earlier=True)
+        path = self.folder / f"rank{rank}.json"
+        text = "".join(traceback.format_exception(error))
+        write_atomically(path.with_suffix(".txt"), text, keep_earlier=True)
+        write_atomically(path, json.dumps(record, indent=2), keep_earlier=True)
         return path
 
 
 def _innermost_module(frames: list[Any], root: nn.Module) -> str:
     """Returns the module whose forward failed, or "": an error in backward comes from C++."""
     names = {id(module): name for name, module in root.named_modules()}
-    inside = [names.get(id(frame.f_locals.get("self")), "") for frame in frames]
-    return next((name for name in reversed(inside) if name), "")
-
-
-# ---- memory, in GiB --------------------------------------------------------------------------------------------------
+    for frame in reversed(frames):
+        if name := names.get(id(frame.f_locals.get("self"))):
+            return name
+    return ""
 
 
 def _memory(device: torch.device, before: Any, message: str) -> dict[str, float | str]:
-    """Returns the input of diagnosis/remedies.py: total, used, asked, outside of torch, and fragmented memory."""
-    found = ASKED.search(message)
-    asked = float(found[1]) * UNITS[found[2]] if found else 0.0
+    """Returns what diagnosis/remedies.py needs."""
+    found = REQUESTED.search(message)
     figures = _of_gpu(device) if device.type == "cuda" else _of_host(before)
-    return {"device": device.type} | {f"{k}_gib": round(v / GIB, 4) for k, v in (figures | {"asked": asked}).items()}
+    figures["asked"] = float(found[1]) * UNITS[found[2]] if found else 0.0
+    in_gib = {f"{name}_gib": round(size / GIB, 4) for name, size in figures.items()}
+    return {"device": device.type, **in_gib}
 
 
 def _of_gpu(device: torch.device) -> dict[str, float]:
     free, total = torch.cuda.mem_get_info(device)
-    reserved, allocated = torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
-    outside = max(0, total - free - torch.cuda.memory_reserved(device))  # contexts, NCCL, other processes
-    figures = {"total": total, "used": reserved + outside, "outside": outside, "pieces": reserved - allocated}
-    return figures | {"reserved": reserved, "peak": allocated, "allocated": torch.cuda.memory_allocated(device)}
+    reserved = torch.cuda.max_memory_reserved(device)
+    allocated = torch.cuda.max_memory_allocated(device)
+    # Outside of torch: contexts, NCCL, other processes.
+    outside = max(0, total - free - torch.cuda.memory_reserved(device))
+    used, unused = reserved + outside, reserved - allocated
+    return {"total": total, "used": used, "outside": outside, "pieces": unused}
 
 
 def _of_host(before: Any) -> dict[str, float]:
-    """Returns this process's address space where that is limited (ulimit -v), else its resident memory."""
-    now, limit, kind = psutil.Process().memory_info(), resource.getrlimit(resource.RLIMIT_AS)[0], "vms"
+    """Returns this process's address space if it is limited (ulimit -v), else resident memory."""
+    now, kind = psutil.Process().memory_info(), "vms"
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         limit, kind = memory_limit(), "rss"
     used = getattr(now, kind)
-    return {"total": limit, "used": used, "outside": min(getattr(before, kind, 0), used), "rss": now.rss}
+    return {"total": limit, "used": used, "outside": min(getattr(before, kind, 0), used)}

@@ -16,7 +16,6 @@ from ..model.any_module import metrics_of, results_of
 from ..observe.diagnosis.engine import diagnose
 from ..observe.diagnosis.finding import Finding
 from ..observe.history.run import History, look_again, read_run
-from ..observe.loggers.wandb import WandB
 from ..project import program
 from .console import console_of, only_shows, write_lines
 
@@ -26,9 +25,9 @@ MIN_INTERVAL_S = 1.0  # after validations that follow each other quickly
 
 
 class Diagnosis(Callback):
-    """Diagnoses the run on rank 0, prints each new warning or error once, and writes all to `findings.jsonl`.
+    """Diagnoses the run on rank 0: prints new warnings and errors, writes all to `findings.jsonl`.
 
-    It runs at log steps, after validations, at the end and when training fails. It reads nothing from the device.
+    It runs at log steps, after validations, at the end and when training fails.
 
     Args:
         every_s: Seconds between two diagnoses at log steps. 0: at each log step.
@@ -59,7 +58,8 @@ class Diagnosis(Callback):
         if time.monotonic() - self._last >= self.every_s:
             self._diagnose(trainer)
         for level in ("error", "warning"):
-            metrics_of(module).put(f"health/{level}s", sum(finding.level == level for finding in self._open))
+            num = sum(finding.level == level for finding in self._open)
+            metrics_of(module).put(f"health/{level}s", num)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if self._history is None or trainer.sanity_checking:
@@ -71,9 +71,10 @@ class Diagnosis(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._diagnose(trainer)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        is_crash = isinstance(exception, Exception) and not isinstance(exception, InputError | Ended)
-        self._diagnose(trainer, prints=not is_crash)  # diagnosis/crash.py prints all findings of a crash
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        is_decided = isinstance(exception, InputError | Ended)
+        # diagnosis/crash.py prints all findings of a crash.
+        self._diagnose(trainer, prints=is_decided or not isinstance(exception, Exception))
 
     def _add(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._history is not None:
@@ -91,22 +92,22 @@ class Diagnosis(Callback):
             print(f"diagnosis: {self.folder} cannot be read: {error}", flush=True)
         self._open = diagnose(self._history)
         new = [finding for finding in self._open if finding.identity not in self._reported]
-        self._reported |= {finding.identity for finding in new}
+        serious = [finding for finding in new if finding.level != "info"]
         for finding in new:
+            self._reported.add(finding.identity)
             self._write(finding, trainer.global_step)
-        for finding in (each for each in new if each.level == "error"):
-            for logger in (each for each in trainer.loggers if isinstance(each, WandB)):
-                logger.alert(finding.title, finding.evidence)
         if console := console_of(trainer):
-            console.worst = next((finding.title for finding in self._open if finding.level != "info"), "")
-        if prints and (serious := [finding for finding in new if finding.level != "info"]):
-            more = f"{program('diagnose')} {self.folder}"
-            write_lines(trainer, "\n".join([*(f"diagnosis: {finding.line}" for finding in serious), f"  more: {more}"]))
+            titles = [finding.title for finding in self._open if finding.level != "info"]
+            console.worst = titles[0] if titles else ""
+        if prints and serious:
+            lines = [f"diagnosis: {finding.line}" for finding in serious]
+            lines.append(f"  more: {program('diagnose')} {self.folder}")
+            write_lines(trainer, "\n".join(lines))
 
     def _write(self, finding: Finding, step: int) -> None:
         line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}
         try:
             with (self.folder / FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a full disk ends training in the checkpoint callback, not here
+        except OSError as error:  # on a full disk the checkpoint callback decides
             print(f"diagnosis: {self.folder / FILE} cannot be written: {error}", flush=True)

@@ -1,4 +1,4 @@
-"""Balances a mixture of experts after each optimizer step, and measures how evenly its experts are used."""
+"""Balances a mixture of experts after each optimizer step, and measures the load of its experts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ LOADS = "moe/loads"  # tokens of each expert, in the metric buffer
 
 
 class Experts(Callback):
-    """Logs the load of the experts, and has their routers balanced (balance.py) after each optimizer step.
+    """Logs the load of the experts and balances their routers (balance.py) after each step.
 
-    moe/layer_<n>/*, moe/expert_load_max_over_mean of the least even layer and moe/unused_experts are over all
-    micro-batches and ranks of the optimizer step that is logged. Each layer's routing is read from the call of its
-    experts, on the device, before expert parallelism sends tokens to other ranks. Supports the experts of transformers
-    5 (stacked tensors, called with the indices of the chosen experts), which drop no token; others have no moe/*.
+    moe/layer_<n>/*, moe/expert_load_max_over_mean of the least even layer and moe/unused_experts
+    are over all micro-batches and ranks of the optimizer step that is logged. Each layer's routing
+    is read from the call of its experts, on the device, before expert parallelism sends tokens to
+    other ranks. Supports the experts of transformers 5 (stacked tensors, called with the indices of
+    the chosen experts), which drop no token; others have no moe/*.
 
-    Balancing needs the loads of every optimizer step: one all-reduce, started before the last micro-batch's backward
-    pass and waited for after the optimizer step. Without balancing, only log steps are counted, and the first
-    micro-batch, so that a compiled block is compiled with and without counting in the first two steps.
+    Balancing needs the loads of every optimizer step: one all-reduce, started before the last
+    micro-batch's backward pass and waited for after the optimizer step. Without balancing, only log
+    steps are counted, and the first micro-batch, so that a compiled block is compiled with and
+    without counting in the first two steps.
     """
 
     def __init__(self) -> None:
@@ -47,13 +49,14 @@ class Experts(Callback):
         self._names = [_layer_name(layer.name, i) for i, layer in enumerate(balancer.layers)]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if self._handles and self._saved is not None and self._saved.shape == self._balancer.shares.shape:
-            self._balancer.shares.copy_(self._saved)
+        if self._handles and self._saved is not None:
+            if self._saved.shape == self._balancer.shares.shape:
+                self._balancer.shares.copy_(self._saved)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         if self._handles:
-            counts = self._balancer.needs_loads or self._is_first or logs(trainer, trainer.global_step + 1)
-            self._balancer.counts_now = counts
+            is_logged = logs(trainer, trainer.global_step + 1)
+            self._balancer.counts_now = self._balancer.needs_loads or self._is_first or is_logged
             self._is_first = False
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
@@ -62,7 +65,7 @@ class Experts(Callback):
             if self._balancer.needs_loads and not accumulates(trainer):
                 self._balancer.begin_reduction()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         if self._handles and self._balancer.needs_loads and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
@@ -82,17 +85,20 @@ class Experts(Callback):
         for i, layer in enumerate(self._balancer.layers):
             loads = totals[i * width : i * width + layer.num]
             shares = [load / max(sum(loads), 1.0) for load in loads]
-            entropy = -sum(share * math.log(share) for share in shares if share) / math.log(layer.num)
-            metrics[f"moe/{self._names[i]}/load_max_over_mean"] = max(shares) * layer.num
-            metrics[f"moe/{self._names[i]}/load_min_over_mean"] = min(shares) * layer.num
-            metrics[f"moe/{self._names[i]}/load_entropy"] = entropy
+            entropy = -sum(share * math.log(share) for share in shares if share)
+            prefix = f"moe/{self._names[i]}/load"
+            metrics[f"{prefix}_max_over_mean"] = max(shares) * layer.num
+            metrics[f"{prefix}_min_over_mean"] = min(shares) * layer.num
+            metrics[f"{prefix}_entropy"] = entropy / math.log(layer.num)
             worst = max(worst, max(shares) * layer.num)
             unused += loads.count(0.0)
         metrics["moe/expert_load_max_over_mean"] = worst
         metrics["moe/unused_experts"] = unused
 
     def state_dict(self) -> dict[str, Any]:
-        return {"shares": self._balancer.shares.cpu()} if self._handles and self._balancer.needs_shares else {}
+        if self._handles and self._balancer.needs_shares:
+            return {"shares": self._balancer.shares.cpu()}
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict.get("shares")

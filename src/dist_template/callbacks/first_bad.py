@@ -75,23 +75,28 @@ def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
     calls: list[Call] = []  # in the order in which they return
+    activations: list[Tensor] = []  # those with a gradient
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # or it ignores the hooks
         stack.enter_context(trainer.precision_plugin.train_step_context())
-        stack.enter_context(torch.no_grad())
         buffer = vars(metrics_of(module))
         stack.callback(buffer.update, dict(buffer))
         buffer.update(vars(MetricBuffer()))
         for name, submodule in module.named_modules():
             if name:
-                hook = partial(_note_call, calls, name)
+                hook = partial(_note_call, calls, activations, name)
                 handle = submodule.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         for batch in batches:
             output = module.training_step(batch, 0)
             loss = output["loss"] if isinstance(output, dict) else output
             calls.append(("the loss", torch.tensor(True), _are_finite([loss])))
+            # After a backward pass, to the first activation alone, the hooks of FSDP2 and DeepSpeed
+            # are ready for the next step, and no parameter has a gradient.
+            if activations and loss.requires_grad:
+                torch.autograd.grad(loss, activations[0], allow_unused=True)
+            activations.clear()
     for name, inputs, outputs in calls:
         if inputs and not outputs:
             return "output", name
@@ -99,19 +104,21 @@ def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str
 
 
 def _note_call(
-    calls: list[Call], name: str, module: nn.Module, inputs: Any, options: Any, output: Any
+    calls: list[Call], activations: list[Tensor], name: str, module: nn.Module, *given: Any
 ) -> None:
+    *inputs, output = given
+    inputs, outputs = list(_floats(inputs)), list(_floats(output))
+    activations += [tensor for tensor in (*inputs, *outputs) if tensor.requires_grad]
     # A mask has minus infinities. In any other tensor they would be in an earlier output already.
-    given = _floats([inputs, options])
-    unmasked = [tensor.masked_fill(tensor == -torch.inf, 0) for tensor in given]
-    calls.append((name, _are_finite(unmasked), _are_finite(_floats(output))))
+    unmasked = [each.detach().masked_fill(each == -torch.inf, 0) for each in inputs]
+    calls.append((name, _are_finite(unmasked), _are_finite(outputs)))
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
     """Yields the floating-point tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
-            yield value.detach()
+            yield value
     elif isinstance(value, dict):
         yield from _floats(list(value.values()))
     elif isinstance(value, list | tuple):
@@ -121,5 +128,5 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 def _are_finite(tensors: Any) -> Tensor:
     """Returns a () bool of this rank's shards."""
-    finite = [local_shard(tensor).isfinite().all().cpu() for tensor in tensors]
+    finite = [local_shard(tensor.detach()).isfinite().all().cpu() for tensor in tensors]
     return torch.stack(finite).all() if finite else torch.tensor(True)

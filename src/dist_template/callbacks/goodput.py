@@ -1,16 +1,16 @@
-"""Goodput: how a run's time was spent, across restarts, in `goodput.jsonl`.
+"""Measures goodput: how a run's time was spent, across restarts, in `goodput.jsonl`.
 
     start        from the first process to the first batch
     productive   batches: forward, backward, optimizer, logging
     data_wait    between two batches
     validation   with what follows it at its end
-    checkpoint   from the start of a save to the next batch; of an asynchronous save, what that batch waits for
-    restart      from the last line of one attempt to the first batch of the next, with the time in a queue
+    checkpoint   from the start of a save to the next batch; asynchronous: the wait of that batch
+    restart      from an attempt's last line to the next one's first batch, with the queue time
     lost         batches that a later attempt repeated, because no checkpoint held them
 
-The kinds add up to the wall time. A line holds an attempt's seconds so far; the last line counts. Rank 0 writes at most
-one line a second, and fewer as the attempt gets older (every thousandth of its age): a kill loses little of it, and the
-file stays small.
+The kinds add up to the wall time. A line holds an attempt's seconds so far; the last line counts.
+Rank 0 writes at most one line a second, and fewer as the attempt gets older (every thousandth of
+its age), so that the file stays small.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..project import in_run
 
 LINE_S = 1.0
 
-_have_trained: set[int] = set()  # process ids; a second training in a process starts with its callback
+_have_trained: set[int] = set()  # ids of processes: their next training starts with its callback
 
 
 class Goodput(Checkpoint):
-    """Measures time on rank 0, after all other callbacks: a `Checkpoint`, because Lightning calls those last.
+    """Measures time on rank 0. It is a `Checkpoint`, because Lightning calls those last.
 
     Args:
         folder: The folder of `goodput.jsonl`.
@@ -43,14 +43,15 @@ class Goodput(Checkpoint):
 
     def __init__(self, folder: str = "{run}") -> None:
         self.folder = folder
-        self._began = time.time() if os.getpid() in _have_trained else psutil.Process().create_time()
+        is_second = os.getpid() in _have_trained
+        self._began = time.time() if is_second else psutil.Process().create_time()
         _have_trained.add(os.getpid())
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._kind, self._since = "start", self._began
         self._between = "start"  # the kind of the time between all others
         self._written = 0.0
         self._first_step = 0
-        self._newest: dict[str, float] = {}  # perf/validation_s and perf/checkpoint_s that are not logged yet
+        self._newest: dict[str, float] = {}  # perf/validation_s, perf/checkpoint_s, not yet logged
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.folder = str(in_run(self.folder, trainer))
@@ -86,7 +87,7 @@ class Goodput(Checkpoint):
         self._turn_to("data_wait")
         self._write(trainer)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._turn_to(self._kind)
         self._write(trainer)
 
@@ -104,8 +105,9 @@ class Goodput(Checkpoint):
             return
         self._turn_to(self._kind)
         self._written = self._since
-        line = {"attempt": self._began, "pid": os.getpid(), "time": self._since, "from_step": self._first_step}
-        line |= {"step": trainer.global_step, **{k: round(s, 4) for k, s in self._seconds.items() if s}}
+        line: dict[str, float] = {"attempt": self._began, "time": self._since}
+        line |= {"from_step": self._first_step, "step": trainer.global_step}
+        line |= {kind: round(seconds, 4) for kind, seconds in self._seconds.items() if seconds}
         path = Path(self.folder) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

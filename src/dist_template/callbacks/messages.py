@@ -16,14 +16,15 @@ from .console import write_lines
 
 
 class WarningsOfRanks(Callback):
-    """Prints "rank 3 and 62 more: …" for warnings of other ranks that rank 0 has not printed already.
+    """Prints "rank 3 and 62 more: …" for warnings of other ranks that rank 0 has not printed.
 
-    The number of warnings is sent with the metrics. If a rank has some, the ranks exchange them at that log step, and
-    once at the end of `validate`, `test` and `predict`, which have no log steps. cluster/messages.py buffers them.
+    The number of warnings is sent with the metrics. If a rank has some, the ranks exchange them at
+    that log step, and once at the end of `validate`, `test` and `predict`, which have no log steps.
+    cluster/messages.py buffers them.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        MESSAGES.listen()  # again, for handlers of the root logger, such as those of `logging.basicConfig`
+        MESSAGES.listen()  # again, for handlers that were added since
 
     def before_log_step(self, trainer: Any, module: Any) -> None:
         metrics_of(module).put_of_rank("messages", MESSAGES.num_buffered)
@@ -42,11 +43,10 @@ class WarningsOfRanks(Callback):
     def on_predict_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._exchange(trainer)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
         MESSAGES.flush()
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        MESSAGES.flush()
+    on_exception = teardown
 
     @staticmethod
     def _exchange(trainer: Any) -> None:
@@ -57,21 +57,28 @@ class WarningsOfRanks(Callback):
 
 
 def new_lines(ranks: list[list[str]], reported: set[str]) -> list[str]:
-    """Returns a line for each new text; texts that differ only in numbers, such as a device's, share one.
+    """Returns a line for each new text; texts that differ only in numbers share one.
 
     Args:
         ranks: Each rank's warnings since the last exchange.
         reported: The texts that were printed already, in any rank's wording; new ones are added.
     """
     reported |= {_without_rank(text, 0) for text in reported}  # rank 0's own
-    lines: dict[str, tuple[str, list[int]]] = {}  # pattern -> a text, its ranks
+    new: dict[str, tuple[str, list[int]]] = {}  # pattern -> a text, its ranks
+    seen = set()
     for rank, texts in enumerate(ranks):
         for text in texts:
+            seen.add(_without_rank(text, rank))
             if _without_rank(text, rank) not in reported:
-                owners = lines.setdefault(re.sub(r"\d+", "#", text), (text, []))[1]
-                owners.extend([rank] if rank not in owners else [])
-    reported |= {_without_rank(text, rank) for rank, texts in enumerate(ranks) for text in texts}
-    return [f"rank {o[0]}{f' and {len(o) - 1} more' if len(o) > 1 else ''}: {text}" for text, o in lines.values()]
+                _, owners = new.setdefault(re.sub(r"\d+", "#", text), (text, []))
+                if rank not in owners:
+                    owners.append(rank)
+    reported |= seen
+    lines = []
+    for text, owners in new.values():
+        more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
+        lines.append(f"rank {owners[0]}{more}: {text}")
+    return lines
 
 
 def _without_rank(text: str, rank: int) -> str:

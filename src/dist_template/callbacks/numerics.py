@@ -74,9 +74,9 @@ class Numerics(Callback):
         max_roll_backs: int = 3,
         folder: str = "{run}",
     ) -> None:
-        least = {"spike_window": (spike_window, 4), "spike_sigmas": (spike_sigmas, 0)}
-        least |= {"patience": (patience, 1), "jump_steps": (jump_steps, 1)}
-        check_least("numerics", **least, max_roll_backs=(max_roll_backs, 0))
+        check_least("numerics", spike_window=(spike_window, 4), spike_sigmas=(spike_sigmas, 0))
+        check_least("numerics", patience=(patience, 1), jump_steps=(jump_steps, 1))
+        check_least("numerics", max_roll_backs=(max_roll_backs, 0))
         self.on_non_finite = on_non_finite
         self.on_spike = on_spike
         self.spike_window = spike_window
@@ -121,7 +121,9 @@ class Numerics(Callback):
             self._clip_and_check, trainer, pl_module, pl_module.configure_gradient_clipping
         )
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if pl_module.automatic_optimization:
             self._batches.append(batch)
 
@@ -150,7 +152,7 @@ class Numerics(Callback):
     def _clip_and_check(
         self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any
     ) -> None:
-        norm = None
+        norm: Any = None
         if not (self._uses_deepspeed or tracks_metrics(module)):
             norm = clip_by_norm(module.parameters(), None)  # Lightning's clipping reports no norm
             metrics_of(module).add("train/grad_norm", norm)
@@ -160,8 +162,8 @@ class Numerics(Callback):
         norm = metrics_of(module).newest.pop("train/grad_norm", norm)
         if norm is None:  # a customised module that does not track it
             norm = clip_by_norm(module.parameters(), None)
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        _skip_step(optimizer, self._check_step(norm), scaler)
+        is_anomalous = self._check_step(norm)
+        _skip_step(optimizer, is_anomalous, getattr(trainer.precision_plugin, "scaler", None))
 
     def _check_step(self, norm: Tensor) -> Tensor:
         """Returns (): 1.0 where the step must be skipped. Starts the copy that the host reads."""

@@ -29,14 +29,16 @@ EVERY_S = 0.25  # about the time between two votes; a step may be much shorter
 class Preemption(Checkpoint):
     """Stops on SIGTERM or SIGUSR1 to any process of the run, and when the job's time is up.
 
-    It is a `Checkpoint`, because Lightning calls those last: all other callbacks have run for the step that is saved.
+    It is a `Checkpoint`, because Lightning calls those last, after all others have run.
 
-    A validation is interrupted, and repeated by the resumed run. Lightning's own signal handlers never run: they
-    broadcast or save inside the handler, which deadlocks unless every rank gets the signal in the same step.
+    A validation is interrupted, and repeated by the resumed run. Lightning's own signal handlers
+    never run: they broadcast or save inside the handler, which deadlocks unless every rank gets the
+    signal in the same step.
 
     Args:
-        max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with code 75. Leave time
-            for a step and a save before the scheduler's own limit. Same as `--trainer.max_time`. null: no limit.
+        max_time: Time of this job since its launch, as DD:HH:MM:SS; then it saves and exits with
+            code 75. Leave time for a step and a save before the scheduler's own limit. Same as
+            `--trainer.max_time`. null: no limit.
     """
 
     def __init__(self, max_time: str | timedelta | dict[str, int] | None = None) -> None:
@@ -44,7 +46,8 @@ class Preemption(Checkpoint):
         try:
             limit_s = Timer(max_time).time_remaining()
         except MisconfigurationException as error:
-            raise InputError(f"preemption.max_time {max_time!r} is not a time; give DD:HH:MM:SS") from error
+            sentence = f"preemption.max_time {max_time!r} is not a time; give DD:HH:MM:SS"
+            raise InputError(sentence) from error
         self._ends = float("inf") if limit_s is None else job_started() + limit_s
         self._restart_votes()
 
@@ -59,7 +62,7 @@ class Preemption(Checkpoint):
         stop_request.is_handled = True
         self._restart_votes()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if not accumulates(trainer):
             self._at_boundary(trainer)
 
@@ -77,8 +80,9 @@ class Preemption(Checkpoint):
         self._vote.close()
 
     def _restart_votes(self) -> None:
-        """Votes at the next boundary: training and validation have boundaries of different length."""
-        self._until_vote, self._since_vote, self._last_vote = 1, 0, time.monotonic()  # boundaries, boundaries, seconds
+        """Votes at the next boundary: steps of training and validation differ in length."""
+        self._until_vote, self._since_vote = 1, 0  # boundaries
+        self._last_vote = time.monotonic()
 
     def _at_boundary(self, trainer: L.Trainer) -> None:
         """Votes about every EVERY_S seconds. Every rank calls it equally often."""
@@ -87,7 +91,8 @@ class Preemption(Checkpoint):
         if self._until_vote > 0:
             return
         now = time.monotonic()
-        pace = round(self._since_vote * EVERY_S / max(now - self._last_vote, 1e-6))  # boundaries in EVERY_S
+        # Boundaries in EVERY_S:
+        pace = round(self._since_vote * EVERY_S / max(now - self._last_vote, 1e-6))
         reason, self._until_vote = self._vote.cast([self._reason(), min(pace, 100)])
         self._since_vote, self._last_vote = 0, now
         if reason:
@@ -98,24 +103,28 @@ class Preemption(Checkpoint):
 
     def _end(self, trainer: L.Trainer, reason: int) -> None:
         self._vote.close()
-        savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
-        saved = any(saver.save_now(trainer) for saver in savers)  # no saver with trainer.enable_checkpointing false
-        cause = f"preemption.max_time {self.max_time} is up" if reason == TIME_IS_UP else signal.Signals(reason).name
+        savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
+        saved = any(saver.save_now(trainer) for saver in savers)
+        cause = signal.Signals(reason).name
+        if reason == TIME_IS_UP:
+            cause = f"preemption.max_time {self.max_time} is up"
         raise Ended(
             Exit.REQUEUE,
-            f"{cause}: stopped {'and saved ' if saved else ''}after step {trainer.global_step}. The same command"
-            f" resumes from {'there' if saved else 'the newest checkpoint'}; without a scheduler that sets the run's"
-            f" name, set {RUN_ID}={os.environ.get(RUN_ID)}.",
+            f"{cause}: stopped {'and saved ' if saved else ''}after step {trainer.global_step}. The"
+            f" same command resumes from {'there' if saved else 'the newest checkpoint'}; without a"
+            " scheduler that sets the run's name, set"
+            f" {RUN_ID}={os.environ.get(RUN_ID)}.",
         )
 
 
 class Vote:
     """The maximum over all ranks of a few integers, with one vote of delay, so that no rank waits.
 
-    A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at least a step's time
-    to complete; every rank reads the same result at the same vote. If training's process group is on GPUs, the votes
-    use a gloo group of their own, whose creation is collective. On CPUs they share training's group, because each gloo
-    group wakes up a hundred times a second.
+    A vote starts an all-reduce on the CPU and returns the result of the vote before, which had at
+    least a step's time to complete; every rank reads the same result at the same vote. If
+    training's process group is on GPUs, the votes use a gloo group of their own, whose creation is
+    collective. On CPUs they share training's group, because each gloo group wakes up a hundred
+    times a second.
 
     Args:
         size: How many integers, of 64 bits.
@@ -129,16 +138,16 @@ class Vote:
         self._work: Any = None
 
     def cast(self, numbers: Sequence[int]) -> list[int]:
-        """Gives this rank's numbers; every rank must vote equally often.
+        """Votes with this rank's numbers; every rank must vote equally often.
 
         Returns:
             The maxima of the vote before; zeros at the first.
 
         Raises:
-            RuntimeError: a rank is lost.
+            RuntimeError: A rank is lost.
         """
         self._wait()
-        agreed = self._box.numpy().tolist()  # through NumPy, which the test that counts device reads ignores
+        agreed = self._box.numpy().tolist()  # NumPy: a test counts device reads by torch
         self._box = torch.tensor(numbers, dtype=torch.int64)
         if not self._is_alone:
             self._work = dist.all_reduce(self._box, dist.ReduceOp.MAX, self._group, async_op=True)

@@ -1,7 +1,7 @@
-"""Random state in checkpoints: a resumed run has the dropout that an uninterrupted run would have.
+"""Random state in checkpoints: a resumed run draws the same dropout as an uninterrupted run.
 
-Lightning saves no random state. Ranks' states may differ, and a checkpoint keeps one rank's dictionary, so all states
-are gathered into it.
+Lightning saves no random state. Ranks' states may differ, and a checkpoint has one dictionary, so
+all states are gathered into it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
 
 
 class RandomState(Callback):
-    """Saves and restores the state of torch's, CUDA's, Python's and NumPy's generators on every rank.
+    """Saves and restores the generators of torch, CUDA, Python and NumPy on every rank.
 
-    Training has its own stream, which continues after a validation as if there had been none, and across epochs. A run
-    that resumes on another number of ranks starts new streams, from the seed, the step and the data-parallel rank, and
-    prints a warning.
+    Validation and the start of an epoch do not change the random stream of training. A run that
+    resumes on another number of ranks starts new streams, from the seed, the step and the
+    data-parallel rank, and prints a warning.
     """
 
     def __init__(self) -> None:
-        self._state: Callable[[], dict[str, Any]] | None = None  # from when training last drew; None: the current state
+        # The state after training's last draw; None: the current state.
+        self._state: Callable[[], dict[str, Any]] | None = None
         self._restores = False  # before the next batch
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -44,14 +45,14 @@ class RandomState(Callback):
         # An epoch's loader draws a seed for its workers; after a resume it has done so before.
         self._restores = True
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if self._restores and self._state is not None:
             _set_state(self._state())
         self._state, self._restores = None, False
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         if validation_may_follow(trainer):
-            self._keep()  # validation draws next; keeping the state in each step would cost 25 µs
+            self._keep()  # validation draws next; in each step this would cost 25 µs
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._keep()
@@ -62,35 +63,37 @@ class RandomState(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._restores = True  # its loaders drew from the same generator before it started
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict) -> None:
         state = self._state or _get_state()
         checkpoint[KEY] = weights.from_all_ranks(state())
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict) -> None:
         states = checkpoint.get(KEY, [])
         if len(states) == trainer.world_size:
             own = states[trainer.global_rank]
             self._state, self._restores = lambda: own, True
         else:
             rank_zero_warn(
-                f"The checkpoint holds the random state of {len(states)} ranks and there are {trainer.world_size} now:"
-                " dropout and other draws use new states. Samples are not affected."
+                f"The checkpoint has the random state of {len(states)} ranks and there are"
+                f" {trainer.world_size} now: dropout and other draws use new states. The order of"
+                " samples is not affected."
             )
             torch.manual_seed(self._new_seed(trainer, checkpoint["global_step"]))
             self._state, self._restores = _get_state(), True
 
     @staticmethod
     def _new_seed(trainer: L.Trainer, step: int) -> int:
-        """Returns this rank's seed; ranks that share a batch (tensor parallelism) share the seed."""
+        """Returns this rank's seed; tensor-parallel ranks, which share a batch, share it."""
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
         sequence = np.random.SeedSequence([torch.initial_seed(), step, sampler["rank"]])
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
 def _get_state() -> Callable[[], dict[str, Any]]:
-    """Copies the current state in microseconds; the result converts it to the plain types of a checkpoint."""
+    """Copies the current state in microseconds; the result converts it to plain types."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=False))
+    numpy = np.random.get_state(legacy=False)
+    return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), numpy)
 
 
 def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Writes a run's configuration, environment and facts into its folder and to its loggers, before the first step.
+"""Writes a run's configuration, environment and facts into its folder, before the first step.
 
-`facts.json` holds what stays constant in a training: model, data, machine. Diagnosis and report calculate with it.
+`facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..model.any_module import own
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
-from ..observe.history.run import CONFIG, DEFAULTS, FACTS, without_folder
+from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_folder
 from ..observe.loggers.tensorboard import TensorBoard
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
@@ -31,7 +31,7 @@ from ..text.look import look
 
 
 class Record(Callback):
-    """Writes the resolved configuration, the environment and the facts, also as every logger's hyperparameters.
+    """Writes the resolved configuration, the environment and the facts, to files and loggers.
 
     The environment has the git commit and the launch command. A resumed run keeps the earlier
     files, numbered.
@@ -51,14 +51,15 @@ class Record(Callback):
         write_facts(self.folder, trainer, pl_module)
         if not trainer.is_global_zero:
             return
-        config = without_folder(str(self.folder), self.config)  # to run it again under another name
+        config = without_folder(str(self.folder), self.config)  # to run it again with another name
+        env = environment()
+        text = yaml.safe_dump(config, sort_keys=False)
         write_atomically(self.folder / DEFAULTS, self.defaults())
-        write_atomically(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False), keep_earlier=True)
-        write_atomically(self.folder / "environment.json", json.dumps(environment(), indent=2), keep_earlier=True)
-        written = {name: self.folder / f"{name}.json" for name in ("environment", "facts")}
-        parts = {name: json.loads(path.read_text("utf-8")) for name, path in written.items() if path.exists()}
+        write_atomically(self.folder / CONFIG, text, keep_earlier=True)
+        write_atomically(self.folder / ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True)
+        facts = json.loads((self.folder / FACTS).read_text("utf-8"))
         for logger in trainer.loggers:
-            logger.log_hyperparams(self.config | parts)
+            logger.log_hyperparams(self.config | {"environment": env, "facts": facts})
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for logger in trainer.loggers:
@@ -67,9 +68,9 @@ class Record(Callback):
 
 
 def write_facts(folder: Path, trainer: Any, module: Any) -> None:
-    """Writes `facts.json` on rank 0, when the model is on its device; a resumed run keeps earlier ones, numbered.
+    """Writes `facts.json` on rank 0, when the model is on its device. Collective.
 
-    Unknown values are null: a custom model or datamodule may lack what is read here. Collective.
+    Unknown values are null: a custom model or datamodule may lack what is read here.
     """
     hosts = weights.from_all_ranks(platform.node())
     if not trainer.is_global_zero:
@@ -77,10 +78,14 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     model, balancer = getattr(module, "model", module), own(module, "balancer", Balancer)
     data, size = trainer.datamodule, Size.of(model)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
+    balance = {}
+    if balancer:
+        balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
+    counts = ("total", "trainable", "active", "embedding")
     facts = {
-        "parameters": {name: getattr(size, name) for name in ("total", "trainable", "active", "embedding")},
+        "parameters": {name: getattr(size, name) for name in counts},
         "model": _model(model, size),
-        "balance": {name: getattr(balancer, name) for name in ("has_bias", "aux_loss_coef")} if balancer else {},
+        "balance": balance,
         "data": _data(data),
         "machine": _machine(trainer, hosts),
         "training": _training(trainer, module) | {"flops_per_token": flops},
@@ -105,19 +110,25 @@ def _model(model: Any, size: Size) -> dict[str, Any]:
 
 
 def _data(data: Any) -> dict[str, Any]:
-    names = ("seq_len", "global_batch_size", "micro_batch_size", "accumulation", "unigram_bits_per_byte")
-    facts = {name: getattr(data, name, None) for name in names}
+    sizes = ("seq_len", "global_batch_size", "micro_batch_size", "accumulation")
+    facts: dict[str, Any] = {name: getattr(data, name, None) for name in sizes}
+    facts["unigram_bits_per_byte"] = getattr(data, "unigram_bits_per_byte", None)
+    facts["tokens_per_step"] = None
+    if facts["global_batch_size"] and facts["seq_len"]:
+        facts["tokens_per_step"] = facts["global_batch_size"] * facts["seq_len"]
     corpus = getattr(data, "corpus", None)
-    splits = {f"{split}_tokens": corpus and corpus.num_tokens(split) for split in ("train", "validation", "test")}
-    tokens = facts["global_batch_size"] and facts["seq_len"] and facts["global_batch_size"] * facts["seq_len"]
-    return facts | {"tokens_per_step": tokens} | splits | (look(data) if corpus else {})
+    for split in ("train", "validation", "test"):
+        facts[f"{split}_tokens"] = corpus and corpus.num_tokens(split)
+    return facts | (look(data) if corpus else {})
 
 
 def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
     device = trainer.strategy.root_device
     is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else device.type
-    memory = torch.cuda.get_device_properties(device).total_memory if is_cuda else memory_limit()
+    name, memory = device.type, memory_limit()
+    if is_cuda:
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
     tflops, source = peak(name, str(trainer.precision)) or (None, None)
     return {
         "world_size": trainer.world_size,
@@ -133,14 +144,13 @@ def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
 
 def _training(trainer: L.Trainer, module: Any) -> dict[str, Any]:
     blocks, optim = own(module, "blocks", BlockConfig), own(module, "optim", OptimConfig)
-    trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    steps = trainer.estimated_stepping_batches
     return {
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
-        "max_steps": int(steps) if (steps := trainer.estimated_stepping_batches) != float("inf") else None,
+        "max_steps": int(steps) if steps != float("inf") else None,
         "clip": trainer.gradient_clip_val,
         "learning_rate": getattr(optim, "learning_rate", None),
         "compiled": getattr(blocks, "compile", None),
         "checkpointing": getattr(blocks, "checkpointing", None),
-        "trainable_names_sample": trainable[:8],
     }

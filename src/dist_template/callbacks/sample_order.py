@@ -1,4 +1,4 @@
-"""An exact order of samples for plain DataLoaders: over any number of ranks, and after a stop at any step."""
+"""An exact order of samples for plain DataLoaders, on any number of ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from ..project import has_command_line
 from ..text.order import ConsumedSamples, GlobalOrder, Jump
 
 KEPT = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator", "prefetch_factor",
-    "persistent_workers",
+    "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator",
+    "prefetch_factor", "persistent_workers",
 )  # fmt: skip
 
 
 class SampleOrder(Callback):
-    """Gives the plain DataLoaders of a datamodule or module an order that follows from a seed and a position.
+    """Makes the order of plain DataLoaders a function of a seed and a position.
 
-    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each optimizer step,
-    shuffled anew for each epoch where the loader shuffles: the same samples on any number of ranks, and the next ones
-    after a resume. What fills no step at an epoch's end comes first in the next epoch. Validation and test are
-    distributed over the ranks.
+    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each
+    optimizer step, shuffled anew for each epoch if the loader shuffles: the same samples on any
+    number of ranks, and the next ones after a resume. Samples that fill no step at an epoch's end
+    come first in the next epoch. Validation and test are distributed over the ranks.
 
-    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's StatefulDataLoader,
-    whose state Lightning saves itself) stays as it is; datamodules with an order of their own are left alone.
+    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's
+    StatefulDataLoader, whose state Lightning saves itself) is not changed, nor is a datamodule
+    with its own order.
     """
 
     def __init__(self) -> None:
-        self.global_batch_size = 0  # 0: not known, or a loader that stays as it is
+        self.global_batch_size = 0  # 0: not known, or the loader is not changed
         self._consumed: ConsumedSamples | None = None
         self._loaded: dict[str, Any] = {}
         self._wrapped: list[tuple[Any, str]] = []
@@ -50,16 +51,18 @@ class SampleOrder(Callback):
         if owns_order(trainer.datamodule):
             return
         make_fit_resumable(trainer)
-        dealt = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        self._rank, self._num_ranks = dealt["rank"], dealt["num_replicas"]
+        shard = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        self._rank, self._num_ranks = shard.get("rank", 0), shard.get("num_replicas", 1)
         if stage == "fit":
             self._consumed = None
-            if has_command_line() and isinstance(trainer.val_check_interval, int):  # optimizer steps, as of PackedText
+            if has_command_line() and isinstance(trainer.val_check_interval, int):
+                # The command line counts optimizer steps, Lightning batches.
                 trainer.val_check_interval *= trainer.accumulate_grad_batches
         owner: Any = trainer.datamodule or pl_module
         kind = L.LightningDataModule if trainer.datamodule else L.LightningModule
-        for name, order in {"train": self._train, "val": self._evaluation, "test": self._evaluation}.items():
-            name += "_dataloader"
+        orders = {"train": self._train, "val": self._evaluation, "test": self._evaluation}
+        for stage_name, order in orders.items():
+            name = f"{stage_name}_dataloader"
             if is_overridden(name, owner, kind) and name not in vars(owner):
                 setattr(owner, name, _then(getattr(owner, name), order))
                 self._wrapped.append((owner, name))
@@ -70,28 +73,34 @@ class SampleOrder(Callback):
         self._wrapped = []
 
     def _train(self, loader: Any) -> Any:
-        if not _is_plain(loader, RandomSampler, SequentialSampler) or self._trainer.overfit_batches:
-            if not hasattr(loader, "load_state_dict") and not self._trainer.overfit_batches:
+        overfits = self._trainer.overfit_batches
+        if overfits or not _is_plain(loader, RandomSampler, SequentialSampler):
+            if not overfits and not hasattr(loader, "load_state_dict"):
                 rank_zero_warn(
-                    f"{type(loader).__name__}: its order is its own; a resumed epoch starts again at its first batch"
+                    f"the order of {type(loader).__name__} is its own; a resumed epoch starts again"
+                    " at its first batch"
                 )
             return loader
+        accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
-        self.global_batch_size = per_batch * self._trainer.accumulate_grad_batches
+        self.global_batch_size = per_batch * accumulation
         num = len(loader.dataset)
         if num < self.global_batch_size:
             raise InputError(
-                f"the training set has {num} samples, and an optimizer step takes {self.global_batch_size}: batch_size"
-                f" {loader.batch_size} x data_parallel {self._num_ranks} x trainer.accumulate_grad_batches"
-                f" {self._trainer.accumulate_grad_batches}; lower one of them"
+                f"the training set has {num} samples, and an optimizer step takes"
+                f" {self.global_batch_size}: batch_size {loader.batch_size} x data_parallel"
+                f" {self._num_ranks} x trainer.accumulate_grad_batches {accumulation}; lower one of"
+                " them"
             )
         if self._consumed is None:
-            self._consumed = ConsumedSamples.attach(self._trainer, self.global_batch_size, per_batch)
+            size = self.global_batch_size
+            self._consumed = ConsumedSamples.attach(self._trainer, size, per_batch)
             self._consumed.load(self._loaded)
-        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")  # this one is
+        # This one is resumable:
+        warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         order = GlobalOrder(
-            num, self.global_batch_size, loader.batch_size, self._rank, self._num_ranks, _seed_of(loader),
-            consumed=lambda: self.consumed_samples, jumps=lambda: self.jumps,
+            num, self.global_batch_size, loader.batch_size, self._rank, self._num_ranks,
+            _seed_of(loader), consumed=lambda: self.consumed_samples, jumps=lambda: self.jumps,
         )  # fmt: skip
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
 
@@ -103,7 +112,7 @@ class SampleOrder(Callback):
         sampler = DistributedSampler(loader.dataset, self._num_ranks, self._rank, shuffle=False)
         return _like(loader, sampler, drop_last=loader.drop_last)
 
-    # ---- the stream of samples, as PackedText has it ------------------------------------------------------------
+    # ---- the stream of samples, as PackedText has it ---------------------------------------------
 
     @property
     def consumed_samples(self) -> int:
@@ -127,7 +136,7 @@ class SampleOrder(Callback):
 
 
 class _Resumable(DistributedSampler):
-    """The indices of a `GlobalOrder`, one by one; Lightning leaves a DistributedSampler where it is."""
+    """Yields the indices of a `GlobalOrder`; Lightning does not replace a DistributedSampler."""
 
     def __init__(self, dataset: Any, order: GlobalOrder) -> None:
         super().__init__(dataset, order.world_size, order.rank, shuffle=False)
@@ -142,21 +151,23 @@ class _Resumable(DistributedSampler):
 
 
 class _Deferred(DataLoader):
-    """Starts reading when the first batch is wanted: Lightning makes the iterator before it loads the checkpoint."""
+    """Starts reading at the first batch: Lightning loads the checkpoint after `iter`."""
 
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         yield from super().__iter__()
 
 
 def _is_plain(loader: Any, *samplers: type) -> bool:
-    """Returns whether torch's own DataLoader reads each sample of a map-style dataset once, in one of these orders."""
-    if type(loader) is not DataLoader or loader.batch_size is None or type(loader.sampler) not in samplers:
+    """Returns whether it is torch's DataLoader with one of these samplers, over all samples."""
+    if type(loader) is not DataLoader or loader.batch_size is None:
         return False
-    return hasattr(loader.dataset, "__getitem__") and len(loader.sampler) == len(loader.dataset)
+    if type(loader.sampler) not in samplers or not hasattr(loader.dataset, "__getitem__"):
+        return False
+    return len(loader.sampler) == len(loader.dataset)
 
 
 def _seed_of(loader: DataLoader) -> int | None:
-    """Returns the seed of the shuffles, equal on all ranks; None for a loader that does not shuffle."""
+    """Returns the seed of the shuffles, equal on all ranks; None if the loader does not shuffle."""
     if isinstance(loader.sampler, SequentialSampler):
         return None
     generator = loader.generator

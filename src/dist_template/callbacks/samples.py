@@ -14,7 +14,7 @@ from .console import only_shows
 
 
 class Samples(Callback):
-    """Continues the first of `data.prompts` and appends the text to `samples.txt` in the run's folder.
+    """Continues the first of `data.prompts` and appends the text to `samples.txt`.
 
     Every rank generates, because a sharded model needs all ranks; rank 0 writes.
 
@@ -28,8 +28,9 @@ class Samples(Callback):
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
-        prompts = getattr(data, "prompts", [])  # of text alone
-        if trainer.sanity_checking or not self.folder or not prompts or not hasattr(pl_module, "generate"):
+        prompts = getattr(data, "prompts", [])  # only datamodules of text have some
+        can_generate = prompts and hasattr(pl_module, "generate")
+        if trainer.sanity_checking or not self.folder or not can_generate:
             return
         prompt, tokenizer = prompts[0], data.text_tokenizer
         ids = torch.tensor([tokenizer.encode(prompt)], device=pl_module.device)

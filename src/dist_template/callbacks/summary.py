@@ -55,7 +55,7 @@ class Summary(Callback):
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Prints how to resume, if there is a checkpoint, and writes the report; the error is printed elsewhere."""
+        """Prints how to resume, if there is a checkpoint, and writes the report."""
         if trainer.state.fn != "fit" or isinstance(exception, InputError):
             return
         if not isinstance(exception, Ended):
@@ -64,28 +64,30 @@ class Summary(Callback):
 
     def _print_how_to_resume(self, trainer: Any) -> None:
         if _has_checkpoint(trainer):
-            print(f"\nstopped after step {trainer.global_step}; run folder: {self.folder}", flush=True)
+            print(f"\nstopped after step {trainer.global_step}; run folder: {self.folder}")
             if not _is_launched(trainer):
-                print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last", flush=True)
+                print(f"resume from the last checkpoint:  {_command('fit')} --ckpt_path last")
+            sys.stdout.flush()
 
     @rank_zero_only
     @only_shows
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Prints the end of a finished run, on rank 0."""
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
-        last = results_of(trainer, pl_module)
         print(f"\nfinished after step {trainer.global_step}")
-        for name, value in last.items():
+        for name, value in results_of(trainer, pl_module).items():
             first = f"{figure(self.first[name])} at the start -> " if name in self.first else ""
+            unigram = getattr(data, "unigram_bits_per_byte", None)
             baseline = ""
-            if name == "eval/bits_per_byte" and getattr(data, "unigram_bits_per_byte", None):
-                baseline = f"   (a unigram model of the same tokens: {data.unigram_bits_per_byte:.4f})"
+            if name == "eval/bits_per_byte" and unigram:
+                baseline = f"   (a unigram model of the same tokens: {unigram:.4f})"
             print(f"  {name:<22}{first}{figure(value)}{baseline}")
         samples = self.folder / "samples.txt"
         if samples.exists():
+            newest = samples.read_text(encoding="utf-8").rsplit("--- step ", 1)[-1]
             print("generated sample:")
-            newest = samples.read_text(encoding="utf-8").rsplit("--- step ", 1)[-1].split("\n", 1)[-1]
-            print("\n".join("  | " + line for line in newest.rstrip().splitlines()))
+            for line in newest.rstrip().splitlines()[1:]:
+                print(f"  | {line}")
         if seconds := goodput.read(self.folder):
             print(f"goodput           {goodput.describe(seconds)}")
         print(f"run folder        {self.folder}")
@@ -113,7 +115,7 @@ class Summary(Callback):
             yield f"continue training {again} --ckpt_path last --trainer.{limit} {2 * max(1, now)}"
 
     def _report(self, trainer: Any) -> list[Finding]:
-        """Writes the report and returns its findings. A failure is printed in one line, and hides no other error."""
+        """Writes the report and returns its findings; a failure is printed in one line."""
         if not self.reports or not (self.folder / "config.yaml").exists():
             return []
         try:
@@ -132,17 +134,18 @@ class Summary(Callback):
 
 
 def _has_checkpoint(trainer: Any) -> bool:
-    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, LastCheckpoint)]
+    savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
     return any(commit.newest(saver.folder) for saver in savers)
 
 
 def _is_launched(trainer: Any) -> bool:
-    """Returns whether an external launcher started the processes, with a command of its own."""
+    """Returns whether an external launcher, which has its own command, started the processes."""
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     return environment is not None and environment.creates_processes_externally
 
 
 def _command(verb: str, but: str = "--ckpt_path") -> str:
-    """Returns this command line with another verb, without the checkpoint and without the flag `but`."""
+    """Returns this command line with another verb, without the checkpoint and the flag `but`."""
     python = "python" if shutil.which("python") == sys.executable else sys.executable
-    return shlex.join([python, "-m", program_name(), verb, *without(sys.argv[2:], "--ckpt_path", but)])
+    flags = without(sys.argv[2:], "--ckpt_path", but)
+    return shlex.join([python, "-m", program_name(), verb, *flags])

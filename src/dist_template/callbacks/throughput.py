@@ -19,67 +19,68 @@ OWN = "rank/own_step_s"  # of each rank, sent to all
 
 
 class Throughput(Callback):
-    """Logs perf/* of all ranks and per device, train/tokens or train/samples, and rank/* with several ranks.
+    """Logs perf/*, train/tokens or train/samples, and with several ranks rank/*.
 
-    The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
-    device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
+    The time between two log steps is exact on any device, because a log step ends in a transfer
+    that waits for the device. Validation and checkpoints are excluded from it, with the wait for
+    the batch after them.
 
-    rank/* compares each rank's own time for a step: waiting for its loader, then forward, before gradients are reduced.
-    On a GPU, CUDA events measure forward. If forward contains collectives (FSDP, tensor and expert parallelism,
-    ZeRO-3), ranks wait for each other in it and look alike: then the loader's part shows a slow host, and gpu/throttled
-    a slow GPU.
+    rank/* compares each rank's own time for a step: waiting for its loader, then forward, before
+    gradients are reduced. On a GPU, CUDA events measure forward. If forward contains collectives
+    (FSDP, tensor and expert parallelism, ZeRO-3), ranks wait for each other in it and look alike:
+    then the loader's part shows a slow host, and gpu/throttled a slow GPU.
     """
 
     def __init__(self) -> None:
         self._window_s = self._wait_s = self._own_wait_s = 0.0
         self._window_step = 0
-        self._last_end: float | None = None  # of the batch before; None: not training came between
+        self._last_end: float | None = None  # of the batch before; None after a validation or save
         self._flops: float | None = None  # per token
         self._seq_len: int | None = None  # None: samples are not sequences
         self._peak_tflops: float | None = None
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         device = pl_module.device
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
-        self._seq_len = getattr(trainer.datamodule, "seq_len", None)  # ty: ignore[missing-attribute]
+        self._seq_len = getattr(trainer.datamodule, "seq_len", None)
         if self._seq_len:
-            self._flops = Size.of(getattr(pl_module, "model", pl_module)).flops_per_token(self._seq_len)
+            size = Size.of(getattr(pl_module, "model", pl_module))
+            self._flops = size.flops_per_token(self._seq_len)
         self._peak_tflops = peak_of(device, str(trainer.precision))
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
         now = time.perf_counter()
         if self._last_end is None:
             self._last_end = now
         self._wait_s += now - self._last_end
-        # After its own loader a rank waits for the others, to sum token counts: that is not its own time.
-        fetched = getattr(trainer.datamodule, "fetched_s", now)  # ty: ignore[missing-attribute]
+        # Then the rank waits for the others, to sum token counts: that is not its own time.
+        fetched = getattr(trainer.datamodule, "fetched_s", now)
         self._own_wait_s += max(0.0, fetched - self._last_end)
         self._forward.start()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         self._forward.stop()
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         now = time.perf_counter()
         self._window_s += now - (self._last_end or now)
         self._last_end = now
 
     def before_log_step(self, trainer: Any, module: Any) -> None:
         metrics, steps = metrics_of(module), trainer.global_step - self._window_step
-        figures = {
-            "perf/step_s": self._window_s / steps,
-            "perf/data_wait_share": self._wait_s / self._window_s,
-        }
+        metrics.put("perf/step_s", self._window_s / steps)
+        metrics.put("perf/data_wait_share", self._wait_s / self._window_s)
         if samples := samples_of(trainer):
-            figures |= self._of_samples(steps * samples.global_batch_size / self._window_s, trainer.world_size)
-            unit = self._seq_len or 1
-            figures[f"train/{'tokens' if self._seq_len else 'samples'}"] = (
-                trainer.global_step * samples.global_batch_size * unit
-            )
-        for name, value in figures.items():
-            metrics.put(name, value)
+            per_s = steps * samples.global_batch_size / self._window_s
+            for name, value in self._of_samples(per_s, trainer.world_size).items():
+                metrics.put(name, value)
+            total = trainer.global_step * samples.global_batch_size
+            if self._seq_len:
+                metrics.put("train/tokens", total * self._seq_len)
+            else:
+                metrics.put("train/samples", total)
         if trainer.world_size > 1:
             forward_s = self._forward.mean_s() * trainer.accumulate_grad_batches
             metrics.put_of_rank(OWN, self._own_wait_s / steps + forward_s)
@@ -88,13 +89,16 @@ class Throughput(Callback):
 
     def _of_samples(self, samples_per_s: float, world_size: int) -> dict[str, float]:
         figures = {"perf/samples_per_s": samples_per_s}
-        if self._seq_len:
-            figures["perf/tokens_per_s"] = samples_per_s * self._seq_len
-            figures["perf/tokens_per_s_per_device"] = figures["perf/tokens_per_s"] / world_size
+        if not self._seq_len:
+            return figures
+        tokens_per_s = samples_per_s * self._seq_len
+        figures["perf/tokens_per_s"] = tokens_per_s
+        figures["perf/tokens_per_s_per_device"] = tokens_per_s / world_size
         if self._flops:
-            figures["perf/model_tflops"] = figures["perf/tokens_per_s_per_device"] * self._flops / 1e12
+            tflops = tokens_per_s / world_size * self._flops / 1e12
+            figures["perf/model_tflops"] = tflops
             if self._peak_tflops:
-                figures["perf/mfu"] = figures["perf/model_tflops"] / self._peak_tflops
+                figures["perf/mfu"] = tflops / self._peak_tflops
         return figures
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
@@ -105,11 +109,10 @@ class Throughput(Callback):
             metrics["rank/slowest"] = own.index(slowest)
             metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, *_: Any, **__: Any) -> None:
         self._last_end = None
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict) -> None:
-        self._last_end = None
+    on_save_checkpoint = on_validation_end
 
 
 def peak_of(device: torch.device, precision: str) -> float | None:
@@ -135,10 +138,14 @@ class ForwardClock:
             self._started = None
 
     def mean_s(self) -> float:
-        """Returns the mean of the finished passes (NaN: none); a GPU's unfinished ones count the next time."""
-        done = [one for one in self._passes if not self._in_stream or one[1].query()]
+        """Returns the mean of the finished passes; NaN if there is none."""
+        if self._in_stream:  # unfinished ones count the next time
+            done = [each for each in self._passes if each[1].query()]
+            seconds = [start.elapsed_time(end) / 1e3 for start, end in done]
+        else:
+            done = self._passes
+            seconds = [end - start for start, end in done]
         self._passes = self._passes[len(done) :]
-        seconds = [start.elapsed_time(end) / 1e3 if self._in_stream else end - start for start, end in done]
         return statistics.fmean(seconds) if seconds else math.nan
 
     def _now(self) -> Any:

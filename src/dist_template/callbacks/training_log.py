@@ -1,4 +1,4 @@
-"""Writes training metrics at log steps: one collective, one device transfer, one call per logger."""
+"""Writes metrics at log steps: one collective, one device transfer, one call per logger."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def logs(trainer: Any, step: int) -> bool:
 class TrainingLog(Callback):
     """Writes the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
-    Callbacks with metrics define two hooks, which are called on every rank at log steps only. `before_log_step(trainer,
-    module)` puts measurements into `metrics_of(module)`. `on_log_step(trainer, module, metrics)` of callbacks before
-    this one adds to `metrics` what follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this
-    one it shows the metrics or reacts to them.
+    Callbacks with metrics define two hooks, which are called on every rank at log steps only.
+    `before_log_step(trainer, module)` puts measurements into `metrics_of(module)`.
+    `on_log_step(trainer, module, metrics)` of callbacks before this one adds to `metrics` what
+    follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this one it shows
+    the metrics or reacts to them.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -35,15 +36,16 @@ class TrainingLog(Callback):
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if not tracks_metrics(pl_module):  # Lightning has divided it by the accumulation
-            metrics_of(pl_module).add("train/loss", loss.detach() * trainer.accumulate_grad_batches)
+            loss = loss.detach() * trainer.accumulate_grad_batches
+            metrics_of(pl_module).add("train/loss", loss)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         if accumulates(trainer) or not logs(trainer, trainer.global_step):
             return
-        callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
+        callbacks, buffer = trainer.callbacks, metrics_of(pl_module)
         _call(callbacks, "before_log_step", trainer, pl_module)
-        buffer = metrics_of(pl_module)
-        metrics = buffer.read(_sum_over_ranks, pl_module.device, trainer.global_rank, trainer.world_size)
+        rank, ranks = trainer.global_rank, trainer.world_size
+        metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks)
         if tracks_metrics(pl_module):
             pl_module.derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
@@ -69,25 +71,27 @@ def _call(callbacks: list[Any], hook: str, *args: Any) -> None:
 
 
 class Inputs(Callback):
-    """Logs data/counted_share, the share of labels that count, and data/distinct_token_share, the number of distinct
-    tokens in a micro-batch over the largest possible number (its size, or the vocabulary's).
+    """Logs the share of labels that count, and the share of possible tokens in a micro-batch.
 
-    Reads the micro-batches of log steps on the device, and costs nothing in other steps. A custom batch without
-    `labels` or `input_ids` has no such metric.
+    data/distinct_token_share is the number of distinct tokens over the largest possible number (the
+    micro-batch's size, or the vocabulary's). The micro-batches of log steps are read on the device.
+    A custom batch without `labels` or `input_ids` has no such metric.
     """
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if not isinstance(batch, dict) or not logs(trainer, trainer.global_step + 1):
             return
         if isinstance(labels := batch.get("labels"), Tensor):
             metrics_of(pl_module).add("data/counted_share", (labels != NOT_COUNTED).float().mean())
-        size = getattr(trainer.datamodule, "vocab_size", 0)  # ty: ignore[missing-attribute]
+        size = getattr(trainer.datamodule, "vocab_size", 0)
         if size and isinstance(tokens := batch.get("input_ids"), Tensor):
             share = distinct(tokens, size).sum() / min(size, tokens.numel())
             metrics_of(pl_module).add("data/distinct_token_share", share)
 
 
 def distinct(tokens: Tensor, vocab_size: int) -> Tensor:
-    """Returns (vocab_size,): 1.0 for each token in `tokens`. torch.unique would wait for the device."""
+    """Returns (vocab_size,): 1.0 for each token in `tokens`, without torch.unique's device sync."""
     found = torch.zeros(vocab_size, device=tokens.device)
     return found.index_fill_(0, tokens.reshape(-1).clamp(0, vocab_size - 1), 1.0)

@@ -1,4 +1,4 @@
-"""Reports training's progress to `cluster/watchdog.py`, and sets the timeout of every process group."""
+"""Reports progress to `cluster/watchdog.py`, and sets the timeout of every process group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from ..compat.torch import limit_collectives, process_groups
 from ..errors import check_least
 from ..project import has_command_line
 
-LATER_S = 60.0  # a collective times out so much later than the watchdog, which can name the stalled rank
+LATER_S = 60.0  # collectives time out later than the watchdog, which can name the stalled rank
 
 
 class Watchdog(Callback):
     """Ends a training that hangs, with the stacks of all threads and the name of the stalled rank.
 
-    Progress is a batch of training or validation, its forward or backward pass, and the start of a checkpoint. If one
-    of these takes longer, for example writing a very large checkpoint, raise the limit.
+    Progress is a batch of training or validation, its forward or backward pass, and the start of a
+    checkpoint. If one of these takes longer, for example writing a very large checkpoint, raise the
+    limit.
 
     Args:
         timeout_s: Seconds without progress after which all ranks exit with code 71. 0 turns it off.
-        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0 turns it off.
+        start_timeout_s: The same from the process's start to the end of the first optimizer step. 0
+            turns it off.
     """
 
     def __init__(self, timeout_s: float = 600.0, start_timeout_s: float = 1800.0) -> None:
@@ -48,8 +50,9 @@ class Watchdog(Callback):
 
     def _position(self, trainer: L.Trainer, phase: str) -> str:
         """Describes where training is; called from the watchdog's thread."""
-        if trainer.sanity_checking or trainer.validating or trainer.testing or trainer.predicting:
-            return f"validation at step {trainer.global_step}, batch {self._eval_batch + 1}, {phase}"
+        if trainer.evaluating or trainer.sanity_checking or trainer.predicting:
+            batch = f"batch {self._eval_batch + 1}"
+            return f"validation at step {trainer.global_step}, {batch}, {phase}"
         step, batch, fetches = self._step, self._batch, phase == "in its data loader"
         if step < 0 and not fetches:
             return f"start-up, {phase}"
@@ -57,20 +60,23 @@ class Watchdog(Callback):
             step, batch = trainer.global_step + 1, batch + 1
         return f"step {step}, micro-batch {batch % trainer.accumulate_grad_batches + 1}, {phase}"
 
-    # ---- progress ----------------------------------------------------------------------------------------------------
+    # ---- progress --------------------------------------------------------------------------------
 
     def _beat(self, *args: Any, **kwargs: Any) -> None:
         WATCHDOG.beat()
 
     on_before_backward = on_after_backward = on_before_optimizer_step = _beat
-    on_save_checkpoint = on_load_checkpoint = on_validation_end = on_test_end = on_predict_end = _beat
+    on_save_checkpoint = on_load_checkpoint = _beat
+    on_validation_end = on_test_end = on_predict_end = _beat
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         WATCHDOG.beat()
-        if WATCHDOG.is_exiting:  # the error is a consequence: the watchdog reports the cause and sets the exit code
+        if WATCHDOG.is_exiting:  # this error is a consequence; the watchdog reports the cause
             time.sleep(10)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._step, self._batch = trainer.global_step + 1, batch_idx
         WATCHDOG.beat()
 
@@ -80,7 +86,7 @@ class Watchdog(Callback):
             self._started(trainer)
 
     def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._eval_batch = batch_idx
         WATCHDOG.beat()
@@ -94,7 +100,7 @@ class Watchdog(Callback):
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    # ---- limits ------------------------------------------------------------------------------------------------------
+    # ---- limits ----------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if not has_command_line():  # a Trainer of one's own: nothing has started it
@@ -121,14 +127,16 @@ class Watchdog(Callback):
             WATCHDOG.stop()
 
     def _limit_groups(self, trainer: L.Trainer, limit_s: float) -> None:
-        """Sets the timeout of all process groups. torch applies one to the first, and half an hour to later ones.
+        """Sets the timeout of all process groups; torch's own applies to the first one only.
 
-        A `timeout` of the strategy other than Lightning's default has priority; else the watchdog's and LATER_S.
+        A `timeout` of the strategy other than Lightning's default has priority.
         """
         if not dist.is_initialized():
             return
         asked = timeout_of(trainer.strategy)
-        limit = timedelta(seconds=limit_s + LATER_S) if asked == default_pg_timeout and limit_s else asked
+        limit = asked
+        if asked == default_pg_timeout and limit_s:
+            limit = timedelta(seconds=limit_s + LATER_S)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend other than gloo and NCCL has no timeout
             for group in process_groups():

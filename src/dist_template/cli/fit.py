@@ -23,7 +23,6 @@ from ..callbacks.garbage import Garbage
 from ..callbacks.record import Record
 from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
-from ..callbacks.unused_parameters import UnusedParameters
 from ..checkpoint.resume import use_every_format
 from ..cluster import subprocess_launcher
 from ..cluster.messages import MESSAGES
@@ -204,7 +203,7 @@ class CLI(OpenCLI):
         self.summary = Summary(self.run, reports)
         plain = redacted(json.loads(json.dumps(self.resolved_config(), default=str)))
         record = Record(self.run, plain, self._defaults)
-        trainer.callbacks += [record, Garbage(), UnusedParameters(), self.summary]  # ty: ignore[missing-attribute]
+        trainer.callbacks += [record, Garbage(), self.summary]  # ty: ignore[missing-attribute]
         trainer.callbacks.insert(0, Crash(self.run))  # ty: ignore[missing-attribute]
         if not any_module.owns_order(self.datamodule):
             trainer.callbacks.insert(0, SampleOrder())  # ty: ignore[missing-attribute]

@@ -14,8 +14,7 @@ from . import goodput
 from .metrics import FILE, Metrics, read_lines, read_metrics
 
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
-DEFAULTS = "defaults.yaml"
-
+DEFAULTS, ENVIRONMENT = "defaults.yaml", "environment.json"
 CONFIG = "config.yaml"
 OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
@@ -76,11 +75,11 @@ def read_run(folder: Path, limit: int = 0) -> History:
         )
     history = History(
         folder=folder,
-        config=_read(folder / "config.yaml", yaml.safe_load),
+        config=_read(folder / CONFIG, yaml.safe_load),
         defaults=_read(folder / DEFAULTS, yaml.safe_load),
         facts=_read(folder / FACTS, json.loads),
         metrics=read_metrics(folder, limit),
-        environment=_read(folder / "environment.json", json.loads),
+        environment=_read(folder / ENVIRONMENT, json.loads),
     )
     look_again(history)
     return history
