@@ -28,7 +28,7 @@ from torch import Tensor
 from ..compat.lightning import accumulates
 from ..compat.torch import loss_scale
 from ..errors import Ended, Exit, check_least
-from ..layout import clip_by_norm
+from ..layout import total_norm
 from ..model.any_module import metrics_of, samples_of, tracks_metrics
 from ..observe.diagnosis.robust import MAD_TO_SIGMA
 from ..project import in_run
@@ -52,13 +52,11 @@ class Numerics(Callback):
             skip (continue with the next batch), roll_back.
         on_spike: Reaction to a loss spike: off (spikes are not detected), or one of the above.
         spike_window: Number of recent steps whose losses give the usual loss.
-        spike_sigmas: A loss this many robust standard deviations above the window's median is a
-            spike.
+        spike_sigmas: Robust standard deviations above the window's median that make a spike.
         patience: Number of consecutive anomalous steps after which `skip` stops training. Overflows
             of the fp16 loss scaler, which skips such steps itself, are an incident only after so
             many in a row: by then the initial scale of 2**16 has been halved to 1.
-        jump_steps: Steps of samples that a rollback skips, starting with the anomalous one. PaLM
-            skipped 200 to 500.
+        jump_steps: Steps of samples that a rollback skips, from the anomalous one on (PaLM: 200).
         max_roll_backs: Rollbacks to the same checkpoint; one more stops training.
         folder: The folder of `incidents.jsonl` and `jumps.json`.
     """
@@ -154,14 +152,15 @@ class Numerics(Callback):
     ) -> None:
         norm: Any = None
         if not (self._uses_deepspeed or tracks_metrics(module)):
-            norm = clip_by_norm(module.parameters(), None)  # Lightning's clipping reports no norm
+            # Lightning's own clipping reports no norm.
+            norm = total_norm(p.grad for p in module.parameters() if p.grad is not None)
             metrics_of(module).add("train/grad_norm", norm)
         clip(optimizer, **options)
         if self._uses_deepspeed:
             return
         norm = metrics_of(module).newest.pop("train/grad_norm", norm)
         if norm is None:  # a customised module that does not track it
-            norm = clip_by_norm(module.parameters(), None)
+            norm = total_norm(p.grad for p in module.parameters() if p.grad is not None)
         is_anomalous = self._check_step(norm)
         _skip_step(optimizer, is_anomalous, getattr(trainer.precision_plugin, "scaler", None))
 
