@@ -55,7 +55,7 @@ class Bench:
         callback.on_before_backward(trainer, self.module, loss)  # ty: ignore[invalid-argument-type]
         loss.backward()
         trainer.global_step += 1
-        callback.on_train_batch_end(trainer, self.module, None, {}, trainer.global_step)  # ty: ignore[invalid-argument-type]
+        callback.on_train_batch_end(trainer, self.module, None, {}, trainer.global_step)
         if logs(trainer, trainer.global_step):
             callback.before_log_step(trainer, self.module)
 

@@ -143,7 +143,6 @@ class Numerics(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._uses_deepspeed and pl_module.automatic_optimization:
-            # DeepSpeed checks the norm in its own step.
             is_anomalous = self._check_step(torch.zeros((), device=pl_module.device))
             trainer.precision_plugin.leave_out(pl_module, is_anomalous)
 
