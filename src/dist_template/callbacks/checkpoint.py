@@ -17,7 +17,7 @@ from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
 from ..checkpoint.optimizer import ParameterNames
 from ..checkpoint.resume import use_every_format
-from ..compat.lightning import accumulates, validation_may_follow
+from ..compat.lightning import accumulates
 from ..errors import Ended, Exit, InputError, check_least
 from ..observe.loggers.wandb import WandB
 from ..project import in_run
@@ -38,11 +38,10 @@ class LastCheckpoint(Checkpoint):
             0: none is.
         on_failed_save: Reaction to a full or failing disk: continue, with a warning, and try again
             when the next one is due; or stop, with exit code 1. At the last step it always stops.
-        asynchronous: Write in the background. Weights and optimizer state are copied to host memory
-            during the next forward and backward pass, and the optimizer step waits for the rest of
-            the copy (under DeepSpeed for all of it). The copy has the size of this rank's shard of
-            the checkpoint. A failure is reported when the next one is due. Not with state on NVMe.
-            false: training waits until all is written.
+        asynchronous: Write in the background: training waits only until this rank's shard of the
+            checkpoint is copied to host memory, which must have room for it. A failure is reported
+            when the next one is due. Not with state on NVMe. false: training waits until all is
+            written.
         dirpath: The folder, on a file system that all nodes share.
     """
 
@@ -109,12 +108,6 @@ class LastCheckpoint(Checkpoint):
             self._pending = self.folder / manifest.name(trainer.global_step)
             _flush_loggers(trainer)
             self._saver.start(trainer, self._pending)
-            if _is_followed_by_others(trainer):
-                self._saver.copied()
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self._saver is not None:
-            self._saver.copied()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._settle(trainer)
@@ -172,12 +165,6 @@ def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path
         period = keep_every_hours * 3600
         kept |= set({manifest.read(path)["time"] // period: path for path in valid}.values())
     return [path for path in steps if path not in kept]
-
-
-def _is_followed_by_others(trainer: Any) -> bool:
-    """Returns whether a validation or an epoch's end may follow: callbacks may change weights."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return progress.is_last_batch or validation_may_follow(trainer)
 
 
 def _flush_loggers(trainer: L.Trainer) -> None:

@@ -113,7 +113,7 @@ class Numerics(Callback):
         self._jumps = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
         if self._jumps and (samples := samples_of(trainer)):
             samples.jump([(jump["start"], jump["end"]) for jump in self._jumps])
-        self._uses_deepspeed = hasattr(trainer.precision_plugin, "leave_out")
+        self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
         # Lightning calls no hook between clipping, which computes the norm, and the optimizer.
         pl_module.configure_gradient_clipping = partial(
             self._clip_and_check, trainer, pl_module, pl_module.configure_gradient_clipping
@@ -144,7 +144,7 @@ class Numerics(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._uses_deepspeed and pl_module.automatic_optimization:
             is_anomalous = self._check_step(torch.zeros((), device=pl_module.device))
-            trainer.precision_plugin.leave_out(pl_module, is_anomalous)
+            trainer.precision_plugin.skip_step(pl_module, is_anomalous)
 
     def _clip_and_check(
         self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any

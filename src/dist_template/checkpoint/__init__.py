@@ -5,7 +5,8 @@
     folder with .metadata       "distributed"  MeshStrategy: torch's distributed format, Lightning's rest in meta.pt
     folder with latest          "zero"         ZeroStrategy: DeepSpeed's partitions, Lightning's rest inside
 
-Those of this project are folders with a manifest: commit.py writes and verifies them, manifest.py says what is in it.
-formats.py reads any of them whole, in one process; zero.py knows DeepSpeed's partitions; optimizer.py finds optimizer
-state by the parameters' names; resume.py brings a checkpoint into a strategy that did not write it.
+This package writes folders with a manifest: commit.py writes and verifies them, manifest.py describes their files, and
+asynchronous.py writes them in the background. formats.py reads any format as full tensors in one process; sharded.py
+and zero.py know the sharded formats; optimizer.py names optimizer state by parameter; resume.py loads a checkpoint
+into a strategy that did not write it; untrusted.py keeps code in a file from running.
 """

@@ -1,26 +1,25 @@
-"""A checkpoint is written aside, hashed, committed by one rename, and verified when it is read.
+"""Writes checkpoints so that a kill at any moment leaves the one before valid, and verifies them before they are loaded.
 
-    step00000040.ckpt/          a checkpoint: manifest.json, and beside it what the strategy wrote
+    step00000040.ckpt/          a checkpoint: manifest.json and the files that the strategy wrote
     best-step00000040.ckpt/     the same
-    .step00000040.ckpt.tmp/     being written, or left by a save that was killed
-    .step00000040.ckpt.old/     being deleted
+    .step00000040.ckpt.tmp/     is being written, or was left by a killed save
+    .step00000040.ckpt.old/     is being deleted
 
-torch's distributed format and DeepSpeed write into the folder that they are given: a save that is killed half-way
-leaves one rank's new shard beside another's old one, and both load it without a word. Here a name without a dot in
-front appears in one rename, when every file is whole and on the disk. What a manifest says: manifest.py.
+torch's distributed format and DeepSpeed write into the folder that they are given. A save that is killed halfway would
+leave new shards of some ranks and old shards of others, which load without an error. Here all ranks write into a
+temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
 
-All ranks must see one folder: on a shared file system, where there is more than one node.
+All ranks must see the same folder; on several nodes it must be on a shared file system.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +38,27 @@ from .manifest import FORMAT, MANIFEST, Files, crc32, wrong_file
 
 
 class SaveError(Exception):
-    """No checkpoint was committed, on any rank; what stood in the folder before still stands."""
+    """No checkpoint was committed, on any rank; the folder still holds the ones before."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def save(trainer: L.Trainer, path: Path, **notes: Any) -> None:
-    """Commit the present state as `path`; `notes` go into its manifest. Collective.
+    """Commits the present state as `path`, with `notes` in its manifest. Collective.
 
     Raises:
-        SaveError: on all ranks, a disk refused one of them.
+        SaveError: on all ranks, if a disk refused a write of one of them.
     """
     path = Path(weights.broadcast(str(path)))
     checkpoint = checkpoint_of(trainer)
-    aside = begin(path)
-    trouble = disk_trouble(lambda: trainer.strategy.save_checkpoint(checkpoint, aside))
-    finish(path, describe(trainer) | notes, trouble)
+    temporary = begin(path)
+    failure = disk_error(lambda: trainer.strategy.save_checkpoint(checkpoint, temporary))
+    finish(path, describe(trainer) | notes, failure)
 
 
 def describe(trainer: L.Trainer) -> dict[str, Any]:
-    """What a manifest says of the training."""
+    """Returns the entries of a manifest that describe the training."""
     return {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
@@ -67,116 +66,103 @@ def describe(trainer: L.Trainer) -> dict[str, Any]:
     }
 
 
-def begin(path: Path, group: Any = None, trouble: str | None = None) -> Path:
-    """An empty folder, in which the ranks write what `finish` makes `path` of. Collective over `group`.
-
-    `trouble` is why this rank has nothing to write.
+def begin(path: Path, group: Any = None) -> Path:
+    """Returns an empty temporary folder, into which all ranks write before `finish`. Collective over `group`.
 
     Raises:
-        SaveError: on all ranks, it cannot be made, or one of them has nothing to write.
+        SaveError: on all ranks, if it cannot be created.
     """
-    aside = _beside(path, "tmp")
+    temporary, failure = _hidden(path, "tmp"), None
+
+    def create() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
     if _rank(group) == 0:
-        trouble = trouble or disk_trouble(lambda: _empty(aside))
-    with _all_or_nothing(aside, group):
-        _agree(trouble, None, group)
-    return aside
+        failure = disk_error(create)
+    _agree(temporary, failure, None, group)
+    return temporary
 
 
-def finish(path: Path, about: dict[str, Any], trouble: str | None = None, group: Any = None) -> None:
-    """Hash what the ranks have written aside, and make it `path`. Collective over `group`.
+def finish(path: Path, about: dict[str, Any], failure: str | None = None, group: Any = None) -> None:
+    """Hashes the files in the temporary folder of `path`, and renames it to `path`. Collective over `group`.
 
-    Each rank hashes and flushes its share of the files.
+    Each rank flushes and hashes a part of the files.
 
     Args:
-        path: The checkpoint's name.
-        about: What the manifest says beside the files.
-        trouble: Why this rank could not write, from `disk_trouble`.
-        group: Of the ranks that have written. None: all.
+        path: The checkpoint.
+        about: Entries of the manifest other than the files.
+        failure: Why this rank could not write its files, as `disk_error` returns it.
+        group: The ranks that have written files. None: all.
 
     Raises:
-        SaveError: on all ranks, a disk refused one of them; what was written is deleted.
+        SaveError: on all ranks, if a disk refused a write of one of them. The temporary folder is deleted.
     """
-    aside = _beside(path, "tmp")
-    with _all_or_nothing(aside, group):
-        # A directory of a network file system may be listed late; but not to the rank that wrote in it.
-        listings = _agree(trouble, _files(aside), group)
-        files = sorted(set().union(*listings))
-        hashes: Files = {}
-        trouble = disk_trouble(lambda: _flush_and_hash(aside, _share(files, group), hashes))
-        known = {file: value for part in _agree(trouble, hashes, group) for file, value in part.items()}
-        full = {"format": FORMAT, **about, "time": time.time(), "files": {file: known[file] for file in files}}
-        _agree(disk_trouble(lambda: _commit(aside, path, full)) if _rank(group) == 0 else None, None, group)
+    temporary = _hidden(path, "tmp")
+    # A network file system may list a new file late, but not to the rank that wrote it.
+    files = sorted(set().union(*_agree(temporary, failure, _files(temporary), group)))
+    hashes: Files = {}
+    failure = disk_error(lambda: _flush_and_hash(temporary, _assigned(files, group), hashes))
+    of_all: Files = {}
+    for of_rank in _agree(temporary, failure, hashes, group):
+        of_all |= of_rank
+    about = {"format": FORMAT, **about, "time": time.time(), "files": {file: of_all[file] for file in files}}
+    if _rank(group) == 0:
+        failure = disk_error(lambda: _commit(temporary, path, about))
+    _agree(temporary, failure, None, group)
 
 
-def disk_trouble(write: Callable[[], object]) -> str | None:
-    """Call `write`; which rank's disk refused and why, None where none did. Whatever else goes wrong is raised.
+def disk_error(write: Callable[[], object]) -> str | None:
+    """Calls `write`. Returns which rank's disk refused it and why, or None. Any other error is raised.
 
-    torch's writer then computes no CRC-32 of each tensor, over half of its CPU time: torch's reader never looks at it,
-    and the manifest has one of every byte.
+    torch's writer computes no CRC-32 of each tensor meanwhile, which takes over half of its CPU time: torch's reader
+    never checks it, and the manifest has one for each file.
     """
     try:
-        with serialization.patch("save.compute_crc32", False):  # this thread's  # ty: ignore[missing-attribute]
+        with serialization.patch("save.compute_crc32", False):  # for this thread  # ty: ignore[missing-attribute]
             write()
+        return None
     except (OSError, RuntimeError, CheckpointException) as error:
-        causes: dict[int, BaseException] = {_rank(None): error}
-        if isinstance(error, CheckpointException):  # torch's distributed format tells it on every rank
-            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-        if not all(isinstance(cause, OSError) or _is_of_torchs_writer(cause) for cause in causes.values()):
+        # A CheckpointException, which torch's distributed format raises on every rank, has the errors of all ranks.
+        failures = getattr(error, "failures", {_rank(None): (error, None)})
+        causes = {rank: cause for rank, (cause, _) in failures.items()}
+        if not all(isinstance(cause, OSError) or _is_of_torch_writer(cause) for cause in causes.values()):
             raise
         rank, cause = next(iter(causes.items()))
-        return (
-            f"rank {rank}: {reason(cause) if isinstance(cause, OSError) else 'a file could not be written to its end'}"
-        )
-    return None
+        why = reason(cause) if isinstance(cause, OSError) else "a file could not be written completely"
+        return f"rank {rank}: {why}"
 
 
-def _is_of_torchs_writer(error: BaseException) -> bool:
-    """torch.save tells a full disk as a RuntimeError of its archive, which has no number and no type of its own."""
-    return isinstance(error, RuntimeError) and bool(re.search(r"PytorchStreamWriter|inline_container", str(error)))
-
-
-@contextlib.contextmanager
-def _all_or_nothing(aside: Path, group: Any) -> Generator[None]:
-    """Delete what was written aside when the ranks give up."""
-    try:
-        yield
-    except SaveError:
-        if _rank(group) == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+def _is_of_torch_writer(error: BaseException) -> bool:
+    """Returns whether torch.save failed to write: it raises a RuntimeError without an error number."""
+    names_writer = re.search(r"PytorchStreamWriter|inline_container", str(error))
+    return isinstance(error, RuntimeError) and names_writer is not None
 
 
 def _files(folder: Path) -> list[str]:
     return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
-def _flush_and_hash(aside: Path, files: list[str], hashes: Files) -> None:
-    """Flushing comes first: a network's or a delaying file system may refuse only then."""
+def _flush_and_hash(folder: Path, files: list[str], hashes: Files) -> None:
+    """Flushes first: a network file system may report a full disk only then."""
     for file in files:
         WATCHDOG.keep_alive()
-        _flush(aside / file)
-        hashes[file] = [(aside / file).stat().st_size, crc32(aside / file)]
+        _flush(folder / file)
+        hashes[file] = [(folder / file).stat().st_size, crc32(folder / file)]
 
 
-def _commit(aside: Path, path: Path, full: dict[str, Any]) -> None:
-    (aside / MANIFEST).write_text(manifest.rendered(full), encoding="utf-8")
-    _flush(aside / MANIFEST)
-    for folder in (aside, *(entry for entry in aside.rglob("*") if entry.is_dir())):
+def _commit(temporary: Path, path: Path, about: dict[str, Any]) -> None:
+    (temporary / MANIFEST).write_text(manifest.rendered(about), encoding="utf-8")
+    _flush(temporary / MANIFEST)
+    for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
         _flush(folder)
-    earlier = _beside(path, "old")
-    if path.exists():  # it was passed over as damaged, or training was rolled back to before it
-        shutil.rmtree(earlier, ignore_errors=True)
-        path.rename(earlier)
-    aside.rename(path)
+    if path.exists():  # it is damaged, or training was rolled back to an earlier step
+        old = _hidden(path, "old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    temporary.rename(path)
     _flush(path.parent)
-    shutil.rmtree(earlier, ignore_errors=True)
+    shutil.rmtree(_hidden(path, "old"), ignore_errors=True)
 
 
 def _flush(path: Path) -> None:
@@ -184,29 +170,29 @@ def _flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems flush no folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush folders
             raise
     finally:
         os.close(descriptor)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; a kill on the way leaves no part of it under a checkpoint's name. For one rank."""
-    hidden = _beside(path, "old")
-    shutil.rmtree(hidden, ignore_errors=True)
-    if trouble := disk_trouble(lambda: path.rename(hidden)):
-        rank_zero_warn(f"{path} could not be deleted: {trouble}")
-    shutil.rmtree(hidden, ignore_errors=True)
+    """Deletes a checkpoint; a kill leaves no part of it under a checkpoint's name. For one rank."""
+    old = _hidden(path, "old")
+    shutil.rmtree(old, ignore_errors=True)
+    if failure := disk_error(lambda: path.rename(old)):
+        rank_zero_warn(f"{path} could not be deleted: {failure}")
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def clear(folder: Path) -> None:
-    """Delete what saves and deletions that were killed have left. For one rank, when nothing is being saved."""
+    """Deletes what killed saves and deletions have left. For one rank, while nothing is being saved."""
     for pattern in (".*step*.ckpt.tmp", ".*step*.ckpt.old"):
-        for left in folder.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+        for remnant in folder.glob(pattern):
+            shutil.rmtree(remnant, ignore_errors=True)
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 
@@ -214,7 +200,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def verify(path: Path) -> str | None:
-    """Why the checkpoint `path` is not valid, by every byte of it; None where it is."""
+    """Reads every byte of a checkpoint. Returns why it is not valid, or None if it is."""
     try:
         files = manifest.read(path)["files"]
     except ValueError as error:
@@ -223,44 +209,45 @@ def verify(path: Path) -> str | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` that is not torn, by its manifest and sizes; warns of those passed over."""
-    passed = []
+    """Returns the newest checkpoint whose manifest and sizes agree, and warns of the newer ones that it skips."""
+    skipped = []
     for path in manifest.found(folder):
         if (why := manifest.torn(path)) is None:
-            _warn_of(passed, path)
+            _warn_of(skipped, path)
             return path
-        passed.append(f"{path.name} ({why})")
-    _warn_of(passed, None)
+        skipped.append(f"{path.name} ({why})")
+    _warn_of(skipped, None)
     return None
 
 
 def agreed(path: Path) -> Path:
-    """The checkpoint that all ranks load, every byte of it verified. Collective; each rank reads its share.
+    """Returns the checkpoint that all ranks load, after they have verified every byte of it together. Collective.
 
     Args:
-        path: A checkpoint, which may be of another's format and is then taken as it is; or a folder of checkpoints, of
-            which the newest valid one is taken.
+        path: A checkpoint; one of another library has no manifest and is not verified. Or a folder of checkpoints: the
+            newest valid one is returned.
 
     Raises:
-        InputError: on all ranks, `path` is damaged, or all in the folder are.
+        InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
     """
     path = Path(weights.broadcast(str(path)))
-    if weights.broadcast((path.parent / MANIFEST).exists()):  # someone gives the file in a checkpoint's folder
+    if weights.broadcast((path.parent / MANIFEST).exists()):  # `path` is the file inside a checkpoint's folder
         path = path.parent
     several = weights.broadcast([str(one) for one in manifest.found(path)])
-    passed, why = [], None
+    skipped, why = [], None
     for candidate in map(Path, several or [path]):
-        if (why := _wrong_together(candidate)) is None:
-            _warn_of(passed, candidate)
+        if (why := _verify_together(candidate)) is None:
+            _warn_of(skipped, candidate)
             return candidate
-        passed.append(f"{candidate.name} ({why})")
+        skipped.append(f"{candidate.name} ({why})")
     if several:
-        raise InputError(f"{path} holds damaged checkpoints only: {', '.join(passed)}; move it away to start anew")
+        names = ", ".join(skipped)
+        raise InputError(f"{path} holds damaged checkpoints only: {names}; move it away to start a new run")
     raise InputError(f"checkpoint {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one")
 
 
-def _wrong_together(path: Path) -> str | None:
-    """`verify`, the files shared out over the ranks, with one answer on all of them."""
+def _verify_together(path: Path) -> str | None:
+    """Like `verify`, with the files distributed over the ranks. Returns the same on all of them."""
     files, why = {}, None
     if weights.is_rank_zero() and manifest.is_ours(path):
         try:
@@ -268,14 +255,14 @@ def _wrong_together(path: Path) -> str | None:
         except ValueError as error:
             why = str(error)
     files, why = weights.broadcast((files, why))
-    answers = weights.from_all_ranks(why or wrong_file(path, files, _share(list(files), None)))
+    answers = weights.from_all_ranks(why or wrong_file(path, files, _assigned(list(files), None)))
     return next(filter(None, answers), None)
 
 
-def _warn_of(passed: list[str], taken: Path | None) -> None:
-    if passed:
-        instead = f"{taken} is taken" if taken else "no other is there"
-        rank_zero_warn(f"damaged checkpoints are passed over: {', '.join(passed)}; {instead}")
+def _warn_of(skipped: list[str], loaded: Path | None) -> None:
+    if skipped:
+        instead = f"{loaded} is used" if loaded else "there is no other"
+        rank_zero_warn(f"damaged checkpoints are skipped: {', '.join(skipped)}; {instead}")
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -285,17 +272,21 @@ def _rank(group: Any) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _share(files: list[str], group: Any) -> list[str]:
+def _assigned(files: list[str], group: Any) -> list[str]:
+    """Returns the files that this rank flushes or verifies."""
     return files[_rank(group) :: dist.get_world_size(group) if dist.is_initialized() else 1]
 
 
-def _agree(trouble: str | None, value: Any, group: Any) -> list[Any]:
-    """Every rank's `value`; none goes on before all are here.
+def _agree(temporary: Path, failure: str | None, value: Any, group: Any) -> list[Any]:
+    """Returns every rank's `value`, once all ranks have come here.
 
     Raises:
-        SaveError: on all ranks, one of them has met trouble.
+        SaveError: on all ranks, if one has a failure. Rank 0 deletes the temporary folder.
     """
-    answers = weights.from_all_ranks((trouble, value), group)
-    if told := [why for why, _ in answers if why]:
-        raise SaveError(told[0])
+    answers = weights.from_all_ranks((failure, value), group)
+    failures = [why for why, _ in answers if why]
+    if failures:
+        if _rank(group) == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise SaveError(failures[0])
     return [value for _, value in answers]

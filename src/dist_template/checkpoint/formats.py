@@ -1,7 +1,7 @@
-"""What a path holds, and a checkpoint of any format as the one dict that Lightning would have saved without sharding.
+"""Detects a checkpoint's format, and reads any format as the dict that Lightning saves without sharding.
 
-Lightning's and torch's converters (`consolidate_checkpoint`, `dcp_to_torch_save`) know the distributed format alone,
-and run whatever a file asks for. Here nothing in a file can run: see untrusted.py.
+Lightning's and torch's converters (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and
+unpickle without restrictions. Here no code in a file can run (untrusted.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .untrusted import DataReader, as_data
 
 Format = Literal["file", "distributed", "zero"]
 WRITTEN_BY = {"file": "a single process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
-# What reading a damaged file, or one that asks to run something, raises.
+# Raised for a damaged file, or one that names a class which may not be unpickled.
 UNREADABLE = (OSError, EOFError, LookupError, ValueError, RuntimeError, pickle.UnpicklingError)
-FILE = "checkpoint.pt"  # the one file of a checkpoint that is a folder for its manifest's sake
-META = "meta.pt"  # Lightning's name for what is in a distributed checkpoint beside tensors
+FILE = "checkpoint.pt"  # the only file beside the manifest in a folder of the format "file"
+META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
 
 
 def format_of(path: Path) -> Format | None:
-    """The format of what is at `path`, None where that is no checkpoint, or only the beginning of one."""
+    """Returns the format of the checkpoint at `path`, or None if it is no checkpoint or an incomplete one."""
     if path.is_file():
         return "file" if zipfile.is_zipfile(path) else None
     if (path / FILE).is_file():
@@ -47,12 +47,13 @@ def format_of(path: Path) -> Format | None:
 
 
 def read_full(path: str | Path) -> dict[str, Any]:
-    """Lightning's checkpoint dict with whole tensors on the host, in one process, whatever strategy wrote it.
+    """Reads a checkpoint of any strategy in one process, with full (unsharded) tensors on the host.
 
-    "state_dict" holds the weights as they are trained (fp32 where a strategy keeps an fp32 copy), "optimizer_states"
-    each optimizer's state by parameter name (see optimizer.py); it is missing where the checkpoint holds none.
+    Call commit.agreed before, which verifies the files.
 
-    Its bytes are verified by commit.agreed, before; here what cannot be read shows.
+    Returns:
+        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an fp32 copy.
+        "optimizer_states" holds each optimizer's state by parameter name (optimizer.py), if the checkpoint has any.
 
     Raises:
         InputError: `path` is no checkpoint, incomplete or unreadable, or holds something other than data.
@@ -68,36 +69,37 @@ def read_full(path: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def refusing_unreadable(path: Path) -> Generator[None]:
-    """Turns what reading a damaged or foreign checkpoint raises into one sentence.
+    """Converts the errors of reading a damaged or foreign checkpoint.
 
     Raises:
-        InputError: it cannot be read. torch's CheckpointException is no Exception, and would pass every other handler.
+        InputError: it cannot be read.
+        RuntimeError: another rank was lost or memory ran out, so that a restart may help.
     """
     try:
         yield
     except (InputError, dist.DistError):
         raise
-    except (*UNREADABLE, CheckpointException) as error:
+    except (*UNREADABLE, CheckpointException) as error:  # torch's CheckpointException is not an Exception
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         if another_rank_is_gone(cause) or is_out_of_memory(cause) or "Timed out waiting" in str(cause):
-            raise RuntimeError(str(cause)) from error  # of the ranks or the machine: a restart may help
+            raise RuntimeError(str(cause)) from error
         written_by = WRITTEN_BY.get(format_of(path) or "file")
         raise InputError(f"checkpoint {str(path)!r} ({written_by}'s) cannot be read: {_why(cause)}") from error
 
 
 def _why(error: BaseException) -> str:
-    """The reason without torch's advice to load the file with weights_only=False."""
+    """Returns the reason without torch's advice to load the file with weights_only=False."""
     refused = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
     if refused:
-        return f"it asks for {refused[1]}, and a checkpoint may hold tensors and plain types only"
+        return f"it names the class {refused[1]}; a checkpoint may hold only tensors and plain types"
     return reason(error)
 
 
 def state_dict_of(path: Path, checkpoint: Any) -> dict[str, Tensor]:
-    """Returns the weights in what the file `path` holds.
+    """Returns the weights in the content of the file `path`.
 
     Raises:
-        InputError: it holds none.
+        InputError: there are none.
     """
     weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(weights, dict):
@@ -120,7 +122,7 @@ def refuse_other_shapes(path: Path, saved: dict[str, tuple[int, ...]], own: dict
 
 
 def file_in(path: Path) -> Path:
-    """The file of a checkpoint of the format "file"."""
+    """Returns the file of a checkpoint of the format "file"."""
     return path / FILE if path.is_dir() else path
 
 
@@ -130,7 +132,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     state_dict_of(path, checkpoint)
     names = checkpoint.get("parameter_names")
     states = checkpoint.pop("optimizer_states", [])
-    if states and is_by_name(states[0]):  # a file that was saved from `read_full`
+    if states and is_by_name(states[0]):  # a user has saved the result of `read_full`
         checkpoint["optimizer_states"] = states
     elif states and names:
         checkpoint["optimizer_states"] = [by_name(state, known) for state, known in zip(states, names, strict=True)]
@@ -140,7 +142,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _read_distributed(path: Path) -> dict[str, Any]:
     with as_data():
         reader = DataReader(path)
-        reader.read_metadata()  # torch would log a refusal with its stack and look for other files
+        reader.read_metadata()  # first: torch would log a refusal with a stack trace
         tensors = read_unsharded(reader)
         checkpoint = torch.load(path / META, map_location="cpu")
     checkpoint["state_dict"] = weights = tensors.pop("state_dict")

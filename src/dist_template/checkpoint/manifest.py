@@ -1,8 +1,7 @@
-"""What a checkpoint's folder is called and holds, told by its `manifest.json`: format, step, ranks, strategy, files.
+"""Names of checkpoints, and their `manifest.json`: format, step, number of ranks, strategy, files.
 
-The manifest has each file's size and CRC-32, which finds every change of up to 32 neighbouring bits, and all others but
-for one in 4e9. It guards against accidents, not against someone who means harm; but nothing in a checkpoint can run,
-whatever it holds (formats.py).
+The manifest has the size and CRC-32 of each file. A CRC-32 detects every change within 32 consecutive bits, and all but
+one in 4e9 of other changes. It detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..errors import reason
 MANIFEST = "manifest.json"
 FORMAT = 1
 NAME = re.compile(r"(best-)?step(\d{8,})\.ckpt")
-CHUNK = 1 << 22  # bytes read at once: large enough for a disk, small enough for a processor's cache
+CHUNK = 1 << 22  # bytes read at once: large enough for a disk, small enough for a CPU's cache
 
 Files = dict[str, list[int]]  # relative path: [bytes, CRC-32]
 
@@ -29,40 +28,40 @@ def name(step: int, best: bool = False) -> str:
 
 
 def step_of(path: Path) -> int:
-    """In optimizer steps, from the name."""
+    """Returns the optimizer step in a checkpoint's name."""
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[2])
 
 
 def found(folder: Path) -> list[Path]:
-    """What is named as a checkpoint in `folder`, newest step first; the best ones come last."""
+    """Returns the paths with a checkpoint's name in `folder`, the newest step first; `best-` ones come last."""
     named = [path for path in folder.glob("*step*.ckpt") if NAME.fullmatch(path.name)]
     return sorted(named, key=lambda path: (path.name.startswith("step"), step_of(path)), reverse=True)
 
 
 def ranked(folder: Path, mode: str) -> list[Path]:
-    """The undamaged best checkpoints in `folder` by their score, the best first; `mode` is "min" or "max"."""
+    """Returns the undamaged `best-` checkpoints, the best score first; `mode` is "min" or "max"."""
     named = [path for path in found(folder) if path.name.startswith("best") and not torn(path)]
     return sorted(named, key=lambda path: read(path)["score"], reverse=mode == "max")
 
 
 def is_ours(path: Path) -> bool:
-    """Whether `path` has a manifest, or should have one by its name."""
+    """Returns whether `path` has a manifest, or should have one by its name."""
     return (path / MANIFEST).exists() or bool(NAME.fullmatch(re.sub(r"^\.|\.(tmp|old)$", "", path.name)))
 
 
 def rendered(manifest: dict[str, Any]) -> str:
-    """The manifest's text, with a hash of itself in it: no byte can change unseen."""
+    """Returns the manifest's text. It includes its own CRC-32, so that a change of any byte is detected."""
     body = {key: value for key, value in manifest.items() if key != "crc32"}
     return json.dumps(body | {"crc32": zlib.crc32(json.dumps(body).encode())}, indent=1) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint's manifest.
+    """Returns a checkpoint's manifest.
 
     Raises:
-        ValueError: it is missing or altered; the message says which.
+        ValueError: it is missing, damaged, or of another format; the message says which.
     """
     try:
         text = (path / MANIFEST).read_text(encoding="utf-8")
@@ -74,14 +73,14 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or rendered(manifest) != text:
         raise ValueError(f"its {MANIFEST} is damaged")
     if manifest["format"] != FORMAT:
-        raise ValueError(f"it is of format {manifest['format']}, and this version reads {FORMAT}")
+        raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
     if NAME.fullmatch(path.name) and manifest.get("step", step_of(path)) != step_of(path):
-        raise ValueError(f"it was written as step {manifest['step']}, and is named otherwise")
+        raise ValueError(f"its manifest says step {manifest['step']}, and its name another")
     return manifest
 
 
 def torn(path: Path) -> str | None:
-    """Why `path` cannot be valid, by its manifest and the sizes of its files; None where they agree. Reads no file."""
+    """Returns why `path` is not valid, or None if its manifest and the sizes of its files agree. Reads no file."""
     try:
         files: Files = read(path)["files"]
     except ValueError as error:
@@ -90,7 +89,7 @@ def torn(path: Path) -> str | None:
 
 
 def wrong_file(path: Path, files: Files, names: Iterable[str], every_byte: bool = True) -> str | None:
-    """Which of `names` is not what was written, and how; None where all are."""
+    """Returns which of the files `names` differs from the manifest, and how; None if none does."""
     for file in names:
         size, expected = files[file]
         try:
@@ -104,7 +103,7 @@ def wrong_file(path: Path, files: Files, names: Iterable[str], every_byte: bool 
 
 
 def crc32(path: Path) -> int:
-    """Of a file's content: some 2 GB/s on one core, twice as fast as SHA-256."""
+    """Returns the CRC-32 of a file's content, at about 2 GB/s on one core, twice as fast as SHA-256."""
     value, buffer = 0, memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

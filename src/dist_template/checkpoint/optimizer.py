@@ -1,10 +1,10 @@
-"""Optimizer state by the parameters' names, the one form that every strategy's checkpoint can be brought into.
+"""Optimizer state by parameter name: the form into which the checkpoints of all strategies are converted.
 
     {"state": {name: {"step": (), "exp_avg": like the parameter, …}},
      "param_groups": [{"params": [name, …], "lr": …, …}, …]}
 
-torch's optimizers number their parameters instead, in the order of their groups, which need not be the same under every
-strategy. Hence `ParameterNames`, which writes the names into checkpoints and finds them again.
+torch's optimizers number their parameters in the order of their groups, which can differ between strategies. The
+callback `ParameterNames` therefore writes the names into checkpoints, and numbers the state again when it is loaded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..errors import InputError
 
 State = dict[str, Any]
 
-# Which kernel an optimizer runs on belongs to the machine, not to the run.
+# Settings of the optimizer's kernel depend on the machine, not on the run.
 KERNELS = {"fused", "foreach", "capturable", "differentiable"}
-# What torch's schedulers keep once for each group of parameters.
+# Entries of a torch scheduler's state with one value per parameter group.
 PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 
 
@@ -34,15 +34,15 @@ def is_by_name(state: Mapping[str, Any]) -> bool:
 
 
 def by_name(numbered: Mapping[str, Any], names: list[str]) -> State:
-    """The state as `Optimizer.state_dict` gives it, parameter n being `names[n]`."""
+    """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
     groups = [g | {"params": [names[number] for number in g["params"]]} for g in numbered["param_groups"]]
     return {"state": {names[number]: state for number, state in numbered["state"].items()}, "param_groups": groups}
 
 
 def by_name_from_flat(flat: Mapping[str, Any], names: Iterable[str]) -> State:
-    """The state as torch's flattened form gives it: `state.<name>.exp_avg`, `param_groups.<name>.lr`.
+    """Converts torch's flattened form: `state.<name>.exp_avg`, `param_groups.<name>.lr`.
 
-    It has lost the groups; parameters of equal settings make one.
+    That form has no groups; parameters with equal settings become one.
     """
     known = set(names)
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
@@ -54,60 +54,70 @@ def by_name_from_flat(flat: Mapping[str, Any], names: Iterable[str]) -> State:
         found[part].setdefault(name, {})[field] = value
     groups: list[dict[str, Any]] = []
     for name, settings in found["param_groups"].items():
-        group = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == settings), None)
-        if group is None:
-            groups.append(group := settings | {"params": []})
-        group["params"].append(name)
+        equal = [group for group in groups if _settings(group) == settings]
+        if not equal:
+            equal = [settings | {"params": []}]
+            groups += equal
+        equal[0]["params"].append(name)
     return {"state": found["state"], "param_groups": groups}
 
 
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def numbered(named: State, groups: list[list[str]], settings: list[dict[str, Any]]) -> State:
-    """The state for `Optimizer.load_state_dict` of an optimizer with these groups of names and present settings.
+    """Returns the state for `Optimizer.load_state_dict`, of an optimizer with these groups of names and settings.
 
     Raises:
-        InputError: a parameter was not the checkpoint's optimizer's.
+        InputError: the checkpoint's optimizer did not have one of the parameters.
     """
     without_moments(named, groups)
-    names = [name for group in groups for name in group]
-    counted = iter(range(len(names)))
-    merged = [
-        merge(named, group, present) | {"params": [next(counted) for _ in group]}
-        for group, present in zip(groups, settings, strict=True)
-    ]
-    state = {n: named["state"][name] for n, name in enumerate(names) if name in named["state"]}
+    merged: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
+    number = 0
+    for names, present in zip(groups, settings, strict=True):
+        merged.append(merge(named, names, present) | {"params": [*range(number, number + len(names))]})
+        for name in names:
+            if name in named["state"]:
+                state[number] = named["state"][name]
+            number += 1
     return {"state": state, "param_groups": merged}
 
 
 def without_moments(named: State, groups: list[list[str]]) -> set[str]:
-    """Returns the parameters that had no gradient before the checkpoint: its optimizer has them, and no state of them.
+    """Returns the parameters that the checkpoint's optimizer had without any state: they never had a gradient.
 
     Raises:
-        InputError: a parameter was not the checkpoint's optimizer's.
+        InputError: the checkpoint's optimizer did not have one of the parameters.
     """
     trained = {name for group in named["param_groups"] for name in group["params"]}
     missing = [name for group in groups for name in group if name not in named["state"]]
     if added := [name for name in missing if name not in trained]:
         raise InputError(
             f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such parameters);"
-            " resume with the parameters that were trained before, or export it and start anew with model.pretrained"
+            " resume with the same trainable parameters, or export it and start a new run with model.pretrained"
         )
     return set(missing)
 
 
 def merge(named: State, group: list[str], present: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings: what the checkpoint says of its first parameter, and `present` where it says nothing."""
+    """Returns a group's settings: those that the checkpoint has for its first parameter, else those in `present`."""
     saved = next((g for g in named["param_groups"] if group[0] in g["params"]), {})
-    return {k: saved[k] if k in saved and k not in KERNELS else v for k, v in present.items() if k != "params"}
+    merged = _settings(present)
+    for key in merged.keys() & saved.keys() - KERNELS:
+        merged[key] = saved[key]
+    return merged
 
 
 class ParameterNames(Callback):
-    """Names the parameters in checkpoints that number them, and finds by name what another strategy has saved."""
+    """Writes parameter names into checkpoints that number them, and numbers state that is loaded by name."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.strategy.lightning_restore_optimizer:  # the others name them in their own ways
+        if trainer.strategy.lightning_restore_optimizer:  # other strategies name them in their own formats
             checkpoint["parameter_names"] = [sum(groups_of(pl_module, o), []) for o in trainer.optimizers]
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -115,20 +125,20 @@ class ParameterNames(Callback):
             self._loaded = checkpoint
             self._fit_to(trainer, pl_module)
             if trainer.strategy.lightning_restore_optimizer and not checkpoint.get("optimizer_states"):
-                tell_that_it_starts_anew()
+                report_missing_moments()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._fit_to(trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A schedule that is loaded writes no learning rate before its next step."""
+        """Sets the learning rates: a loaded schedule would set them only at its next step."""
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
 
     def _fit_to(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Rewrite what was loaded, in place, for the optimizers; some strategies load before there are any."""
+        """Rewrites the loaded state in place for the optimizers; some strategies load before there are any."""
         if not self._loaded or not trainer.optimizers:
             return
         states = self._loaded.get("optimizer_states", [])
@@ -142,21 +152,21 @@ class ParameterNames(Callback):
 
 
 @rank_zero_only
-def tell_that_it_starts_anew() -> None:
-    print("note: the checkpoint holds no optimizer state that can be carried over here; the moments start from zero")
+def report_missing_moments() -> None:
+    print("note: the checkpoint holds no optimizer state that this strategy can load; the moments start from zero")
 
 
 def groups_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of an optimizer's parameters, group by group."""
+    """Returns the names of an optimizer's parameters, one list per group."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
-    """A scheduler's state for an optimizer of `count` groups: it keeps some values once for each.
+    """Returns a scheduler's state for an optimizer of `count` groups: some of its entries have one value per group.
 
     Raises:
-        InputError: the groups have values of their own, and there are more or fewer groups now.
+        InputError: the values differ between groups, and the number of groups has changed.
     """
     fitted = dict(schedule)
     for key, values in schedule.items():

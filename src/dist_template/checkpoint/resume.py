@@ -1,8 +1,8 @@
-"""A checkpoint into a strategy that did not write it: `--ckpt_path` takes any format under any strategy.
+"""Loads a checkpoint into a strategy that did not write it: `--ckpt_path` takes any format under any strategy.
 
-Weights, counters, schedules and the data's position always come along, optimizer state wherever both sides have it. Two
-ways lead in, as Lightning has two: `EveryFormat` where a strategy reads files by a CheckpointIO (single device, DDP),
-`load_foreign` where it loads for itself (MeshStrategy, ZeroStrategy).
+Weights, counters, schedules and the position in the data are always loaded, optimizer state if both strategies have it.
+Lightning has two ways to load, and so has this file: `EveryFormat` for strategies that read files by a CheckpointIO
+(single device, DDP), and `load_foreign` for those that load by themselves (MeshStrategy, ZeroStrategy).
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ from ..errors import InputError
 from ..layout import whole_shape
 from . import zero
 from .commit import agreed
-from .formats import FILE, file_in, format_of, read_full, refuse_other_shapes, refusing_unreadable, state_dict_of
-from .optimizer import State, groups_of, merge, tell_that_it_starts_anew, without_moments
+from .formats import (
+    FILE,
+    file_in,
+    format_of,
+    read_full,
+    refuse_other_shapes,
+    refusing_unreadable,
+    state_dict_of,
+)
+from .optimizer import State, groups_of, merge, report_missing_moments, without_moments
 
 
 class EveryFormat(TorchCheckpointIO):
-    """Writes Lightning's one file, into a folder where there is one; reads any strategy's checkpoint.
+    """Writes Lightning's single file, into a folder if there is one; reads any strategy's checkpoint.
 
     Args:
-        module: The model that a checkpoint must fit. It is built before a checkpoint is read.
+        module: The module that a checkpoint must fit. It is built before a checkpoint is read.
     """
 
     def __init__(self, module: L.LightningModule) -> None:
@@ -39,7 +47,7 @@ class EveryFormat(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if Path(path).is_dir():
-            torch.save(checkpoint, Path(path) / FILE)  # Lightning's would hold it in memory once more, then in /tmp
+            torch.save(checkpoint, Path(path) / FILE)  # Lightning's would copy it in memory, then to /tmp
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -57,103 +65,111 @@ class EveryFormat(TorchCheckpointIO):
 
 
 def use_every_format(trainer: Any, module: L.LightningModule) -> None:
-    """Lets `trainer` read and write folders, where its strategy would write Lightning's single file."""
+    """Lets `trainer` read and write folders if its strategy would use Lightning's single file."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = EveryFormat(module)
 
 
-def is_zeros_own(path: Path, strategy: Any) -> bool:
-    """Whether DeepSpeed itself can read `path`: it knows no other format, stage 3 or not, or number of ranks."""
+def is_readable_by_deepspeed(path: Path, strategy: Any) -> bool:
+    """Returns whether the engine of `strategy` can load `path`: of its own stage (3 or not) and number of ranks."""
     return format_of(path) == "zero" and zero.shape(path) == (strategy.zero_stage_3, strategy.world_size)
 
 
 def load_foreign(strategy: Any, path: Path) -> dict[str, Any]:
-    """Bring `path`, in whatever format, into the parts that `strategy`'s ranks hold; collective.
+    """Loads a checkpoint of any format into the shards of all ranks. Collective.
 
-    Rank 0 reads it whole and the tensors go out one by one, so a node holds it once.
+    Rank 0 reads it and sends the tensors one by one, so that only rank 0's host must hold all of it.
 
     Returns:
         The rest of Lightning's dict, on every rank.
 
     Raises:
-        InputError: on every rank, it cannot be read or belongs to another model.
+        InputError: on every rank, if it cannot be read or is another model's.
     """
     module = strategy.lightning_module
     full = _read_on_rank_zero(path, module)
-    whole, states = full.pop("state_dict", {}), full.pop("optimizer_states", [])
-    weights.load(module, whole)
+    state_dict, states = full.pop("state_dict", {}), full.pop("optimizer_states", [])
+    weights.load(module, state_dict)
     if module.trainer.state.fn == TrainerFn.FITTING:
         outlines = weights.broadcast([_outline(state) for state in states])
         if not outlines:
-            tell_that_it_starts_anew()
+            report_missing_moments()
         if hasattr(strategy, "deepspeed_engine"):
-            _fill_zero(strategy, whole, outlines, states)
+            _fill_zero(strategy, state_dict, outlines, states)
         else:
             _fill_mesh(strategy, outlines, states)
     return weights.broadcast(full)
 
 
 def _read_on_rank_zero(path: Path, module: nn.Module) -> dict[str, Any]:
-    full, wrong = {}, None
+    full, refusal = {}, None
     if weights.is_rank_zero():
         try:
             full = read_full(path)
             refuse_another_models(path, full["state_dict"], module)
         except InputError as error:
-            wrong = str(error)
-    if wrong := weights.broadcast(wrong):  # or the other ranks would wait for ever
-        raise InputError(wrong)
+            refusal = str(error)
+    if refusal := weights.broadcast(refusal):  # else the other ranks would wait forever
+        raise InputError(refusal)
     return full
 
 
-def refuse_another_models(path: Path, whole: dict[str, Tensor], module: nn.Module) -> None:
-    """Compare names and shapes, before any tensor is copied.
+def refuse_another_models(path: Path, state_dict: dict[str, Tensor], module: nn.Module) -> None:
+    """Compares names and shapes with those of `module`, before any tensor is copied.
 
     Raises:
         InputError: they differ.
     """
-    tensors = {name: one for name, one in module.state_dict(keep_vars=True).items() if isinstance(one, Tensor)}
-    saved = {name: tuple(one.shape) for name, one in whole.items() if isinstance(one, Tensor)}
-    own = {name: tuple(whole_shape(tensor)) for name, tensor in tensors.items()}
+    own = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            own[name] = tuple(whole_shape(tensor))
+    saved = {name: tuple(one.shape) for name, one in state_dict.items() if isinstance(one, Tensor)}
     refuse_other_shapes(path, saved, own)
 
 
 def _outline(state: State) -> State:
-    """`state` for every rank: what is a tensor like its parameter is None, and follows by itself."""
-    small = {
-        name: {key: None if isinstance(value, Tensor) and value.ndim else value for key, value in values.items()}
-        for name, values in state["state"].items()
-    }
+    """Returns `state` for all ranks, with None for each tensor of its parameter's shape: those are sent one by one."""
+    small: dict[str, dict[str, Any]] = {}
+    for name, values in state["state"].items():
+        small[name] = {}
+        for key, value in values.items():
+            small[name][key] = None if isinstance(value, Tensor) and value.ndim else value
     return {"state": small, "param_groups": state["param_groups"]}
 
 
 def _fill_mesh(strategy: Any, outlines: list[State], states: list[State]) -> None:
-    """Every rank's part of each moment, placed as its parameter is."""
+    """Sets every rank's shard of each moment."""
     for index, (optimizer, outline) in enumerate(zip(strategy.optimizers, outlines, strict=True)):
         groups = groups_of(strategy.lightning_module, optimizer)
         missing = without_moments(outline, groups)
-        strategy.optimizer_state(optimizer)  # makes torch create the moments, which it does in the first step otherwise
+        strategy.optimizer_state(optimizer)  # lets torch create the moments, which it otherwise does in the first step
         for names, group in zip(groups, optimizer.param_groups, strict=True):
             group.update(merge(outline, names, group))
             for name, parameter in zip(names, group["params"], strict=True):
                 if name in missing:
                     optimizer.state.pop(parameter, None)
                     continue
-                targets = optimizer.state[parameter]
+                full = states[index]["state"][name] if states else {}  # on rank 0
                 for key, value in outline["state"][name].items():
-                    if value is not None:
-                        targets[key].copy_(value)
+                    target = optimizer.state[parameter][key]
+                    if value is None:
+                        weights.copy_part(target, full.get(key))
                     else:
-                        weights.copy_part(targets[key], states[index]["state"][name][key] if states else None)
+                        target.copy_(value)
 
 
-def _fill_zero(strategy: Any, whole: dict[str, Tensor], outlines: list[State], states: list[State]) -> None:
-    """Every rank's partition of the fp32 weights and of each moment."""
+def _fill_zero(
+    strategy: Any, state_dict: dict[str, Tensor], outlines: list[State], states: list[State]
+) -> None:
+    """Sets every rank's partition of the fp32 weights and of each moment."""
     target = zero.Target(strategy.deepspeed_engine, strategy.lightning_module)
     for name in target.parameters:
-        target.set(name, None, whole.get(name))
+        target.set(name, None, state_dict.get(name))
     for outline in outlines:
         target.make_state(outline)
         for name in target.parameters:
-            for key in (key for key, value in outline["state"].get(name, {}).items() if value is None):
-                target.set(name, key, states[0]["state"][name][key] if states else None)
+            full = states[0]["state"].get(name, {}) if states else {}  # on rank 0
+            for key, value in outline["state"].get(name, {}).items():
+                if value is None:
+                    target.set(name, key, full.get(key))

@@ -1,7 +1,7 @@
-"""Checkpoints of a mesh: torch's distributed format, a folder to which every rank writes its shards.
+"""Checkpoints of MeshStrategy: torch's distributed format, a folder into which every rank writes its shards.
 
-Tensors are named by parameter, also AdamW's moments, so that any mesh reads any other's. What is no tensor (counters,
-callbacks, the sampler's position) is in `meta.pt`, where Lightning's own strategy puts it.
+All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another mesh's checkpoint.
+Everything else (counters, callbacks, the position in the data) is in `meta.pt`, as with Lightning's own strategy.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from .formats import META, refuse_other_shapes, refusing_unreadable, saved_shape
 from .optimizer import groups_of, without_moments
 from .untrusted import DataReader, as_data
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by name: parameter groups differ from mesh to mesh
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
 
 
 def optimizer_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """AdamW's moments by parameter name, each as its parameter is sharded."""
+    """Returns AdamW's moments by parameter name, each sharded like its parameter."""
     return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
 def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write Lightning's `checkpoint` to the folder `path`. Collective."""
+    """Writes Lightning's `checkpoint` into the folder `path`. Collective."""
     write(*split(checkpoint), path)
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors that torch writes shard by shard, and the rest. Collective."""
+    """Returns the tensors, which torch writes shard by shard, and the rest. Collective."""
     tensors = {"state_dict": checkpoint.pop("state_dict")}
     tensors |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
     return _contiguous(tensors), checkpoint
 
 
 def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any = None) -> None:
-    """Write both to the folder `path`. Collective over `group`, None being all ranks' own."""
+    """Writes both into the folder `path`. Collective over `group`; None: the default group."""
     dcp.save(tensors, checkpoint_id=path, process_group=group)
     if weights.is_rank_zero():
         torch.save(rest, path / META)
 
 
 def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None) -> dict[str, Any]:
-    """Read `path` into `module` and `optimizers`, whatever mesh wrote it; returns the rest of it. Collective."""
+    """Loads `path`, of any mesh, into `module` and `optimizers`. Returns the rest of it. Collective."""
     optimizers = [torch_optimizer(optimizer) for optimizer in optimizers]
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     state |= {f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)}
@@ -83,10 +83,10 @@ def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only:
 def _drop_missing_moments(
     module: nn.Module, optimizer: Any, state: dict[str, Any], prefix: str, entries: set[str]
 ) -> None:
-    """Remove the state of parameters that had no gradient before the checkpoint, from `state` and from `optimizer`.
+    """Removes the state of parameters that had no gradient before the checkpoint, from `state` and `optimizer`.
 
     Raises:
-        InputError: a parameter was not the checkpoint's optimizer's.
+        InputError: the checkpoint's optimizer did not have one of the parameters.
     """
     saved: dict[str, set[str]] = {"state": set(), "param_groups": set()}
     for entry in state:
@@ -102,7 +102,7 @@ def _drop_missing_moments(
 
 
 def _contiguous(state: Any) -> Any:
-    """`state` without interleaved shards, which torch 2.13 would write as if each were one piece."""
+    """Returns `state` without strided shards, which torch 2.13 would write as if each were contiguous."""
 
     def contiguous(value: Any) -> Any:
         if not isinstance(value, DTensor):

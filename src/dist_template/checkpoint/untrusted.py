@@ -1,6 +1,6 @@
 """Reads checkpoint files as data: tensors and plain types only, so that nothing in a file can run.
 
-torch's and DeepSpeed's readers unpickle whatever a file asks for.
+torch's and DeepSpeed's own readers unpickle any class that a file names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..errors import reason
 
 @contextlib.contextmanager
 def as_data(*classes: type) -> Generator[None]:
-    """Inside, torch.load makes tensors, plain types and `classes` only, also where a library asks it to run anything.
+    """Inside, torch.load creates only tensors, plain types and `classes`, also where a library lets it run code.
 
-    DeepSpeed and torch's distributed format pass `weights_only=False`; torch lets this variable overrule them.
+    DeepSpeed and torch's distributed format pass `weights_only=False`, which this environment variable overrides.
     """
     switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(switch)
@@ -38,27 +38,31 @@ def as_data(*classes: type) -> Generator[None]:
 
 
 class DataReader(FileSystemReader):
-    """torch's reader of the distributed format, which would run what a `.metadata` file asks for."""
+    """torch's reader of the distributed format, which alone would run code from a `.metadata` file."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with self.fs.create_stream(metadata_path(self, kwargs.get("rank")), "rb") as file:
                 _MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError) as error:
-            if "asks for" in str(error):
+            if isinstance(error, _RefusedError):
                 raise
             raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
         return super().read_metadata(*args, **kwargs)
 
 
+class _RefusedError(pickle.UnpicklingError):
+    """A file names a class that no description of tensors needs."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
-    """Refuses everything but descriptions of tensors."""
+    """Unpickles only descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or name in DESCRIPTIONS.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no description of tensors needs")
+        raise _RefusedError(f"its .metadata names {module}.{name}, which no description of tensors needs")
 
 
 DESCRIPTIONS = {

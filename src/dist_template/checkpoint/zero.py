@@ -1,9 +1,9 @@
-"""DeepSpeed's folder: written, and read whole in one process.
+"""DeepSpeed's checkpoint folder: written, and read as full tensors in one process.
 
-deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, for ZeRO-1 and 2 in one layout, for ZeRO-3 in
-another. It stops at the optimizer state, which lies in the same layouts: here its functions join each moment as if it
-were the weights. DeepSpeed's own way, `ds_to_universal`, needs an entry in the checkpoint that only its own loops
-write, and makes four files of each parameter.
+deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, which have one layout under ZeRO-1 and 2, and
+another under ZeRO-3. It does not join the optimizer state, which has the same layouts: here its functions are called
+with each moment in place of the weights. DeepSpeed's `ds_to_universal` was rejected: it needs an entry that only
+DeepSpeed's own loops write, and makes four files per parameter.
 """
 
 from __future__ import annotations
@@ -26,48 +26,52 @@ from ..layout import whole_shape
 from .optimizer import State, merge, without_moments
 from .untrusted import as_data
 
-# What DeepSpeed, or its checkpoints' readers, put beside Lightning's own entries.
+# Entries that DeepSpeed adds to Lightning's.
 DEEPSPEEDS_OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
-
-
-TAG = "checkpoint"  # DeepSpeed's folder in the checkpoint's; Lightning's name for it
+TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning names it
 
 
 def save(engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool) -> None:
-    """Write `engine`'s partitions and Lightning's rest to the folder `path`. Collective.
+    """Writes the engine's partitions and the rest of Lightning's checkpoint into the folder `path`. Collective.
 
-    A file that the disk refuses to one rank is told after the barriers that all ranks wait at. Not so a file of NVMe
-    offload, which DeepSpeed copies between two of them.
+    If the disk refuses a file, the error is raised after DeepSpeed's barriers, at which the other ranks wait. Files of
+    NVMe offload are an exception: DeepSpeed copies them between two barriers.
 
     Raises:
-        OSError: on the rank that was refused; RuntimeError where torch's writer met it.
+        OSError: on the rank whose disk refused a file; RuntimeError if torch's writer met it.
     """
-    refused: list[OSError | RuntimeError] = []
+    errors: list[OSError | RuntimeError] = []
     write = _writer(engine)
 
     def attempt(state: Any, file: Path) -> None:
         try:
             write(state, file)
         except (OSError, RuntimeError) as error:
-            refused.append(error)
+            errors.append(error)
 
     _collect(engine, checkpoint, path, without_frozen, attempt)
-    if refused:
-        raise refused[0]
-    _mark(path)
+    if errors:
+        raise errors[0]
+    _write_tag(path)
 
 
 def staged(
     engine: Any, checkpoint: dict[str, Any], without_frozen: bool, copy: Callable[[Any], Any]
 ) -> Callable[[Path], None]:
-    """What writes the same, as it is now, to a folder, without a collective of DeepSpeed's. Collective.
+    """Copies the present content of the checkpoint's files. Collective.
 
     Args:
-        copy: Makes a copy that training does not change.
+        engine: DeepSpeed's.
+        checkpoint: Lightning's.
+        without_frozen: Whether frozen parameters are excluded.
+        copy: Returns a copy of a file's content, which training does not change.
+
+    Returns:
+        A function that writes the copies into a folder, without a collective.
     """
     files: dict[Path, Any] = {}
     write, nowhere = _writer(engine), Path("folder")
@@ -78,7 +82,7 @@ def staged(
     def write_all(path: Path) -> None:
         for file, state in files.items():
             write(state, path / file)
-        _mark(path)
+        _write_tag(path)
 
     _collect(engine, checkpoint, nowhere, without_frozen, keep)
     return write_all
@@ -87,7 +91,7 @@ def staged(
 def _collect(
     engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool, take: Callable[[Any, Path], None]
 ) -> None:
-    """Let DeepSpeed save under `path`, and have `take` each of this rank's files where it would write it."""
+    """Lets DeepSpeed save under `path`, but passes the content and path of each of this rank's files to `take`."""
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     with compat.redirected_saves(engine, take):
         engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
@@ -97,21 +101,22 @@ def _writer(engine: Any) -> Callable[[Any, Path], None]:
     own = engine.checkpoint_engine.save
 
     def write(state: Any, file: Path) -> None:
-        file.parent.mkdir(exist_ok=True)  # TAG's
+        file.parent.mkdir(exist_ok=True)
         own(state, str(file))
 
     return write
 
 
-def _mark(path: Path) -> None:
+def _write_tag(path: Path) -> None:
+    """Names DeepSpeed's folder, as DeepSpeed does, but after all errors were raised."""
     if weights.is_rank_zero():
-        (path / "latest").write_text(TAG, encoding="utf-8")  # DeepSpeed would do it before a barrier
+        (path / "latest").write_text(TAG, encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Lightning's dict with whole fp32 weights and the optimizer state by name (formats.py says more)."""
+    """Returns Lightning's dict with full fp32 weights, and the optimizer state by name (formats.read_full)."""
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it finds no other
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no other
     from deepspeed.utils import zero_to_fp32
 
     folder = _folder(path)
@@ -128,13 +133,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def shape(path: Path) -> tuple[bool, int]:
-    """Whether ZeRO-3 wrote the folder, and how many ranks did: another ZeRO-3, or number, cannot read it as its own."""
+    """Returns whether ZeRO-3 wrote the folder, and the number of ranks that did."""
     names = [file.name for file in _folder(path).iterdir()]
     return "mp_rank_00_model_states.pt" not in names, sum(name.endswith("_optim_states.pt") for name in names)
 
 
 def classes() -> list[type]:
-    """The classes in DeepSpeed's files: numbers and names only, no code of theirs."""
+    """Returns the classes in DeepSpeed's files. Unpickling them only sets attributes."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -143,7 +148,12 @@ def classes() -> list[type]:
 
 
 class Partitions:
-    """What the ranks hold, and how it joins to whole tensors."""
+    """The content of all ranks' files, joined to full tensors.
+
+    Args:
+        models: DeepSpeed's parsed model states.
+        ranks: Each rank's optimizer state.
+    """
 
     def __init__(self, models: list[Any], ranks: list[dict[str, Any]]) -> None:
         self.models = models
@@ -152,25 +162,25 @@ class Partitions:
         count = ranks[0]["partition_count"]
         expected = max(count) if isinstance(count, list) else count
         if expected != len(ranks):
-            raise ValueError(f"{expected} ranks wrote optimizer states and {len(ranks)} of their files are there")
+            raise ValueError(f"{expected} ranks wrote optimizer states, and {len(ranks)} of their files exist")
 
     def weights(self, module: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The fp32 weights; `module` is the model as it computes, whole under ZeRO-1 and 2, and in a model's order."""
-        whole = compat.join_frozen(len(self.ranks), self.models) if self.is_stage_3 else {}
+        """Returns the fp32 weights in the order of `module`, the weights in the compute precision."""
+        full = compat.join_frozen(len(self.ranks), self.models) if self.is_stage_3 else {}
         key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
-        whole |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
+        full |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
         for name, original in self.models[0].shared_params:
-            whole[name] = whole.get(original, module[name])
-        return {name: whole.get(name, tensor) for name, tensor in module.items()}
+            full[name] = full.get(original, module[name])
+        return {name: full.get(name, tensor) for name, tensor in module.items()}
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """By name; None where it is not in the checkpoint (NVMe offload keeps it elsewhere, SGD has none)."""
+        """Returns the state by name, or None if it is not in the checkpoint (NVMe offload, SGD)."""
         bases = [rank["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"] for rank in self.ranks]
         flat = bases[0]["state"]
         if not flat or any("exp_avg" in state and not state["exp_avg"].numel() for state in flat.values()):
             return None
         numbers = sorted(flat)
-        shapes = self.models[0].param_shapes  # of each group, or of each part of a group under ZeRO-3
+        shapes = self.models[0].param_shapes  # of each group; under ZeRO-3 of each sub-group
         state: dict[str, dict[str, Any]] = {name: {} for group in shapes for name in group}
         for key, value in flat[numbers[0]].items():
             if isinstance(value, Tensor) and value.ndim:
@@ -179,7 +189,7 @@ class Partitions:
                     state[name][key] = tensor
             else:
                 for number, group in zip(numbers, shapes, strict=True):
-                    for name in group:  # each its own, in torch's type: optimizers count up in place
+                    for name in group:  # a tensor for each, because optimizers increment it in place
                         state[name][key] = torch.tensor(float(flat[number][key]))
         groups = []
         for group in bases[0]["param_groups"]:
@@ -191,14 +201,14 @@ class Partitions:
         return {"state": state, "param_groups": groups}
 
     def _join(self, flat_groups: list[list[Tensor]]) -> dict[str, Tensor]:
-        """Whole tensors by name, from each rank's flat partition of each group."""
+        """Returns full tensors by name, joined from each rank's flat partition of each group."""
         paddings = self.ranks[0].get("param_alignment_paddings")
-        whole = compat.join_trained(len(self.ranks), flat_groups, self.models, self.is_stage_3, paddings)
-        return {name: tensor.contiguous() for name, tensor in whole.items()}
+        full = compat.join_trained(len(self.ranks), flat_groups, self.models, self.is_stage_3, paddings)
+        return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
 class Target:
-    """A DeepSpeed engine's fp32 weights and optimizer state, to be set from whole tensors of rank 0."""
+    """Sets a DeepSpeed engine's fp32 weights and optimizer state from full tensors of rank 0."""
 
     def __init__(self, engine: Any, module: nn.Module) -> None:
         self.zero = engine.optimizer
@@ -206,16 +216,16 @@ class Target:
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def make_state(self, outline: State) -> None:
-        """Room for every moment, which torch makes in the first step otherwise, and the settings of the groups.
+        """Creates every moment, which torch otherwise does in the first step, and sets the groups' settings.
 
         Raises:
-            InputError: a parameter was not the checkpoint's optimizer's.
+            InputError: the checkpoint's optimizer did not have one of the parameters.
         """
         without_moments(outline, [list(self.parameters)])
         optimizer, states = self.zero.optimizer, outline["state"]
         for group, names, flat in self._flat_groups():
             group.update(merge(outline, names, group))
-            # DeepSpeed has one tensor, and one count of steps, for all of a group's parameters.
+            # DeepSpeed has one flat tensor, and one count of steps, for all parameters of a group.
             values = next((states[name] for name in names if name in states), next(iter(states.values()), {}))
             is_torchs = type(optimizer).__module__.startswith("torch.")
             steps = {
@@ -225,18 +235,18 @@ class Target:
             }
             optimizer.state[flat] = {key: torch.zeros_like(flat) for key in values if key not in steps} | steps
             if not is_torchs:
-                group |= steps  # FusedAdam keeps it there
+                group |= steps  # where FusedAdam keeps the count
         compat.link_optimizer_state(self.zero)
 
-    def set(self, name: str, key: str | None, whole: Tensor | None) -> None:
-        """Set a parameter's moment `key`, or its fp32 weights for None, from rank 0's `whole`; collective."""
+    def set(self, name: str, key: str | None, full: Tensor | None) -> None:
+        """Sets a parameter's moment `key`, or for None its fp32 weights, from rank 0's `full`. Collective."""
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
-        value = weights.tensor_from_rank_zero(whole, torch.empty(whole_shape(parameter), device=self.device))
+        value = weights.tensor_from_rank_zero(full, torch.empty(whole_shape(parameter), device=self.device))
         reach = "full"
         if weights.is_partitioned_by_zero(parameter):
-            # ZeRO-3's own function for whole tensors fails where the number of ranks does not divide them.
+            # ZeRO-3's own function for full tensors fails if the number of ranks does not divide them.
             reach, size = "local", parameter.ds_tensor.numel()
             padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
             value = padded[size * dist.get_rank() :][:size]
@@ -246,13 +256,13 @@ class Target:
             getattr(utils, f"safe_set_{reach}_optimizer_state")(parameter, value, key)
 
     def _flat_groups(self) -> Iterator[tuple[dict[str, Any], list[str], Tensor]]:
-        """(parameter group, its parameters' names, this rank's flat partition of them)"""
+        """Yields each parameter group, its parameters' names, and this rank's flat partition of them."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         zero = self.zero
-        if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in parts of groups
+        if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in sub-groups
             numbers = [zero.sub_group_to_group_id[part] for part in range(len(zero.fp16_groups))]
             parts = zip(numbers, zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
-        elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with gradients in fp32
+        elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with fp32 gradients
             parts = zip(itertools.count(), zero.bf16_groups, zero.fp32_groups_flat_partition)
         else:
             parts = zip(itertools.count(), zero.bit16_groups, zero.single_partition_of_fp32_groups)

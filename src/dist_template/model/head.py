@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..compat.torch import version_of
 from ..errors import InputError
 from ..weights import is_partitioned_by_zero
 
@@ -78,8 +79,8 @@ def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    """Differs after every operation. To compare values would be to wait for the device."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    """Returns what differs after every operation. Comparing values would wait for the device."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else version_of(tensor)
 
 
 class ChunkedLoss(nn.Module):

@@ -1,4 +1,11 @@
-"""How a model is cut over ranks: what Lightning lacks. place.py is the seam; the strategies are mesh.py and zero.py."""
+"""Distributes a model over ranks.
+
+place.py                      builds a model and hands it to the strategy: the only interface between the two
+mesh.py, shard.py             MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
+zero.py, zero_step.py         ZeroStrategy; deepspeed_config.py completes its DeepSpeed JSON
+ddp.py                        defaults for Lightning's DDPStrategy
+blocks.py, half.py            activation checkpointing, torch.compile; parameters in half precision
+"""
 
 from __future__ import annotations
 
@@ -6,9 +13,9 @@ from typing import Any
 
 
 def data_parallel_size(strategy: Any, world_size: int) -> int:
-    """How many ranks each see a batch of their own when `strategy` runs on `world_size` ranks.
+    """Returns the number of ranks that read different batches under `strategy` on `world_size` ranks.
 
     Raises:
-        InputError: the strategy's sizes do not fit.
+        InputError: the strategy's sizes do not fit this number.
     """
     return strategy.sizes(world_size).data_parallel if hasattr(strategy, "sizes") else world_size

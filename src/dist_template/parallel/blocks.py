@@ -1,7 +1,7 @@
-"""What is done to each block of a model, under every strategy: activation checkpointing, then torch.compile.
+"""Activation checkpointing and torch.compile for each block of a model, under every strategy.
 
-Both replace a block's `forward` and leave the tree of modules, and so every parameter's name, as it is. The hooks that
-shard a block (FSDP2, ZeRO-3) stay outside of them; those inside (tensor and expert parallelism) stay inside.
+Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of FSDP2 and ZeRO-3, which
+gather a block's parameters, stay outside of them; the hooks of tensor and expert parallelism stay inside.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..errors import InputError
 
 @dataclass
 class BlockConfig:
-    """What is done to each transformer block.
+    """Activation checkpointing and compilation of each transformer block.
 
     Args:
-        checkpointing: full keeps a block's input alone and computes the rest again in backward, about a third more
-            compute; selective also keeps the results of matrix products and attention; none keeps everything.
-        checkpoint_every: Checkpoint every n-th block, 1 for all of them. Has no effect when checkpointing is none.
+        checkpointing: full saves only a block's input and recomputes the rest in the backward pass, for about a third
+            more compute; selective also saves the results of matrix products and attention; none saves everything.
+        checkpoint_every: Checkpoint every n-th block; 1: all. No effect if checkpointing is none.
         compile: Compile each block with torch.compile. false: off.
     """
 
@@ -37,23 +37,26 @@ class BlockConfig:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of `model`, in order; empty where it has none.
+    """Returns the repeated layers of `model`, in order, or [].
 
-    They are what transformers says must not be split, else the items of the outermost nn.ModuleLists.
+    They are the modules that transformers does not split, else the items of the outermost nn.ModuleLists.
     """
     names = names_of_blocks(model)
     if blocks := [module for module in model.modules() if type(module).__name__ in names]:
         return blocks
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outermost = [m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    return [block for blocks in outermost for block in blocks]
+    inside: str | None = None  # the name of the newest outermost list; named_modules lists its items next
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not (inside and name.startswith(inside)):
+            inside = f"{name}."
+            blocks += module
+    return blocks
 
 
 def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
-    """Apply `config` to every block of `model`, in place.
+    """Applies `config` to every block of `model`, in place.
 
     Raises:
-        InputError: it asks for something and the model has no blocks.
+        InputError: `config` is not empty, and the model has no blocks.
     """
     if config.checkpointing == "none" and not config.compile:
         return
@@ -86,7 +89,7 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], selective: bool
 
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is dear to compute; norms, activations and rotations are cheap to compute again."""
+    """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
     return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -95,7 +98,7 @@ def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        generates = kwargs.get("past_key_values") is not None  # tensors grow with each token: compiled anew each time
+        generates = kwargs.get("past_key_values") is not None  # shapes change with each token, and would be compiled each time
         return forward(*args, **kwargs) if generates else fast(*args, **kwargs)
 
     return wrapped

@@ -1,14 +1,13 @@
-"""DDP is Lightning's own strategy; these options differ from torch's defaults when it is configured by name.
+"""Defaults for Lightning's own DDPStrategy, where they differ from torch's.
 
-    gradient_as_bucket_view    true: gradients lie in the buckets that are sent; without accumulation 4 bytes a
-                               parameter less, and in any case the copy back
-    forward_sync_buffers       false: all ranks start with rank 0's, and no other strategy sends them before a forward;
-                               what changes a buffer in training must change it on every rank alike
+    gradient_as_bucket_view    true: gradients are views of the buckets that are sent. Saves the copy back and, without
+                               accumulation, 4 bytes per parameter
+    forward_sync_buffers       false: buffers are not broadcast before each forward pass, as under any other strategy.
+                               Training must change a buffer equally on all ranks
 
-Left alone: `static_graph`, which spares a walk through the graph that is not taken without `find_unused_parameters`,
-and is wrong where an edited module's graph differs between steps; `bucket_cap_mb`, 25 MiB, which many ranks may want
-larger, because each sends a rank's share of it at a time: Megatron takes 160 MB of fp32, and 4 MB a rank beyond 40
-(`DistributedDataParallelConfig.bucket_size`).
+torch's default is kept for `static_graph`, which is wrong for a module whose graph differs between steps, and for
+`bucket_cap_mb` (25 MiB); with many ranks a larger one may be faster: Megatron-LM uses 160 MB of fp32, and 4 MB per rank
+beyond 40 (`DistributedDataParallelConfig.bucket_size`).
 """
 
 from __future__ import annotations
@@ -23,6 +22,6 @@ DEFAULTS = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}
 
 
 def complete(configured: Any, strategy: Any) -> None:
-    """Sets `DEFAULTS` where `trainer.strategy` names DDP or chose it; a `class_path` takes torch's own defaults."""
+    """Sets `DEFAULTS` if `trainer.strategy` is a name that selects DDP; a `class_path` keeps torch's defaults."""
     if isinstance(configured, str) and type(strategy) is DDPStrategy:
         set_ddp_defaults(strategy, **DEFAULTS)

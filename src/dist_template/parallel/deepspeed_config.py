@@ -1,8 +1,8 @@
-"""The DeepSpeed configuration: this package's own or a user's JSON, every "auto" filled in and every conflict told.
+"""Completes a DeepSpeed configuration, ZeroStrategy's own or a user's JSON: fills each "auto" and lists all conflicts.
 
-A value that stands in two places (the batch in `data` and in the JSON, the precision in `trainer` and in the JSON) must
-be the same in both, or "auto" in the JSON. The meaning of "auto" is that of Hugging Face's integration, so that files
-written for it work; `pin_memory` may be "auto" as well. Lightning refuses some of these keys and overlooks the others.
+A value that is also set elsewhere (the batch in `data`, the precision in `trainer`) must be equal in the JSON, or
+"auto". "auto" means what it means in Hugging Face's integration; `pin_memory` may be "auto" as well. The optimizer and
+the schedule are set in model.optim only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..records import flatten
 AUTO, ACCUMULATION = "auto", "data.global_batch_size / (data.micro_batch_size x processes)"
 KEY = "trainer.strategy.init_args.config"
 
-# What DeepSpeed 0.19 reads; it passes over any other key without a word.
+# The keys that DeepSpeed 0.19 reads; it ignores any other key silently.
 KNOWN_KEYS = frozenset(
     """activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
     compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
@@ -34,24 +34,21 @@ KNOWN_KEYS = frozenset(
     weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
 )
 HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
-SCHEDULE = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}  # ours: DeepSpeed's name
-MAY_STAY_AUTO = {"data_types.keep_in_fp32_modules"}  # DeepSpeed's own "auto"
+DEEPSPEED_AUTO = {"data_types.keep_in_fp32_modules"}  # DeepSpeed gives "auto" a meaning here
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What trainer, data and model say.
+    """Values that trainer, data and model set.
 
     Args:
         accelerator: Lightning's name: cpu, cuda …
         precision: Lightning's name.
-        micro_batch_size: Sequences per process per forward.
+        micro_batch_size: Sequences per process per forward pass.
         global_batch_size: Sequences per optimizer step.
         accumulation: Micro-batches per optimizer step.
-        gradient_clip_val: Largest gradient norm; 0 is off.
-        num_steps: Optimizer steps of the training; None where no end is known.
-        optim: An OptimConfig; None for a module without one.
-        hidden_size: Asks the model's configuration for its width; only called where an "auto" depends on it.
+        gradient_clip_val: Largest gradient norm; 0: off.
+        hidden_size: Returns the model's width; only called if an "auto" depends on it.
     """
 
     accelerator: str
@@ -60,13 +57,11 @@ class Settings:
     global_batch_size: int
     accumulation: int
     gradient_clip_val: float
-    num_steps: int | None
-    optim: Any
     hidden_size: Callable[[], int]
 
 
 def batch_sizes(data: Any, processes: int, accumulation: int) -> dict[str, int]:
-    """The batch's numbers as fields of Settings; with the Trainer's accumulation where the data does not say."""
+    """Returns the batch sizes of Settings; the Trainer's accumulation is used if the data has no global batch."""
     micro = getattr(data, "micro_batch_size", 1)
     if hasattr(data, "global_batch_size"):
         accumulation = max(1, data.global_batch_size // (micro * processes))
@@ -78,10 +73,10 @@ def batch_sizes(data: Any, processes: int, accumulation: int) -> dict[str, int]:
 
 
 def hidden_size(module: Any) -> int:
-    """The width of the model that `module` will build.
+    """Returns the width of the model that `module` will build.
 
     Raises:
-        InputError: its configuration, if it has one, names no `hidden_size`.
+        InputError: its configuration has no `hidden_size`.
     """
     from transformers import AutoConfig
 
@@ -93,16 +88,16 @@ def hidden_size(module: Any) -> int:
         return config.get_text_config().hidden_size
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise InputError(
-            f"a bucket size or threshold is auto, which follows from the model's hidden_size, and "
+            f"a bucket size or threshold is auto, which depends on the model's hidden_size, and "
             f"{type(module).__name__} has none ({reason(error)}): write a number"
         ) from error
 
 
 def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """A user's configuration, as it stands, with top-level keys that DeepSpeed knows.
+    """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16".
 
     Raises:
-        InputError: there is no such file, it is no JSON object, or has an unknown key.
+        InputError: the file does not exist, is no JSON object, has an unknown key, or no ZeRO stage.
     """
     if not isinstance(config, Mapping):
         try:
@@ -118,12 +113,12 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if config.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
-        raise InputError(f"{KEY} sets no zero_optimization.stage of 1, 2 or 3; for none of them use strategy: ddp")
+        raise InputError(f"{KEY} sets no zero_optimization.stage of 1, 2 or 3; without ZeRO use strategy: ddp")
     return config
 
 
 def refuse(conflicts: list[str]) -> None:
-    """Raise one InputError that lists all `conflicts` of the DeepSpeed file; return if there are none."""
+    """Raises one InputError that lists all `conflicts` of the DeepSpeed file, if there are any."""
     if len(conflicts) == 1:
         raise InputError(f"{KEY}: {conflicts[0]}")
     if conflicts:
@@ -132,11 +127,11 @@ def refuse(conflicts: list[str]) -> None:
 
 def _unknown(key: str) -> str:
     near = difflib.get_close_matches(key, KNOWN_KEYS, n=2)
-    return f"DeepSpeed knows no key {key!r}" + (f"; near it are {', '.join(near)}" if near else "")
+    return f"DeepSpeed has no key {key!r}" + (f"; similar keys: {', '.join(near)}" if near else "")
 
 
 def tidy(config: dict[str, Any]) -> dict[str, Any]:
-    """Take out of Lightning's own configuration what has no effect; returns its `zero_optimization`."""
+    """Removes keys without effect from Lightning's default configuration. Returns its `zero_optimization`."""
     zero = config["zero_optimization"]
     offloads = [zero[name] for name in ("offload_optimizer", "offload_param") if name in zero]
     if not any(offload["device"] == "nvme" for offload in offloads):
@@ -146,7 +141,7 @@ def tidy(config: dict[str, Any]) -> dict[str, Any]:
             for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
                 offload.pop(key, None)
     if not any(config["activation_checkpointing"].values()):
-        config.pop("activation_checkpointing")  # model.blocks does it, the same under every strategy
+        config.pop("activation_checkpointing")  # model.blocks does it under every strategy
     if zero["stage"] == 3:
         zero.pop("allgather_partitions")
         zero.pop("allgather_bucket_size")
@@ -156,10 +151,10 @@ def tidy(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """`config` as DeepSpeed gets it: complete, without "auto", agreeing with `settings`.
+    """Returns `config` as DeepSpeed gets it: complete, without "auto", and equal to `settings`.
 
     Raises:
-        InputError: values conflict with `settings`, have no meaning as "auto", or are none of DeepSpeed's; all of them.
+        InputError: lists all values that conflict with `settings`, cannot be "auto", or are not valid in DeepSpeed.
     """
     config, conflicts = copy.deepcopy(dict(config)), []
     for key, value, place in (
@@ -170,31 +165,27 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     ):
         conflicts += _agree(config, key, value, place)
     conflicts += _agree_on_precision(config, settings.precision)
-    conflicts += _drop_optimizer(config, settings)
-    config.setdefault("zero_allow_untested_optimizer", True)  # module.py may build any
+    conflicts += _drop_optimizer(config)
+    config.setdefault("zero_allow_untested_optimizer", True)  # module.py may build any optimizer
     config.setdefault("zero_force_ds_cpu_optimizer", False)  # zero.py says why
     try:
         _fill_sizes(config["zero_optimization"], settings)
     except InputError as error:
         conflicts.append(str(error))
     else:
-        autos = [key for key, value in flatten(config).items() if value == AUTO and key not in MAY_STAY_AUTO]
-        conflicts += [f"{key} is auto, which nothing here gives a value; write one" for key in autos]
+        autos = [key for key, value in flatten(config).items() if value == AUTO and key not in DEEPSPEED_AUTO]
+        conflicts += [f"{key} is auto, and no setting gives it a value; write one" for key in autos]
         conflicts += _invalid_in_zero(config["zero_optimization"])
     refuse(conflicts)
     return config
 
 
 def _agree(config: dict[str, Any], key: str, value: Any, place: str) -> list[str]:
-    """Set the dotted `key` to `value`, which is set in `place`; returns the conflict if the file has another value."""
+    """Sets the dotted `key` to `value`, the value of `place`. Returns a conflict if the file has another value."""
     *sections, name = key.split(".")
     for section in sections:
         config = config.setdefault(section, {})
     given, config[name] = config.get(name, AUTO), value
-    return _compare(key, given, value, place)
-
-
-def _compare(key: str, given: Any, value: Any, place: str) -> list[str]:
     if given in (AUTO, value):
         return []
     return [
@@ -204,7 +195,7 @@ def _compare(key: str, given: Any, value: Any, place: str) -> list[str]:
 
 
 def _agree_on_precision(config: dict[str, Any], precision: str) -> list[str]:
-    """One of bf16, fp16 and torch_autocast for a half precision, none for 32-true; returns the conflicts."""
+    """Enables one of bf16, fp16 and torch_autocast for a half precision, none for 32-true. Returns the conflicts."""
     half, conflicts = HALF_SECTION.get(precision), []
     autocast = config.get("torch_autocast", {})
     if autocast.get("enabled"):
@@ -218,54 +209,23 @@ def _agree_on_precision(config: dict[str, Any], precision: str) -> list[str]:
     return conflicts
 
 
-def _drop_optimizer(config: dict[str, Any], settings: Settings) -> list[str]:
-    """Remove `optimizer` and `scheduler`, which optim.py builds; returns where they say otherwise than it does.
+def _drop_optimizer(config: dict[str, Any]) -> list[str]:
+    """Removes `optimizer` and `scheduler`, which model.optim sets; returns a conflict for each value but "auto".
 
-    A DeepSpeed optimizer would decay norms and biases too, and a DeepSpeed scheduler is none of Lightning's.
+    DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step DeepSpeed's scheduler.
     """
-    given = flatten({name: config.pop(name) for name in ("optimizer", "scheduler") if config.get(name)})
-    says = _optimization(settings) if settings.optim else {}
-    conflicts = []
-    for key, value in given.items():
-        if key in says:
-            conflicts += _compare(key, value, *says[key])
-        elif key == "scheduler.type" and settings.optim:
-            conflicts.append(
-                f"DeepSpeed has no scheduler for model.optim.schedule {settings.optim.schedule}, and the file names"
-                f" {value}: remove scheduler from the file"
-            )
-        else:
-            conflicts.append(f"{key} has no counterpart here; remove it, optimizer and schedule are set in model.optim")
-    return conflicts
-
-
-def _optimization(settings: Settings) -> dict[str, tuple[Any, str]]:
-    """DeepSpeed's names for what `model.optim` says: the value, and the place that says it."""
-    optim, steps = settings.optim, settings.num_steps
-    assert optim is not None
-    warmup = optim.warmup if optim.warmup >= 1 else optim.warmup * steps if steps else None
-    schedule = (SCHEDULE.get(optim.schedule), f"DeepSpeed's name for model.optim.schedule {optim.schedule}")
-    return {
-        "optimizer.type": ("AdamW", "the optimizer of optim.py"),
-        "optimizer.params.lr": (optim.learning_rate, "model.optim.learning_rate"),
-        "optimizer.params.betas": (list(optim.betas), "model.optim.betas"),
-        "optimizer.params.eps": (optim.eps, "model.optim.eps"),
-        "optimizer.params.weight_decay": (optim.weight_decay, "model.optim.weight_decay"),
-        "optimizer.params.torch_adam": (True, "whether optim.py takes torch's"),
-        "optimizer.params.adam_w_mode": (True, "decoupled decay in optim.py"),
-        **({"scheduler.type": schedule} if schedule[0] else {}),
-        "scheduler.params.warmup_min_lr": (0, "the start of the warm-up"),
-        "scheduler.params.warmup_max_lr": (optim.learning_rate, "model.optim.learning_rate"),
-        "scheduler.params.warmup_num_steps": (warmup and int(warmup), "model.optim.warmup, in steps,"),
-        "scheduler.params.warmup_type": ("linear", "the shape of the warm-up"),
-        "scheduler.params.warmup_min_ratio": (0, "the start of the warm-up"),
-        "scheduler.params.cos_min_ratio": (optim.min_learning_rate_share, "model.optim.min_learning_rate_share"),
-        "scheduler.params.total_num_steps": (steps, "trainer.max_steps"),
-    }
+    given = {name: config.pop(name, None) or {} for name in ("optimizer", "scheduler")}
+    if given["optimizer"].get("type") == "AdamW":
+        given["optimizer"] = given["optimizer"] | {"type": AUTO}
+    return [
+        f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and schedule: remove it"
+        for key, value in flatten(given).items()
+        if value != AUTO
+    ]
 
 
 def _fill_sizes(zero: dict[str, Any], settings: Settings) -> None:
-    """Hugging Face's formulas for sizes, in elements, from the model's width; memory is pinned where there is a GPU."""
+    """Fills sizes (elements) by Hugging Face's formulas from the model's width; pins memory if there is a GPU."""
     formulas: dict[str, Callable[[int], int]] = {
         "reduce_bucket_size": lambda width: width * width,
         "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
@@ -280,7 +240,7 @@ def _fill_sizes(zero: dict[str, Any], settings: Settings) -> None:
 
 
 def _invalid_in_zero(zero: Mapping[str, Any]) -> Iterator[str]:
-    """Have DeepSpeed's own model check the section before any process starts; yields each thing that it refuses."""
+    """Yields each error that DeepSpeed's own validation finds in the section, before any process starts."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 

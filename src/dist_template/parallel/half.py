@@ -1,4 +1,4 @@
-"""bf16-true and 16-true: parameters in half precision, and only parameters."""
+"""bf16-true and 16-true: parameters in half precision, buffers unchanged."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 class HalfParameters(HalfPrecision):
-    """Lightning's own casts buffers too: rotary frequencies in bfloat16 are off by whole positions in long sequences.
+    """Casts parameters only. Lightning's casts buffers too: rotary frequencies in bfloat16 are wrong by several positions in long sequences.
 
-    It is called before a model is sharded and again after it, when nothing is left to do: casting what is sharded
-    would take parameters that two modules share apart.
+    Lightning calls it again after a model is sharded, when it must change nothing: casting sharded parameters would
+    untie those that two modules share.
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:

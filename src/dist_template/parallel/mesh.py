@@ -1,21 +1,22 @@
-"""FSDP2, HSDP, tensor and expert parallelism: one mesh of ranks, and transformers' plans to cut a model over it.
+"""FSDP2, HSDP, tensor and expert parallelism: one mesh of ranks, over which transformers' plans shard a model.
 
-    dense parameters    (dp_replicate, fsdp, tp)      experts    (dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
+    dense parameters    (dp_replicate, fsdp, tp)
+    experts             (dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
 
-A batch is dealt out over dp_replicate x fsdp ranks; the tp ranks of one such place share it. What is cut how stands in
-the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model that
-transformers has. A model without plans is sharded block by block with torch's `fully_shard`, and so is a plain
+A batch is distributed over dp_replicate x fsdp ranks; ranks that differ only in tp receive the same rows. The plans are
+in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model of
+transformers. A model without plans is sharded block by block with torch's `fully_shard`, and so is a plain
 LightningModule whose layers are made in `__init__`.
 
-Lightning's ModelParallelStrategy starts the processes and runs the loop. It stops at a mesh of two dimensions, at
-knowing no transformers model, at checkpoints of interleaved shards, and at a world of one rank; the rest stands here.
+Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two dimensions only, does not
+know transformers' plans, cannot save strided shards, and refuses a single rank; this file adds that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -31,25 +32,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from .. import weights
 from ..checkpoint import sharded
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import format_of
 from ..checkpoint.resume import load_foreign
-from ..compat import transformers as compat
 from ..compat.lightning import set_mesh, start_process_group
-from ..errors import InputError, reason
+from ..errors import InputError
 from ..layout import refuse_scalars
-from .blocks import find_blocks
+from .shard import shard_by_blocks, shard_by_plan
 
 Size = int | Literal["auto"]
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -57,7 +50,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each dimension of the mesh; `ep` lies across fsdp and tp and adds no ranks."""
+    """Ranks along each dimension of the mesh; `ep` divides fsdp x tp and adds no ranks."""
 
     dp_replicate: int
     fsdp: int
@@ -66,25 +59,26 @@ class MeshSizes:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that each see a batch of their own."""
+        """Number of ranks that read different batches."""
         return self.dp_replicate * self.fsdp
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Shard a model over a mesh of ranks.
+    """Shards a model over a mesh of ranks.
 
     Args:
-        fsdp_size: Ranks over which parameters, gradients and optimizer state are sharded. auto: those the rest leaves.
-        dp_replicate_size: Copies of that (HSDP), one a node as a rule. 1 is off. auto: those the rest leaves.
-        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node. 1 is off.
-        ep_size: Ranks that hold distinct experts; a multiple of tp_size that divides fsdp_size x tp_size. 1 is off.
-            auto: all of those.
-        fsdp_plan: Rules over the model's own: module name to free_full_weight or keep_full_weight. null: none.
-        tp_plan: Rules over the model's own: module or parameter name to a style of transformers'. null: none.
-        ep_plan: The same for experts. null: none.
+        fsdp_size: Ranks over which parameters, gradients and optimizer state are sharded. auto: all that the other
+            sizes leave.
+        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all that are left.
+        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node. 1: off.
+        ep_size: Ranks that hold different experts; a multiple of tp_size that divides fsdp_size x tp_size. 1: off.
+            auto: fsdp_size x tp_size.
+        fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight. null: none.
+        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers. null: none.
+        ep_plan: Overrides the model's plan for experts. null: none.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the device.
-        reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation and keep shards of
-            them. false: only in the last one, which sends less and keeps whole gradients until then, 4 bytes a
+        reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation, and accumulate
+            shards. false: only in the last one, which sends less but accumulates unsharded gradients: 4 bytes per
             parameter on every device (2 in bf16-true).
         process_group_backend: torch's name of the backend. null: nccl on GPUs, gloo on CPUs.
         timeout: How long a collective may wait for the other ranks.
@@ -118,24 +112,26 @@ class MeshStrategy(ModelParallelStrategy):
     # ---- the mesh ------------------------------------------------------------------------------------------------
 
     def sizes(self, world_size: int) -> MeshSizes:
-        """The sizes on `world_size` ranks, "auto" resolved.
+        """Returns the sizes on `world_size` ranks, with "auto" resolved.
 
         Raises:
-            InputError: they do not multiply to the number of ranks, or more than one is "auto".
+            InputError: their product is not the number of ranks, or more than one is "auto".
         """
-        given = {"dp_replicate_size": self.dp_replicate_size, "fsdp_size": self.fsdp_size, "tp_size": self.tp_size}
-        numbers = {name: size for name, size in given.items() if size != "auto"}
-        automatic = given.keys() - numbers.keys()
-        known = prod(numbers.values())
-        told = " x ".join(f"{name} {size}" for name, size in given.items())
-        if len(automatic) > 1:
-            raise InputError(f"{told}: only one of them can be auto; edit trainer.strategy.init_args")
-        if min(numbers.values(), default=1) < 1 or world_size % known or (not automatic and known != world_size):
+        given = {
+            "dp_replicate_size": self.dp_replicate_size,
+            "fsdp_size": self.fsdp_size,
+            "tp_size": self.tp_size,
+        }
+        numbers: dict[str, int] = {name: size for name, size in given.items() if size != "auto"}
+        automatic = list(given.keys() - numbers.keys())
+        if len(automatic) == 1:
+            numbers[automatic[0]] = world_size // max(1, prod(numbers.values()))
+        if len(automatic) > 1 or min(numbers.values()) < 1 or prod(numbers.values()) != world_size:
+            product = " x ".join(f"{name} {size}" for name, size in given.items())
             raise InputError(
-                f"{told} does not make {world_size}, the number of processes (trainer.devices x trainer.num_nodes);"
-                f" edit trainer.strategy.init_args{'' if automatic else ', where one size may be auto'}"
+                f"{product} does not make {world_size}, the number of processes (trainer.devices x"
+                " trainer.num_nodes); edit trainer.strategy.init_args, where only one size can be auto"
             )
-        numbers |= {name: world_size // known for name in automatic}
         replicate, fsdp, tp = (numbers[name] for name in given)
         return MeshSizes(replicate, fsdp, tp, fsdp * tp if self.ep_size == "auto" else self.ep_size)
 
@@ -145,13 +141,13 @@ class MeshStrategy(ModelParallelStrategy):
         sizes = self.mesh_sizes = self.sizes(self.world_size)
         dense = (1, sizes.dp_replicate, sizes.fsdp, sizes.tp)
         experts = (1, sizes.dp_replicate, sizes.fsdp * sizes.tp // sizes.ep, sizes.ep)
-        device = self.root_device.type  # transformers' own function would take a GPU wherever there is one
+        device = self.root_device.type  # transformers' own function would use a GPU if there is one
         set_mesh(self, init_device_mesh(device, dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")))
-        self._expert_mesh = init_device_mesh(device, experts, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+        self.expert_mesh = init_device_mesh(device, experts, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which share of the batches this rank reads: ranks that differ in tp alone read the same."""
+        """Which part of the batches this rank reads: ranks that differ only in tp read the same."""
         sizes = self.mesh_sizes
         return {"num_replicas": sizes.data_parallel, "rank": self.global_rank // sizes.tp}
 
@@ -163,132 +159,80 @@ class MeshStrategy(ModelParallelStrategy):
             model.configure_model = partial(self._shard_module, model)
 
     def teardown(self) -> None:
-        made = vars(self.lightning_module).get("configure_model") if self.lightning_module else None
-        if isinstance(made, partial):
-            del vars(self.lightning_module)["configure_model"]
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("configure_model", None)
         super().teardown()
 
     def _shard_module(self, module: L.LightningModule) -> None:
         """Shards the layers that a plain LightningModule has made on every rank, with rank 0's weights.
 
-        The module itself is the outermost unit, so its steps gather what is in no block, as `forward` does elsewhere.
+        The module itself is the outermost FSDP unit, so its steps gather the parameters outside of blocks.
         """
-        if isinstance(module, FSDPModule) or (self.world_size == 1 and not self.cpu_offload):
+        if isinstance(module, FSDPModule) or not self._shards:
             return
         refuse_scalars(module, "FSDP2")
         self.precision_plugin.convert_module(module)
         module.to("cpu" if self.cpu_offload else self.root_device)
         weights.load(module, weights.named_tensors(module))
-        self._shard(module, self._shard_by_blocks)
+        shard_by_blocks(module, self)
         for step in STEPS:
             if is_overridden(step, module):
                 register_fsdp_forward_method(module, step)
 
+    @property
+    def _shards(self) -> bool:
+        return self.world_size > 1 or self.cpu_offload
+
     def shard(self, model: nn.Module) -> nn.Module:
-        """Cut `model`, which has its weights on rank 0 alone, over the mesh.
+        """Shards `model`, whose weights are on rank 0 only, over the mesh.
 
         Raises:
-            InputError: the model's plans do not allow what is asked.
+            InputError: the model's plans do not allow the configured sizes.
         """
-        if self.world_size == 1 and not self.cpu_offload:
+        if not self._shards:
             return model
         refuse_scalars(model, "FSDP2")
-        whole = weights.take(model)
+        full = weights.take(model)
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
-        self._shard(model, self._shard_by_plan if has_plan and self.world_size > 1 else self._shard_by_blocks)
-        weights.fill(model, whole, torch.device("cpu") if self.cpu_offload else self.root_device)
+        if has_plan and self.world_size > 1:
+            shard_by_plan(model, self)
+        else:
+            shard_by_blocks(model, self)
+        weights.fill(model, full, torch.device("cpu") if self.cpu_offload else self.root_device)
         return model
-
-    def _shard(self, model: nn.Module, by: Callable[[Any], None]) -> None:
-        try:
-            by(model)
-        except ValueError as error:
-            raise InputError(f"{type(model).__name__} cannot be cut as configured: {reason(error)}") from error
-
-    def _shard_by_plan(self, model: Any) -> None:
-        from transformers.distributed import DistributedConfig
-        from transformers.distributed.utils import TransformersDeviceMesh
-
-        from ..compat import replicated_gradients
-
-        replicated_gradients.register()
-        sizes = self.mesh_sizes
-        config = DistributedConfig(
-            tp_size=sizes.tp,
-            fsdp_size=sizes.fsdp,
-            dp_replicate_size=sizes.dp_replicate,
-            ep_size=sizes.ep,
-            tp_plan=self.tp_plan,
-            ep_plan=self.ep_plan,
-            fsdp_plan=self.fsdp_plan,
-            fsdp_cpu_offload=self.cpu_offload,
-            fsdp_mixed_precision=self._mixed_precision,
-        )
-        ties = weights.find_ties(model)
-        tied = {name for name, module in model.named_modules() if any(module is owner for t in ties for owner, _ in t)}
-        # What is tied must be in one FSDP group, and is when no rule takes a part of it out of the root's.
-        model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in tied}
-
-        weights.untie(ties)  # tensor parallelism looks for each place's own
-        with compat.sharding(self._offload_policy, prepare=lambda: weights.tie(ties)):
-            model.maybe_distribute_model(model, config, TransformersDeviceMesh(self.device_mesh, self._expert_mesh))
-        weights.tie(ties)
-
-    def _offload_policy(self) -> CPUOffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
-
-    def _shard_by_blocks(self, model: nn.Module) -> None:
-        if self.mesh_sizes.tp > 1 or self.mesh_sizes.ep > 1:
-            raise ValueError("it has no plan for tensor or expert parallelism, set tp_size and ep_size to 1")
-        names = ("dp_replicate", "fsdp") if self.mesh_sizes.dp_replicate > 1 else ("fsdp",)
-        options: dict[str, Any] = {
-            "mesh": self.device_mesh[names],
-            "offload_policy": self._offload_policy() if self.cpu_offload else OffloadPolicy(),
-        }
-        if self._mixed_precision:
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in find_blocks(model):
-            fully_shard(block, **options)
-        if isinstance(model, L.LightningModule) and "mp_policy" in options:  # a step's batch holds targets too
-            options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
-        fully_shard(model, **options)
 
     def model_to_device(self) -> None:
         assert self.model is not None
         if not self.cpu_offload:
             super().model_to_device()
-        for buffer in self.model.buffers():  # activations, and what meets them, stay on the device
+        for buffer in self.model.buffers():  # activations, and buffers with them, stay on the device
             buffer.data = buffer.data.to(self.root_device)
-
-    @property
-    def _mixed_precision(self) -> bool:
-        """Whether weights travel and multiply in bfloat16, kept and reduced in float32."""
-        return self.precision_plugin.precision == "bf16-mixed"
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Lightning's, around every micro-batch but the last of an accumulation; its own knows DDP alone.
+        """Lightning enters it around every micro-batch but the last of an accumulation; its own supports only DDP.
 
-        HSDP's all-reduce between the copies always waits for the last: what it adds up meanwhile is the own shard, no
-        larger than the gradient that it becomes.
+        HSDP's all-reduce between the replicas is always delayed to the last micro-batch: until then only this rank's
+        shard is accumulated.
         """
-        assert self.model is not None
-        waits = not self.reduce_each_micro_batch or self.mesh_sizes.dp_replicate > 1
-        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)] if waits else []
-        self._let_reduce(units, False)
+        self._set_reduces(False)
         try:
             yield
         finally:
-            self._let_reduce(units, True)
+            self._set_reduces(True)
 
-    def _let_reduce(self, units: Sequence[FSDPModule], now: bool) -> None:
-        for unit in units:
-            if self.reduce_each_micro_batch:
-                unit.set_requires_all_reduce(now, recurse=False)
-            else:
-                unit.set_requires_gradient_sync(now, recurse=False)
+    def _set_reduces(self, reduces: bool) -> None:
+        assert self.model is not None
+        if self.reduce_each_micro_batch and self.mesh_sizes.dp_replicate == 1:
+            return
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                if self.reduce_each_micro_batch:
+                    unit.set_requires_all_reduce(reduces, recurse=False)
+                else:
+                    unit.set_requires_gradient_sync(reduces, recurse=False)
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -300,8 +244,8 @@ class MeshStrategy(ModelParallelStrategy):
         path = agreed(Path(checkpoint_path))
         if format_of(path) != "distributed":
             return load_foreign(self, path)
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return sharded.load(path, self.model, self.optimizers if fits else [], weights_only)
+        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return sharded.load(path, self.model, self.optimizers if is_fit else [], weights_only)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None

@@ -1,11 +1,11 @@
-"""From a model to its place on the machine: the one seam between module.py and the strategies, the order said once.
+"""Builds a model and distributes it: the only interface between a module and the strategies. The steps, in order:
 
-1  build           on rank 0 with weights, elsewhere a skeleton, from the run's seed: the strategy does not matter;
-                   in the precision's type before anything is cut
-2  checkpointing   inside of compile, so that the compiler sees what is computed again
-3  compile         block by block: inside of the sharding, whose hooks it could not compile
+1  build           on rank 0 with weights, on the other ranks on the meta device, from the run's seed, so that the
+                   weights do not depend on the strategy; parameters are cast before they are sharded
+2  checkpointing   inside of compile, so that the compiler sees the recomputation
+3  compile         block by block, inside of the sharding, whose hooks cannot be compiled
 4  shard           tensor and expert parallelism inside the blocks, FSDP2 or ZeRO around them
-5  fill            every rank receives its part of rank 0's weights
+5  fill            every rank receives its shard of rank 0's weights
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .blocks import BlockConfig, wrap_blocks
 
 
 def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) -> nn.Module:
-    """The model that `build` makes, as `strategy` wants it on this rank.
+    """Returns this rank's part of the model that `build` makes.
 
     Raises:
-        InputError: the model has no blocks or plan for what is asked.
+        InputError: the model has no blocks or no plan for what `blocks` or the strategy needs.
     """
     seed = torch.initial_seed()
     torch.manual_seed(seed)
     if weights.is_rank_zero():
-        with torch.device("cpu"):  # under some strategies Lightning's default is the GPU, whose generator is another
+        with torch.device("cpu"):  # Lightning's default device may be a GPU, which has another generator
             model = build()
     else:
         model = _skeleton(build)
     model = strategy.precision_plugin.convert_module(model)
-    # Dropout differs between ranks that see different batches, and agrees between those that share one.
+    # Dropout differs between ranks that read different batches, and is equal on those that read the same.
     torch.manual_seed(seed + getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"])
     wrap_blocks(model, blocks)
     if hasattr(strategy, "shard"):
@@ -46,7 +46,7 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
 
 
 def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:
-    """What `build` makes, without memory; with memory where it cannot do without, which is told once."""
+    """Builds on the meta device. Falls back to a full build, with a warning, if the constructor reads tensor values."""
     try:
         with torch.device("meta"):
             model = build()
@@ -54,7 +54,7 @@ def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:
         if not any(isinstance(value, Tensor) and value.is_meta for value in attributes):
             return model
         why = "a tensor of it is neither a parameter nor a buffer"
-    except (NotImplementedError, RuntimeError) as error:  # it looked at a value, which a meta tensor has not
+    except (NotImplementedError, RuntimeError) as error:  # it read a value, which a meta tensor does not have
         why = reason(error)
-    warnings.warn(f"the model cannot be built on torch's meta device ({why}): each rank builds it whole", stacklevel=2)
+    warnings.warn(f"the model cannot be built on torch's meta device ({why}): each rank builds it in full", stacklevel=2)
     return build()

@@ -1,8 +1,8 @@
-"""ZeRO by DeepSpeed, on any accelerator: stage 1 shards the optimizer's state, 2 gradients too, 3 parameters too.
+"""ZeRO by DeepSpeed, on any accelerator: stage 1 shards optimizer state, stage 2 gradients too, stage 3 parameters too.
 
-Lightning's DeepSpeedStrategy starts the processes, builds the engine and saves checkpoints. It stops at CPUs, starts
-ZeRO-3 from weights that no initialiser has seen, divides gradients by the accumulation twice (AdamW hides it, norm and
-clipping do not), and lets a module clip gradients that are not reduced yet.
+Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts ZeRO-3 from
+uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm and clipping do not), and lets
+a module clip gradients before they are reduced; this file changes that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .. import weights
 from ..checkpoint import zero as zero_format
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import refusing_unreadable
-from ..checkpoint.resume import is_zeros_own, load_foreign
+from ..checkpoint.resume import is_readable_by_deepspeed, load_foreign
 from ..checkpoint.untrusted import as_data
 from ..compat import deepspeed as compat
 from ..compat.lightning import set_deepspeed_config, start_deepspeed
@@ -42,30 +42,30 @@ for expected in (
     warnings.filterwarnings("ignore", message=expected)
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed, which jsonargparse imports, looks for itself
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before jsonargparse imports DeepSpeed
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ZeroStrategy(DeepSpeedStrategy):
-    """Shard by DeepSpeed's ZeRO.
+    """Shards by DeepSpeed's ZeRO.
 
-    Offloaded state is updated by torch's own fused AdamW on the CPU, not by DeepSpeed's: the same numbers, no compiler
-    needed at start, and the optimizer that module.py builds is the one that runs. Half precision is DeepSpeed's, under
-    `-mixed` and `-true` alike: weights in bf16 or fp16, and sharded fp32 copies that the optimizer updates.
+    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results are equal, nothing is
+    compiled at the start, and the module's own optimizer runs. Half precision is DeepSpeed's, under `-mixed` and
+    `-true` alike: weights in bf16 or fp16, and sharded fp32 weights that the optimizer updates.
 
     Args:
-        stage: What is sharded: 1 optimizer state, 2 gradients too, 3 parameters too. null: what `config` says, else 2.
-        offload_optimizer: Keep optimizer state, and update, in host memory. null: what `config` says, else false.
-        offload_parameters: Keep parameters there too, stage 3 alone. null: what `config` says, else false.
-        pin_memory: Page-lock that memory, for copies beside computation. auto: wherever there is a device to copy to.
-        config: A DeepSpeed JSON file, or its content, which then rules. null: these arguments.
-        reduce_bucket_size: Elements of gradient reduced at once, enough to use the network well; 2 buckets, 0.8 GB.
+        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in `config`, else 2.
+        offload_optimizer: Keep and update optimizer state in host memory. null: the value in `config`, else false.
+        offload_parameters: Keep parameters there too, stage 3 only. null: the value in `config`, else false.
+        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a GPU.
+        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these arguments.
+        reduce_bucket_size: Elements of gradients reduced at once. There are 2 buckets, 0.8 GB in all.
         allgather_bucket_size: Elements of parameters gathered at once after a step, stages 1 and 2.
-        sub_group_size: Elements updated at once in stage 3; bounds the fp32 copies of an offloaded update.
-        prefetch_bucket_size: Elements fetched ahead of use in stage 3: some layers' worth, to hide the gathering.
-        param_persistence_threshold: Parameters of fewer elements (norms, biases, routers) stay whole in stage 3: a
-            collective for so little costs more than its memory.
+        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded update.
+        prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
+        param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay unsharded in stage 3: a
+            collective would cost more than their memory.
     """
 
     def __init__(
@@ -98,26 +98,30 @@ class ZeroStrategy(DeepSpeedStrategy):
         self.given = self.config
         if config is None:
             zero = config_file.tidy(self.config)
-            if zero["stage"] > 1:  # in stage 1 it would be another optimizer of DeepSpeed's
-                self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # micro-batches do not add up in bf16
+            if zero["stage"] > 1:  # in stage 1 it would select another DeepSpeed optimizer
+                self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # not bf16 for a sum of micro-batches
             if zero["stage"] == 3:
                 zero["stage3_prefetch_bucket_size"] = prefetch_bucket_size
                 zero["stage3_param_persistence_threshold"] = param_persistence_threshold
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
         else:
-            given = {"stage": stage, "offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+            given = {
+                "stage": stage,
+                "offload_optimizer": offload_optimizer,
+                "offload_parameters": offload_parameters,
+            }
             self._check_arguments(given)
 
     def _check_arguments(self, arguments: Mapping[str, int | None]) -> None:
-        """Refuses every argument that the DeepSpeed file contradicts."""
-        config_file.refuse(
-            [
-                f"trainer.strategy.init_args.{name} is {given}, and config beside it, the DeepSpeed file, says "
-                f"{getattr(self, name)}: remove one of the two"
-                for name, given in arguments.items()
-                if given is not None and given != getattr(self, name)
-            ]
-        )
+        """Refuses every argument that differs from the DeepSpeed file."""
+        conflicts = []
+        for name, given in arguments.items():
+            if given is not None and given != (in_file := getattr(self, name)):
+                conflicts.append(
+                    f"trainer.strategy.init_args.{name} is {given}, and config, the DeepSpeed file, says {in_file}:"
+                    " remove one of the two"
+                )
+        config_file.refuse(conflicts)
 
     # ---- the configuration -------------------------------------------------------------------------------------------
 
@@ -137,7 +141,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return self.given["zero_optimization"].get(section, {}).get("device", "none") != "none"
 
     def complete_config(self, settings: config_file.Settings) -> dict[str, Any]:
-        """What DeepSpeed gets in such a training."""
+        """Returns the configuration that DeepSpeed gets with these settings."""
         config = config_file.resolve(self.given, settings)
         if config.get("fp16", {}).get("enabled"):
             names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -145,22 +149,18 @@ class ZeroStrategy(DeepSpeedStrategy):
         return config
 
     def _complete_config(self) -> None:
-        """Replaces what Lightning makes of the arguments, before it does."""
+        """Sets the configuration before Lightning would complete it from the arguments."""
         set_deepspeed_config(self, self._config_of_trainer)
 
     def _config_of_trainer(self) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
         trainer: Any = module.trainer
-        asks = trainer.training and "scheduler" in self.given  # counting the steps may load the data
-        steps = trainer.estimated_stepping_batches if asks else float("inf")
         return self.complete_config(
             config_file.Settings(
                 accelerator=self.root_device.type,
                 precision=self.precision_plugin.precision,
                 gradient_clip_val=trainer.gradient_clip_val or 0.0,
-                num_steps=None if steps == float("inf") else int(steps),
-                optim=optim if hasattr(optim := getattr(module, "optim", None), "min_learning_rate_share") else None,
                 hidden_size=lambda: config_file.hidden_size(module),
                 **config_file.batch_sizes(trainer.datamodule, self.world_size, trainer.accumulate_grad_batches),
             )
@@ -170,14 +170,14 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device, with the index that DeepSpeed wants of any."""
+        """This rank's device, with the index that DeepSpeed needs also for a CPU."""
         device = super().root_device
         return device if device.index is not None else torch.device(device.type, self.local_rank)
 
     def setup_environment(self) -> None:
         autocast = self.given.get("torch_autocast", {}).get("enabled", False)
         self.precision_plugin = ZeroPrecision(self.precision_plugin.precision, autocast)
-        super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's own refuses what is no GPU
+        super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's refuses CPUs
 
     def setup_distributed(self) -> None:
         if self.root_device.type != "cpu":
@@ -186,7 +186,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         import deepspeed
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        if deepspeed.accelerator.get_accelerator().device_name() != "cpu":  # a GPU is there, and not asked for
+        if deepspeed.accelerator.get_accelerator().device_name() != "cpu":  # there is a GPU, which is not to be used
             deepspeed.accelerator.set_accelerator(CPU_Accelerator())
         compat.without_shared_memory_collectives()
         reset_seed()
@@ -194,7 +194,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         start_deepspeed(self)
 
     def teardown(self) -> None:
-        """Leave the process as it was, for another strategy in it."""
+        """Restores the process, so that it can run another strategy."""
         super().teardown()
         compat.undo_process_patches()
 
@@ -206,33 +206,33 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None]:
-        """Nothing: parameters that are partitioned as their module is built have no shape left to be initialised."""
+        """Does nothing: parameters that are partitioned while their module is built cannot be initialized."""
         yield
 
     @torch.no_grad()
     def shard(self, model: nn.Module) -> nn.Module:
-        """Give every rank rank 0's weights, whole or, in stage 3, its part of them; what modules share stays shared.
+        """Gives every rank the weights of rank 0, in stage 3 its shard of them. Tied parameters stay tied.
 
-        Goes module by module, so that in stage 3 no rank but 0 ever holds more than one module's parameters.
+        It handles one module at a time, so that in stage 3 only rank 0 holds more than one unsharded module.
         """
         import deepspeed
 
         refuse_scalars(model, "DeepSpeed")
         self._complete_config()
         assert isinstance(self.config, dict)
-        swapper = None  # of NVMe, one for all parameters
+        swapper = None  # for NVMe, one for all parameters
         half = next((d for s, d in HALF.items() if self.config.get(s, {}).get("enabled")), None)
-        for module in reversed(list(model.modules())):  # children first: zero.Init takes those below it along
+        for module in reversed(list(model.modules())):  # children first: zero.Init also partitions them
             own = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
             for tensor in [*own, *module.buffers(recurse=False)]:
                 _materialize(tensor, self.root_device)
             for tensor in [*module.buffers(recurse=False), *(own if not self.zero_stage_3 else ())]:
-                dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)  # bytes: gloo lacks some types
+                dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)  # bytes: gloo lacks some dtypes
             if self.zero_stage_3 and own:
-                for parameter in own if half else ():  # the engine casts only what is not partitioned yet
+                for parameter in own if half else ():  # the engine does not cast partitioned parameters
                     parameter.data = parameter.data.to(half)
                 init = deepspeed.zero.Init(module=module, config_dict_or_path=self.config, param_swapper=swapper)
-                swapper = init.param_swapper  # Init has broadcast each parameter, and kept a part of it
+                swapper = init.param_swapper  # Init has broadcast and partitioned each parameter
         return model
 
     def init_deepspeed(self) -> None:
@@ -258,18 +258,18 @@ class ZeroStrategy(DeepSpeedStrategy):
         zero_format.save(self.deepspeed_engine, checkpoint, path, self.exclude_frozen_parameters)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """By DeepSpeed, if it can: it fails on another number of ranks and, in stage 3, without an optimizer (0.19)."""
+        """Lets DeepSpeed load, if it can: it fails with another number of ranks and, in stage 3, without an optimizer."""
         path = agreed(Path(checkpoint_path))
         assert self.lightning_module is not None
-        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if fits and is_zeros_own(path, self):
+        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if is_fit and is_readable_by_deepspeed(path, self):
             with as_data(*zero_format.classes()), refusing_unreadable(path):
                 return super().load_checkpoint(path, weights_only)
         return load_foreign(self, path)
 
 
 def _materialize(tensor: Tensor, device: torch.device) -> None:
-    """Move to `device` in place; a skeleton's tensor gets memory there. Whoever shares the tensor still does."""
+    """Moves a tensor to `device` in place; a meta tensor gets memory there. Tied parameters stay tied."""
     if not tensor.is_meta:
         tensor.data = tensor.data.to(device).contiguous()
         return

@@ -1,4 +1,4 @@
-"""An optimizer step by DeepSpeed: what its engine does itself, and how it is kept from taking one."""
+"""An optimizer step by DeepSpeed's engine, and how one is skipped."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from ..compat.lightning import EnginePrecision
 
 
 class ZeroPrecision(EnginePrecision):
-    """Leaves to DeepSpeed what it does itself: casting parameters, clipping, and the mean over an accumulation."""
+    """Lets DeepSpeed cast parameters, clip, and average over an accumulation."""
 
     def __init__(self, precision: Any, autocast: bool) -> None:
         super().__init__(precision)
         if autocast:
-            self.use_dtype(torch.float32)  # weights and inputs stay; operations choose
+            self.use_dtype(torch.float32)  # autocast casts in each operation
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module  # DeepSpeed casts parameters, and keeps buffers such as rotary frequencies in fp32
 
     def backward(self, tensor: Tensor, model: L.LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)  # Lightning has divided
+        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)  # Lightning has divided the loss already
 
     def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> Any:
         engine: Any = model.trainer.model
         is_last = engine.is_gradient_accumulation_boundary()
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         if is_last and engine.optimizer.overflow and getattr(engine.optimizer, "cpu_offload", False):
-            # DeepSpeed 0.19.8 forgets them only where nothing is offloaded: every later step would overflow as well.
+            # DeepSpeed 0.19.8 clears them only without offload: every later step would overflow as well.
             engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
         return result
 
-    def leave_out(self, model: L.LightningModule, bad: Tensor) -> None:
-        """Keep DeepSpeed from taking the step that comes next, if `bad` (), equal on all ranks, says so.
+    def skip_step(self, model: L.LightningModule, anomalous: Tensor) -> None:
+        """Skips the engine's next step where `anomalous`, of shape () and equal on all ranks, is true.
 
-        That goes the way of an overflow in fp16: gradients are cleared, weights and moments stay. Reads `bad` on the
-        host; DeepSpeed reads the gradients' norm in every step anyway.
+        The step is handled like an overflow in fp16: gradients are cleared, weights and moments stay. `anomalous` is
+        read on the host; DeepSpeed reads the gradients' norm there in every step anyway.
         """
         engine: Any = model.trainer.model
         optimizer = engine.optimizer
-        is_bad = bool(bad)
-        if not can_veto_steps(optimizer) and is_bad:  # the norm then keeps it from stepping
+        skips = bool(anomalous)
+        if not can_veto_steps(optimizer) and skips:  # a norm that is NaN makes it skip the step
             for gradients in optimizer.fp32_groups_gradients_flat:
                 gradients.fill_(math.nan)
-        optimizer.vetoed = is_bad
+        optimizer.vetoed = skips
 
     @staticmethod
     def outcome(model: L.LightningModule) -> tuple[bool, float]:
-        """Whether DeepSpeed itself found the newest step's gradients not finite, and their norm, -1 if not computed."""
+        """Returns whether DeepSpeed found non-finite gradients in the newest step, and their norm, -1 if not computed."""
         engine: Any = model.trainer.model
-        left_out, vetoed = engine.optimizer.overflow, engine.optimizer.vetoed
-        if getattr(engine.optimizer, "found_overflow", left_out and not vetoed):
+        skipped, vetoed = engine.optimizer.overflow, engine.optimizer.vetoed
+        if getattr(engine.optimizer, "found_overflow", skipped and not vetoed):
             return True, math.inf
-        return False, -1.0 if left_out else float(engine.get_global_grad_norm())
+        return False, -1.0 if skipped else float(engine.get_global_grad_norm())

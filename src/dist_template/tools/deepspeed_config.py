@@ -28,8 +28,6 @@ def main(argv: list[str], project: Project) -> None:
 
 def _complete_config(cli: Any) -> dict[str, Any]:
     from ..compat.lightning import unified_precision
-    from ..model.any_module import own
-    from ..model.optim import OptimConfig
     from ..parallel.deepspeed_config import Settings, batch_sizes, hidden_size
     from ..parallel.zero import ZeroStrategy
 
@@ -47,8 +45,6 @@ def _complete_config(cli: Any) -> dict[str, Any]:
             accelerator="cpu" if trainer.accelerator == "cpu" else "cuda",  # auto: the machine of the real run
             precision=unified_precision(trainer.precision),
             gradient_clip_val=trainer.gradient_clip_val or 0.0,
-            num_steps=trainer.max_steps if trainer.max_steps > 0 else None,
-            optim=own(module, "optim", OptimConfig),
             hidden_size=lambda: hidden_size(module),
             **batch_sizes(data, processes, trainer.accumulate_grad_batches or 1),
         )

@@ -74,17 +74,12 @@ def optimizer(setup: Setup) -> Iterator[str]:
 
 def configuration(setup: Setup) -> Iterator[str]:
     """The strategy's own check: the JSON that DeepSpeed will get is made, and thrown away."""
-    strategy, steps = setup.strategy, setup.num_steps
-    if not isinstance(strategy, ZeroStrategy) or not setup.trains:
+    if not isinstance(strategy := setup.strategy, ZeroStrategy) or not setup.trains:
         return
-    if steps is None and "scheduler" in strategy.given:
-        return  # it may say how many steps there are, and that is known when the data are
     settings = Settings(
         accelerator=setup.machine.accelerator,
         precision=setup.machine.precision,
         gradient_clip_val=setup.trainer.get("gradient_clip_val") or 0.0,
-        num_steps=None if steps in (None, float("inf")) else int(steps),
-        optim=setup.optim,
         hidden_size=lambda: hidden_size(setup.module),
         **batch_sizes(setup.data, setup.machine.world_size, setup.trainer.get("accumulate_grad_batches") or 1),
     )

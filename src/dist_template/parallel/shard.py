@@ -1,0 +1,105 @@
+"""Shards a model over MeshStrategy's mesh: by transformers' plans, or block by block with torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from .. import weights
+from ..compat import transformers as compat
+from ..errors import InputError, reason
+from .blocks import find_blocks
+
+
+def shard_by_plan(model: Any, strategy: Any) -> None:
+    """Shards `model`, which has plans of transformers, in place.
+
+    Raises:
+        InputError: the plans do not allow the strategy's sizes.
+    """
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import TransformersDeviceMesh
+
+    from ..compat import replicated_gradients
+
+    replicated_gradients.register()
+    sizes = strategy.mesh_sizes
+    config = DistributedConfig(
+        tp_size=sizes.tp,
+        fsdp_size=sizes.fsdp,
+        dp_replicate_size=sizes.dp_replicate,
+        ep_size=sizes.ep,
+        tp_plan=strategy.tp_plan,
+        ep_plan=strategy.ep_plan,
+        fsdp_plan=strategy.fsdp_plan,
+        fsdp_cpu_offload=strategy.cpu_offload,
+        fsdp_mixed_precision=_is_mixed(strategy),
+    )
+    ties = weights.find_ties(model)
+    owners = {owner for tie in ties for owner, _ in tie}
+    tied = {name for name, module in model.named_modules() if module in owners}
+    # Tied parameters must be in one FSDP unit: the root's, if no rule names their modules.
+    model.fsdp_plan = {name: style for name, style in model.fsdp_plan.items() if name not in tied}
+
+    weights.untie(ties)  # tensor parallelism needs a parameter in each module
+    mesh = TransformersDeviceMesh(strategy.device_mesh, strategy.expert_mesh)
+    policy = partial(_offload_policy, strategy)
+    with compat.sharding(policy, prepare=lambda: weights.tie(ties)), _refusing(model):
+        model.maybe_distribute_model(model, config, mesh)
+    weights.tie(ties)
+
+
+def shard_by_blocks(model: nn.Module, strategy: Any) -> None:
+    """Shards each block of `model`, and then the rest of it, in place.
+
+    Raises:
+        InputError: the strategy has tensor or expert parallelism, for which there must be a plan.
+    """
+    sizes = strategy.mesh_sizes
+    with _refusing(model):
+        if sizes.tp > 1 or sizes.ep > 1:
+            raise ValueError("it has no plan for tensor or expert parallelism: set tp_size and ep_size to 1")
+        dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)
+        options: dict[str, Any] = {
+            "mesh": strategy.device_mesh[dimensions],
+            "offload_policy": _offload_policy(strategy) if strategy.cpu_offload else OffloadPolicy(),
+        }
+        if _is_mixed(strategy):
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in find_blocks(model):
+            fully_shard(block, **options)
+        if isinstance(model, L.LightningModule) and "mp_policy" in options:
+            # The inputs of a step include targets, which must not be cast.
+            options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False)
+        fully_shard(model, **options)
+
+
+def _offload_policy(strategy: Any) -> CPUOffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=strategy.root_device.type == "cuda")
+
+
+def _is_mixed(strategy: Any) -> bool:
+    """Returns whether weights are gathered in bfloat16, and stored and reduced in float32."""
+    return strategy.precision_plugin.precision == "bf16-mixed"
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Generator[None]:
+    try:
+        yield
+    except ValueError as error:
+        sentence = f"{type(model).__name__} cannot be sharded as configured: {reason(error)}"
+        raise InputError(sentence) from error
