@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is none: what is damaged is found, and what is kept is never the last that is valid."""
+"""A damaged checkpoint is detected, and the last valid one is never deleted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def committed(folder: Path, step: int = 1, write: Callable[[Path], object] | Non
     path = folder / manifest.name(step)
     aside = commit.begin(path)
     write(aside) if write else (aside / formats.FILE).write_bytes(bytes(1000))
-    commit.finish(path, {"step": step, **about})
+    commit.finish(path, {"step": step, **about}, None)
     return path
 
 
@@ -66,7 +66,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 # ---- damage --------------------------------------------------------------------------------------------------------
 
 
-def test_every_changed_bit_and_every_cut_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_every_changed_bit_and_every_truncation_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     assert commit.verify(checkpoint) is None and commit.agreed(checkpoint) == checkpoint
     draw = random.Random(0)
     for number in range(50):
@@ -77,8 +77,8 @@ def test_every_changed_bit_and_every_cut_is_refused(checkpoint: Path, tmp_path: 
             commit.agreed(copy)
 
 
-def test_without_the_hashes_a_changed_bit_is_loaded_in_silence(tmp_path: Path) -> None:
-    """What the guard is for: torch looks at no hash when it reads."""
+def test_without_the_hashes_a_changed_bit_is_loaded_without_an_error(tmp_path: Path) -> None:
+    """Why the manifest exists: torch checks no hash when it reads."""
     path = committed(tmp_path, write=lambda aside: write(aside, "file"))
     before = {name: tensor.clone() for name, tensor in formats.read_full(path)["state_dict"].items()}
     file = path / formats.FILE
@@ -91,7 +91,7 @@ def test_without_the_hashes_a_changed_bit_is_loaded_in_silence(tmp_path: Path) -
     assert "CRC-32" in str(commit.verify(path))
 
 
-def test_a_manifest_that_says_something_else_is_refused(checkpoint: Path) -> None:
+def test_a_changed_manifest_is_refused(checkpoint: Path) -> None:
     content = json.loads((checkpoint / manifest.MANIFEST).read_text())
     (checkpoint / manifest.MANIFEST).write_text(json.dumps(content | {"step": 2}, indent=1) + "\n")
     assert commit.verify(checkpoint) == "its manifest.json is damaged"
@@ -114,7 +114,7 @@ def test_a_file_of_another_library_is_read_as_it_is(tmp_path: Path) -> None:
     assert commit.agreed(tmp_path / "lightning.ckpt") == tmp_path / "lightning.ckpt"
 
 
-def test_the_newest_that_is_not_torn_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
+def test_the_newest_that_is_not_torn_is_used_and_the_others_are_named(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2, 3)]
     (paths[2] / formats.FILE).write_bytes(bytes(999))
     (tmp_path / "step00000009.ckpt").mkdir()
@@ -122,22 +122,22 @@ def test_the_newest_that_is_not_torn_is_taken_and_the_others_are_named(tmp_path:
     said = (
         r"step00000009.ckpt \(it has no manifest.json\), step00000003.ckpt \(its checkpoint.pt has 999 bytes of 1000\)"
     )
-    with pytest.warns(UserWarning, match=said + ".*step00000002.ckpt is taken"):
+    with pytest.warns(UserWarning, match=said + ".*step00000002.ckpt is used"):
         assert commit.newest(tmp_path) == paths[1]
 
 
-def test_a_folder_of_checkpoints_stands_for_its_newest_valid_one(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_means_its_newest_valid_one(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2)]
     (paths[1] / formats.FILE).write_bytes(bytes(999) + b"1")
-    assert commit.newest(tmp_path) == paths[1], "by sizes it is whole"
-    with pytest.warns(UserWarning, match="passed over: step00000002.ckpt .*CRC-32"):
+    assert commit.newest(tmp_path) == paths[1], "its sizes are right"
+    with pytest.warns(UserWarning, match="are skipped: step00000002.ckpt .*CRC-32"):
         assert commit.agreed(tmp_path) == paths[0]
     (paths[0] / formats.FILE).unlink()
     with pytest.raises(InputError, match="damaged checkpoints only"):
         commit.agreed(tmp_path)
 
 
-def test_the_best_is_what_is_taken_last(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_last_choice(tmp_path: Path) -> None:
     best = committed(tmp_path, 5).rename(tmp_path / manifest.name(5, best=True))
     last = committed(tmp_path, 4)
     assert manifest.found(tmp_path) == [last, best]
@@ -146,7 +146,7 @@ def test_the_best_is_what_is_taken_last(tmp_path: Path) -> None:
 # ---- committing ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_killed_save_left_blocks_nothing(tmp_path: Path) -> None:
+def test_remnants_of_a_killed_save_are_ignored_and_deleted(tmp_path: Path) -> None:
     aside = commit.begin(tmp_path / manifest.name(3))
     (aside / "half").write_bytes(b"ha")
     assert manifest.found(tmp_path) == []
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> No
     assert commit.verify(path) is None and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_the_disk_refuses_is_told_and_other_errors_are_raised() -> None:
+def test_a_disks_refusal_is_returned_and_other_errors_are_raised() -> None:
     def fails(error: BaseException) -> Callable[[], None]:
         def raises() -> None:
             raise error
@@ -171,14 +171,14 @@ def test_what_the_disk_refuses_is_told_and_other_errors_are_raised() -> None:
         return raises
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert commit.disk_trouble(fails(full)) == "rank 0: [Errno 28] No space left on device"
+    assert commit.disk_error(fails(full)) == "rank 0: [Errno 28] No space left on device"
     torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
-    assert commit.disk_trouble(fails(torchs)) == "rank 0: a file could not be written to its end"
+    assert commit.disk_error(fails(torchs)) == "rank 0: a file could not be written completely"
     several: Any = {1: (full, None)}
-    assert commit.disk_trouble(fails(CheckpointException("write", several))) == f"rank 1: {full}"
-    assert commit.disk_trouble(lambda: None) is None
+    assert commit.disk_error(fails(CheckpointException("write", several))) == f"rank 1: {full}"
+    assert commit.disk_error(lambda: None) is None
     with pytest.raises(RuntimeError, match="closed by peer"):
-        commit.disk_trouble(fails(RuntimeError("Connection closed by peer")))
+        commit.disk_error(fails(RuntimeError("Connection closed by peer")))
 
 
 def test_a_refused_write_leaves_what_was_there_and_nothing_else(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_torn_one_does_not_count_as_kept(tmp_path: Path) -> None:
     assert steps(outdated(paths[2], keep=2)) == [2]
 
 
-def test_what_was_left_of_steps_that_training_went_back_from_is_not_kept(tmp_path: Path) -> None:
+def test_checkpoints_of_later_steps_are_deleted_after_a_rollback(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 9, 5)]
     assert steps(outdated(paths[2], keep=2)) == [9]
 
@@ -223,7 +223,7 @@ def test_the_one_just_written_is_never_outdated(tmp_path: Path) -> None:
     assert steps(outdated(paths[1], keep=1)) == [1]
 
 
-def test_the_best_are_told_by_what_is_in_the_folder(tmp_path: Path) -> None:
+def test_the_best_are_those_in_the_folder(tmp_path: Path) -> None:
     lowest, highest = (BestCheckpoint(mode=mode, keep=2, dirpath=str(tmp_path)) for mode in ("min", "max"))
     assert lowest._is_among_the_best(3.0) and not lowest._is_among_the_best(math.nan)
     for number, score in enumerate([3.0, 2.0]):
@@ -256,14 +256,14 @@ def flip(path: Path) -> None:
     (path / formats.FILE).write_bytes(content)
 
 
-def test_an_interrupted_run_goes_on_by_itself_from_its_newest_valid_checkpoint(
+def test_an_interrupted_run_resumes_from_its_newest_valid_checkpoint(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("DIST_RUN_ID", "job")
     assert main(["fit", *quick, "--trainer.max_steps=4"]) == 0
     flip(newest(only_run(tmp_path)))
     capfd.readouterr()
-    with pytest.warns(UserWarning, match="passed over: step00000004.ckpt"):
+    with pytest.warns(UserWarning, match="are skipped: step00000004.ckpt"):
         assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0
     shown = capfd.readouterr().out
     assert "goes on from its newest" in shown
@@ -288,13 +288,13 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_in_one_sentence(
     assert "has 0 bytes of" in capfd.readouterr().err
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("DIST_RUN_ID", "job")
     assert main(["fit", *quick, "--trainer.max_steps=2"]) == 0
     (newest(only_run(tmp_path)) / formats.FILE).unlink()
-    with pytest.warns(UserWarning, match="no other is there"):
+    with pytest.warns(UserWarning, match="there is no other"):
         assert main(["fit", *quick, "--trainer.max_steps=4"]) == 2
     error = capfd.readouterr().err
     assert "are all damaged: step00000002.ckpt" in error and "begin anew" in error

@@ -60,7 +60,7 @@ def refuse_rank_1() -> None:
 def untold() -> None:
     """In each worker: what the disk refuses is not gathered."""
     code: Any = commit
-    code.disk_trouble = lambda write: write()
+    code.disk_error = lambda write: write()
 
 
 @pytest.mark.parametrize("choice", ["continue", "stop"])

@@ -198,10 +198,10 @@ def test_of_a_checkpoint(strategy: str, flags: list[str], tmp_path: Path, capfd:
 
     renamed = shutil.copytree(path, tmp_path / "step00000009.ckpt")
     told = refused("fit", [*flags, f"--ckpt_path={renamed}"], capfd)
-    assert "was written as step 1, and is named otherwise" in told
+    assert "its manifest says step 1, and its name another" in told
 
     for content, expected in (
-        ({"state_dict": {}, "x": AsksToRun()}, "cannot be read: it asks for print, and a checkpoint may hold tensors"),
+        ({"state_dict": {}, "x": AsksToRun()}, "cannot be read: it names the class print; only tensors"),
         ([1], "has no `state_dict`"),
     ):
         torch.save(content, tmp_path / "made.ckpt")

@@ -12,7 +12,6 @@ from torch import nn
 from trainer_dev.module import LanguageModule
 
 from dist_template.errors import InputError
-from dist_template.model.optim import OptimConfig
 from dist_template.parallel.deepspeed_config import KNOWN_KEYS, Settings, read, resolve
 from dist_template.parallel.zero import ZeroStrategy, _materialize
 from dist_template.tools import deepspeed_config as tool
@@ -28,10 +27,6 @@ EVERY_AUTO = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
-    "scheduler": {
-        "type": "WarmupCosineLR",
-        "params": {name: "auto" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")},
-    },
     "zero_optimization": {
         "stage": 3,
         "reduce_bucket_size": "auto",
@@ -51,8 +46,6 @@ def settings(**others: Any) -> Settings:
         "global_batch_size": 256,
         "accumulation": 4,
         "gradient_clip_val": 1.0,
-        "num_steps": 1000,
-        "optim": OptimConfig(learning_rate=3e-4, warmup=0.05),
         "hidden_size": lambda: 100,
     }
     return Settings(**values | others)
@@ -87,11 +80,9 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "no half precision": ({"bf16": {"enabled": False}}, "bf16.enabled false, .* trainer.precision bf16-mixed is true"),
     "the other half": ({"fp16": {"enabled": True}}, "fp16.enabled true, .* trainer.precision bf16-mixed is false"),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "float16.* bf16-mixed is .bfloat16"),
-    "optimizer": ({"optimizer": {"type": "Lion"}}, "optimizer.type .Lion., .* is .AdamW"),
-    "learning rate": ({"optimizer": {"params": {"lr": 1e-3}}}, "lr 0.001, model.optim.learning_rate is 0.0003"),
-    "optimizer's own": ({"optimizer": {"params": {"momentum": 0.9}}}, "momentum has no counterpart.*model.optim"),
-    "schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR.*model.optim.schedule cosine"),
-    "warm-up": ({"scheduler": {"params": {"warmup_num_steps": 10}}}, "warmup_num_steps 10, model.optim.warmup.* is 50"),
+    "optimizer": ({"optimizer": {"type": "Lion"}}, "optimizer.type is .Lion.*model.optim sets"),
+    "learning rate": ({"optimizer": {"params": {"lr": 1e-3}}}, "params.lr is 0.001 .*model.optim sets"),
+    "schedule": ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.type is .WarmupDecayLR.*model.optim sets"),
     "auto without meaning": ({"steps_per_print": "auto"}, "steps_per_print is auto"),
     "unknown in ZeRO": ({"zero_optimization": {"stage": 2, "stages": 3}}, "zero_optimization.stages: Extra inputs"),
 }
@@ -99,21 +90,20 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", CONFLICTS)
 def test_a_conflict_names_both_places(case: str) -> None:
-    change, told = CONFLICTS[case]
-    with pytest.raises(InputError, match=told):
+    change, sentence = CONFLICTS[case]
+    with pytest.raises(InputError, match=sentence):
         resolve(read({"zero_optimization": {"stage": 2}} | change), settings())
 
 
-def test_every_conflict_is_listed_and_a_schedule_without_counterpart_is_called_so() -> None:
+def test_every_conflict_is_listed() -> None:
     sections = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR"}, "steps_per_print": "auto"}
     zero = {"zero_optimization": {"stage": 2, "stages": 3, "overlap_com": True}}
-    wsd = OptimConfig(learning_rate=3e-4, warmup=0.05, schedule="warmup_stable_decay")
     with pytest.raises(InputError) as caught:
-        resolve(read(sections | zero | {"train_batch_size": 64, "gradient_clipping": 0.5}), settings(optim=wsd))
+        resolve(read(sections | zero | {"train_batch_size": 64, "gradient_clipping": 0.5}), settings())
     head, *conflicts = str(caught.value).splitlines()
     assert head == "trainer.strategy.init_args.config has 7 conflicts:"
     starts = ["the DeepSpeed file says train_batch_size 64", "the DeepSpeed file says gradient_clipping 0.5"]
-    starts += ["the DeepSpeed file says bf16.enabled false", "DeepSpeed has no scheduler for model.optim.schedule warm"]
+    starts += ["the DeepSpeed file says bf16.enabled false", "scheduler.type is "]
     starts += ["steps_per_print is auto", "zero_optimization.stages: Extra", "zero_optimization.overlap_com: Extra"]
     assert [line.strip()[: len(start)] for line, start in zip(conflicts, starts, strict=True)] == starts
     with pytest.raises(InputError, match="2 conflicts:\n.*no key 'zero_optim'.*\n.*no key 'bf'"):
@@ -123,19 +113,19 @@ def test_every_conflict_is_listed_and_a_schedule_without_counterpart_is_called_s
 def test_a_file_that_cannot_be_one_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{'stage': 2}")
     (tmp_path / "list.json").write_text("[]")
-    for wrong, told in (
+    for wrong, sentence in (
         (str(tmp_path / "nowhere.json"), "nowhere.json.*No such file"),
         (str(tmp_path / "broken.json"), "broken.json' is not JSON"),
         (str(tmp_path / "list.json"), "wants an object"),
-        ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'; near it are zero_optimization"),
+        ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'; similar keys: zero_optimization"),
         ({"zero_optimization": {}}, "no zero_optimization.stage"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=sentence):
             ZeroStrategy(config=wrong)
 
 
 def test_an_argument_and_the_file_must_agree() -> None:
-    with pytest.raises(InputError, match="init_args.stage is 3, and config .* says 2"):
+    with pytest.raises(InputError, match="init_args.stage is 3, and config, .* says 2"):
         ZeroStrategy(stage=3, config={"zero_optimization": {"stage": 2}})
     with pytest.raises(InputError, match="init_args.offload_optimizer is True, .* says False"):
         ZeroStrategy(offload_optimizer=True, config={"zero_optimization": {"stage": 2}})
@@ -174,7 +164,8 @@ def test_the_json_is_printed_alone_and_is_accepted_as_a_file(tmp_path: Path, cap
     assert config["train_batch_size"] == 256 == 4 * config["gradient_accumulation_steps"] * 2 * 8
     assert config["bf16"] == {"enabled": True}
     zero = config["zero_optimization"]
-    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    for section in (zero["offload_optimizer"], zero["offload_param"]):
+        assert section["device"] == "cpu" and section["pin_memory"] is True
     assert zero["overlap_comm"] and zero["contiguous_gradients"] and zero["stage3_gather_16bit_weights_on_model_save"]
     (tmp_path / "ds.json").write_text(printed)
     tool.main(["deepspeed-config", *flags, f"--trainer.strategy.config={tmp_path}/ds.json"], OURS)
@@ -228,7 +219,7 @@ def test_a_skeleton_gets_memory_and_keeps_its_ties() -> None:
     assert shared.device.type == "cpu" and shared.shape == (5, 3) and vars(shared)["of_note"] == "kept"
 
 
-def test_nvme_refuses_checkpoints_beside_training_before_anything_starts(
+def test_nvme_refuses_asynchronous_checkpoints_before_anything_starts(
     flags: list[str], capfd: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     strategy = [*flags_of("zero3_nvme"), f"--trainer.strategy.init_args.nvme_path={tmp_path}"]

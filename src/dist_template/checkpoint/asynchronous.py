@@ -1,11 +1,11 @@
-"""Writes checkpoints in the background: training waits for a copy in host memory, and a thread writes that copy.
+"""Writes checkpoints in the background: training waits for a copy, which a thread writes.
 
-The thread does what commit.save does, over a process group of its own: collectives that two threads start in one group
-would be paired with each other, and the ranks would abort. torch's `dcp.async_save` covers only the distributed format,
-and neither hashes nor commits; its stager, which copies to pinned memory and reuses that memory, is used here.
-DeepSpeed saves by collectives of the training groups, so its save runs in training's thread, and each file's content is
-copied where DeepSpeed would write it (zero.py).
-"""
+The thread does what commit.save does, over a process group of its own: collectives that two threads
+start in one group would be paired with each other, and the ranks would abort. torch's
+`dcp.async_save` covers only the distributed format, and neither hashes nor commits; its stager,
+which copies to pinned memory and reuses that memory, is used here. DeepSpeed saves by collectives
+of the training groups, so its save runs in training's thread, and each file's content is copied
+where DeepSpeed would write it (zero.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BackgroundSaver:
     """Saves one checkpoint at a time. All ranks create it together.
 
     Args:
-        strategy: Any strategy without optimizer state on NVMe. Its timeout also limits the collectives of the save.
+        strategy: Any, without state on NVMe. Its timeout also limits the save's collectives.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -50,7 +50,10 @@ class BackgroundSaver:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def start(self, trainer: L.Trainer, path: Path) -> None:
-        """Copies the present state, and starts to write it as `path`. Call `wait` before the next. Collective."""
+        """Copies the present state, and starts to write it as `path`. Collective.
+
+        Call `wait` before the next start.
+        """
         assert self._save is None
         path = Path(weights.broadcast(str(path)))
         write = self._copy(trainer, checkpoint_of(trainer))
@@ -81,7 +84,7 @@ class BackgroundSaver:
             dist.destroy_process_group(self._group)
 
     def _copy(self, trainer: Any, checkpoint: dict[str, Any]) -> Callable[[Path], object]:
-        """Copies this rank's part of `checkpoint`. Returns a function that writes the copy into a folder."""
+        """Copies this rank's part of `checkpoint`. Returns what writes the copy into a folder."""
         strategy, stage = trainer.strategy, self._stager.stage
         if hasattr(strategy, "deepspeed_engine"):
             without_frozen = strategy.exclude_frozen_parameters

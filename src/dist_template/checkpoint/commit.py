@@ -1,13 +1,14 @@
-"""Writes checkpoints so that a kill at any moment leaves the one before valid, and verifies them before they are loaded.
+"""Writes checkpoints so that a kill leaves the one before valid; verifies them before loading.
 
     step00000040.ckpt/          a checkpoint: manifest.json and the files that the strategy wrote
     best-step00000040.ckpt/     the same
     .step00000040.ckpt.tmp/     is being written, or was left by a killed save
     .step00000040.ckpt.old/     is being deleted
 
-torch's distributed format and DeepSpeed write into the folder that they are given. A save that is killed halfway would
-leave new shards of some ranks and old shards of others, which load without an error. Here all ranks write into a
-temporary folder. Its files are flushed to the disk and hashed, and one rename turns it into the checkpoint.
+torch's distributed format and DeepSpeed write into the folder that they are given. A save that is
+killed halfway would leave new shards of some ranks and old shards of others, which load without an
+error. Here all ranks write into a temporary folder. Its files are flushed to the disk and hashed,
+and one rename turns it into the checkpoint.
 
 All ranks must see the same folder; on several nodes it must be on a shared file system.
 """
@@ -41,7 +42,7 @@ class SaveError(Exception):
     """No checkpoint was committed, on any rank; the folder still holds the ones before."""
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def save(trainer: L.Trainer, path: Path, **notes: Any) -> None:
@@ -67,7 +68,7 @@ def describe(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def begin(path: Path, group: Any = None) -> Path:
-    """Returns an empty temporary folder, into which all ranks write before `finish`. Collective over `group`.
+    """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`.
 
     Raises:
         SaveError: on all ranks, if it cannot be created.
@@ -84,8 +85,8 @@ def begin(path: Path, group: Any = None) -> Path:
     return temporary
 
 
-def finish(path: Path, about: dict[str, Any], failure: str | None = None, group: Any = None) -> None:
-    """Hashes the files in the temporary folder of `path`, and renames it to `path`. Collective over `group`.
+def finish(path: Path, about: dict[str, Any], failure: str | None, group: Any = None) -> None:
+    """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
     Each rank flushes and hashes a part of the files.
 
@@ -96,7 +97,7 @@ def finish(path: Path, about: dict[str, Any], failure: str | None = None, group:
         group: The ranks that have written files. None: all.
 
     Raises:
-        SaveError: on all ranks, if a disk refused a write of one of them. The temporary folder is deleted.
+        SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
     """
     temporary = _hidden(path, "tmp")
     # A network file system may list a new file late, but not to the rank that wrote it.
@@ -106,37 +107,37 @@ def finish(path: Path, about: dict[str, Any], failure: str | None = None, group:
     of_all: Files = {}
     for of_rank in _agree(temporary, failure, hashes, group):
         of_all |= of_rank
-    about = {"format": FORMAT, **about, "time": time.time(), "files": {file: of_all[file] for file in files}}
+    known = {file: of_all[file] for file in files}
+    about = {"format": FORMAT, **about, "time": time.time(), "files": known}
     if _rank(group) == 0:
         failure = disk_error(lambda: _commit(temporary, path, about))
     _agree(temporary, failure, None, group)
 
 
 def disk_error(write: Callable[[], object]) -> str | None:
-    """Calls `write`. Returns which rank's disk refused it and why, or None. Any other error is raised.
+    """Calls `write`. Returns which rank's disk refused it and why, or None. Raises other errors.
 
-    torch's writer computes no CRC-32 of each tensor meanwhile, which takes over half of its CPU time: torch's reader
-    never checks it, and the manifest has one for each file.
+    Meanwhile torch's writer computes no CRC-32 of each tensor, which takes over half of its CPU
+    time: torch's reader never checks it, and the manifest has one for each file.
     """
     try:
-        with serialization.patch("save.compute_crc32", False):  # for this thread  # ty: ignore[missing-attribute]
+        # The setting is this thread's.
+        with serialization.patch("save.compute_crc32", False):  # ty: ignore[missing-attribute]
             write()
         return None
     except (OSError, RuntimeError, CheckpointException) as error:
-        # A CheckpointException, which torch's distributed format raises on every rank, has the errors of all ranks.
+        # torch's distributed format raises a CheckpointException with the errors of all ranks.
         failures = getattr(error, "failures", {_rank(None): (error, None)})
-        causes = {rank: cause for rank, (cause, _) in failures.items()}
-        if not all(isinstance(cause, OSError) or _is_of_torch_writer(cause) for cause in causes.values()):
-            raise
-        rank, cause = next(iter(causes.items()))
-        why = reason(cause) if isinstance(cause, OSError) else "a file could not be written completely"
-        return f"rank {rank}: {why}"
-
-
-def _is_of_torch_writer(error: BaseException) -> bool:
-    """Returns whether torch.save failed to write: it raises a RuntimeError without an error number."""
-    names_writer = re.search(r"PytorchStreamWriter|inline_container", str(error))
-    return isinstance(error, RuntimeError) and names_writer is not None
+        sentences = []
+        for rank, (cause, _) in failures.items():
+            if isinstance(cause, OSError):
+                sentences.append(f"rank {rank}: {reason(cause)}")
+            elif re.search(r"PytorchStreamWriter|inline_container", str(cause)):
+                # torch.save raises a RuntimeError without an error number
+                sentences.append(f"rank {rank}: a file could not be written completely")
+            else:
+                raise
+        return sentences[0]
 
 
 def _files(folder: Path) -> list[str]:
@@ -170,7 +171,7 @@ def _flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot flush folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some cannot flush folders
             raise
     finally:
         os.close(descriptor)
@@ -186,7 +187,7 @@ def remove(path: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Deletes what killed saves and deletions have left. For one rank, while nothing is being saved."""
+    """Deletes what killed saves and deletions have left. For one rank, while no save is running."""
     for pattern in (".*step*.ckpt.tmp", ".*step*.ckpt.old"):
         for remnant in folder.glob(pattern):
             shutil.rmtree(remnant, ignore_errors=True)
@@ -196,20 +197,16 @@ def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def verify(path: Path) -> str | None:
     """Reads every byte of a checkpoint. Returns why it is not valid, or None if it is."""
-    try:
-        files = manifest.read(path)["files"]
-    except ValueError as error:
-        return str(error)
-    return wrong_file(path, files, files)
+    return manifest.damage(path)
 
 
 def newest(folder: Path) -> Path | None:
-    """Returns the newest checkpoint whose manifest and sizes agree, and warns of the newer ones that it skips."""
+    """Returns the newest checkpoint that is not torn, and warns of newer ones that it skips."""
     skipped = []
     for path in manifest.found(folder):
         if (why := manifest.torn(path)) is None:
@@ -221,17 +218,17 @@ def newest(folder: Path) -> Path | None:
 
 
 def agreed(path: Path) -> Path:
-    """Returns the checkpoint that all ranks load, after they have verified every byte of it together. Collective.
+    """Returns the checkpoint that all ranks load, verified by all ranks together. Collective.
 
     Args:
-        path: A checkpoint; one of another library has no manifest and is not verified. Or a folder of checkpoints: the
-            newest valid one is returned.
+        path: A checkpoint; one of another library has no manifest and is not verified. Or a folder
+            of checkpoints: the newest valid one is returned.
 
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
     """
     path = Path(weights.broadcast(str(path)))
-    if weights.broadcast((path.parent / MANIFEST).exists()):  # `path` is the file inside a checkpoint's folder
+    if weights.broadcast((path.parent / MANIFEST).exists()):  # `path` is the file in a folder
         path = path.parent
     several = weights.broadcast([str(one) for one in manifest.found(path)])
     skipped, why = [], None
@@ -241,9 +238,10 @@ def agreed(path: Path) -> Path:
             return candidate
         skipped.append(f"{candidate.name} ({why})")
     if several:
-        names = ", ".join(skipped)
-        raise InputError(f"{path} holds damaged checkpoints only: {names}; move it away to start a new run")
-    raise InputError(f"checkpoint {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one")
+        found = f"{path} holds damaged checkpoints only: {', '.join(skipped)}"
+        raise InputError(f"{found}; move it away to start a new run")
+    found = f"checkpoint {str(path)!r} is damaged: {why}"
+    raise InputError(f"{found}; give another, or `last` for the newest valid one")
 
 
 def _verify_together(path: Path) -> str | None:
@@ -252,10 +250,12 @@ def _verify_together(path: Path) -> str | None:
     if weights.is_rank_zero() and manifest.is_ours(path):
         try:
             files = manifest.read(path)["files"]
+            why = manifest.extra_file(path, files)
         except ValueError as error:
             why = str(error)
     files, why = weights.broadcast((files, why))
-    answers = weights.from_all_ranks(why or wrong_file(path, files, _assigned(list(files), None)))
+    own = _assigned(list(files), None)
+    answers = weights.from_all_ranks(why or wrong_file(path, files, own, every_byte=True))
     return next(filter(None, answers), None)
 
 
@@ -265,7 +265,7 @@ def _warn_of(skipped: list[str], loaded: Path | None) -> None:
         rank_zero_warn(f"damaged checkpoints are skipped: {', '.join(skipped)}; {instead}")
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def _rank(group: Any) -> int:

@@ -1,8 +1,8 @@
-"""Detects a checkpoint's format, and reads any format as the dict that Lightning saves without sharding.
+"""Detects a checkpoint's format, and reads any format as Lightning's unsharded dict.
 
-Lightning's and torch's converters (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and
-unpickle without restrictions. Here no code in a file can run (untrusted.py).
-"""
+Lightning's and torch's converters (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the
+distributed format, and unpickle without restrictions. Here no code in a file can run
+(untrusted.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from .optimizer import by_name, by_name_from_flat, is_by_name
 from .untrusted import DataReader, as_data
 
 Format = Literal["file", "distributed", "zero"]
-WRITTEN_BY = {"file": "a single process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
+Shapes = dict[str, tuple[int, ...]]
+WRITTEN_BY = {
+    "file": "a single process or DDP",
+    "distributed": "MeshStrategy",
+    "zero": "ZeroStrategy",
+}
 # Raised for a damaged file, or one that names a class which may not be unpickled.
 UNREADABLE = (OSError, EOFError, LookupError, ValueError, RuntimeError, pickle.UnpicklingError)
 FILE = "checkpoint.pt"  # the only file beside the manifest in a folder of the format "file"
@@ -34,7 +39,7 @@ META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint th
 
 
 def format_of(path: Path) -> Format | None:
-    """Returns the format of the checkpoint at `path`, or None if it is no checkpoint or an incomplete one."""
+    """Returns the format of a checkpoint, or None if `path` is none or an incomplete one."""
     if path.is_file():
         return "file" if zipfile.is_zipfile(path) else None
     if (path / FILE).is_file():
@@ -52,11 +57,12 @@ def read_full(path: str | Path) -> dict[str, Any]:
     Call commit.agreed before, which verifies the files.
 
     Returns:
-        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an fp32 copy.
-        "optimizer_states" holds each optimizer's state by parameter name (optimizer.py), if the checkpoint has any.
+        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
+        fp32 copy. "optimizer_states" holds each optimizer's state by parameter name (optimizer.py),
+        if the checkpoint has any.
 
     Raises:
-        InputError: `path` is no checkpoint, incomplete or unreadable, or holds something other than data.
+        InputError: `path` is no checkpoint, incomplete, unreadable, or not data alone.
     """
     path = Path(path)
     readers = {"file": _read_file, "distributed": _read_distributed, "zero": zero.read}
@@ -79,19 +85,22 @@ def refusing_unreadable(path: Path) -> Generator[None]:
         yield
     except (InputError, dist.DistError):
         raise
-    except (*UNREADABLE, CheckpointException) as error:  # torch's CheckpointException is not an Exception
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if another_rank_is_gone(cause) or is_out_of_memory(cause) or "Timed out waiting" in str(cause):
+    except (*UNREADABLE, CheckpointException) as error:  # torch's is not a subclass of Exception
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        timed_out = "Timed out waiting" in str(cause)
+        if timed_out or another_rank_is_gone(cause) or is_out_of_memory(cause):
             raise RuntimeError(str(cause)) from error
-        written_by = WRITTEN_BY.get(format_of(path) or "file")
-        raise InputError(f"checkpoint {str(path)!r} ({written_by}'s) cannot be read: {_why(cause)}") from error
+        found = f"checkpoint {str(path)!r} ({WRITTEN_BY.get(format_of(path) or 'file')}'s)"
+        raise InputError(f"{found} cannot be read: {_why(cause)}") from error
 
 
 def _why(error: BaseException) -> str:
     """Returns the reason without torch's advice to load the file with weights_only=False."""
-    refused = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-    if refused:
-        return f"it names the class {refused[1]}; a checkpoint may hold only tensors and plain types"
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused and isinstance(error, pickle.UnpicklingError):
+        return f"it names the class {refused[1]}; only tensors and plain types are allowed"
     return reason(error)
 
 
@@ -103,11 +112,11 @@ def state_dict_of(path: Path, checkpoint: Any) -> dict[str, Tensor]:
     """
     weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(weights, dict):
-        raise InputError(f"checkpoint {str(path)!r} has no `state_dict`, as Lightning writes it; give another")
+        raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
     return weights
 
 
-def refuse_other_shapes(path: Path, saved: dict[str, tuple[int, ...]], own: dict[str, tuple[int, ...]]) -> None:
+def refuse_other_shapes(path: Path, saved: Shapes, own: Shapes) -> None:
     """Compares the names and shapes of a checkpoint's weights with the model's.
 
     Raises:
@@ -115,9 +124,10 @@ def refuse_other_shapes(path: Path, saved: dict[str, tuple[int, ...]], own: dict
     """
     if differing := [name for name in saved | own if saved.get(name) != own.get(name)]:
         name = differing[0]
+        here, there = own.get(name, "missing"), saved.get(name, "missing")
         raise InputError(
-            f"checkpoint {str(path)!r} is another model's: its {name} is {saved.get(name, 'not there')}, here it is"
-            f" {own.get(name, 'not there')} ({len(differing)} such differences); give the --config list of its run"
+            f"checkpoint {str(path)!r} is another model's: its {name} is {there}, here it is {here}"
+            f" ({len(differing)} such differences); give the --config list of its run"
         )
 
 
@@ -135,7 +145,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     if states and is_by_name(states[0]):  # a user has saved the result of `read_full`
         checkpoint["optimizer_states"] = states
     elif states and names:
-        checkpoint["optimizer_states"] = [by_name(state, known) for state, known in zip(states, names, strict=True)]
+        pairs = zip(states, names, strict=True)
+        checkpoint["optimizer_states"] = [by_name(state, known) for state, known in pairs]
     return checkpoint
 
 
@@ -152,7 +163,7 @@ def _read_distributed(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def saved_shapes(reader: DataReader) -> dict[str, tuple[int, ...]]:
+def saved_shapes(reader: DataReader) -> Shapes:
     """Returns the shape of each of the model's tensors in a distributed checkpoint."""
     described = reader.read_metadata().state_dict_metadata
     prefix = "state_dict."

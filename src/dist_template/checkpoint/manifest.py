@@ -1,8 +1,8 @@
 """Names of checkpoints, and their `manifest.json`: format, step, number of ranks, strategy, files.
 
-The manifest has the size and CRC-32 of each file. A CRC-32 detects every change within 32 consecutive bits, and all but
-one in 4e9 of other changes. It detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py).
-"""
+The manifest has the size and CRC-32 of each file. A CRC-32 detects every change within 32
+consecutive bits, and all but one in 4e9 of other changes. It detects accidents, not attacks; but no
+code in a checkpoint is run (untrusted.py)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def step_of(path: Path) -> int:
 
 
 def found(folder: Path) -> list[Path]:
-    """Returns the paths with a checkpoint's name in `folder`, the newest step first; `best-` ones come last."""
+    """Returns the checkpoints in `folder` by their names, newest first; `best-` ones come last."""
     named = [path for path in folder.glob("*step*.ckpt") if NAME.fullmatch(path.name)]
-    return sorted(named, key=lambda path: (path.name.startswith("step"), step_of(path)), reverse=True)
+    named.sort(key=lambda path: (path.name.startswith("step"), step_of(path)), reverse=True)
+    return named
 
 
 def ranked(folder: Path, mode: str) -> list[Path]:
@@ -48,11 +49,12 @@ def ranked(folder: Path, mode: str) -> list[Path]:
 
 def is_ours(path: Path) -> bool:
     """Returns whether `path` has a manifest, or should have one by its name."""
-    return (path / MANIFEST).exists() or bool(NAME.fullmatch(re.sub(r"^\.|\.(tmp|old)$", "", path.name)))
+    name = re.sub(r"^\.|\.(tmp|old)$", "", path.name)
+    return (path / MANIFEST).exists() or NAME.fullmatch(name) is not None
 
 
 def rendered(manifest: dict[str, Any]) -> str:
-    """Returns the manifest's text. It includes its own CRC-32, so that a change of any byte is detected."""
+    """Returns the manifest's text, with its own CRC-32, so that any change is detected."""
     body = {key: value for key, value in manifest.items() if key != "crc32"}
     return json.dumps(body | {"crc32": zlib.crc32(json.dumps(body).encode())}, indent=1) + "\n"
 
@@ -80,15 +82,30 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def torn(path: Path) -> str | None:
-    """Returns why `path` is not valid, or None if its manifest and the sizes of its files agree. Reads no file."""
+    """Returns why `path` is not valid by its manifest and its files' names and sizes, or None."""
+    return damage(path, every_byte=False)
+
+
+def damage(path: Path, every_byte: bool = True) -> str | None:
+    """Returns why the checkpoint `path` is not valid, or None if it is."""
     try:
         files: Files = read(path)["files"]
     except ValueError as error:
         return str(error)
-    return wrong_file(path, files, files, every_byte=False)
+    return extra_file(path, files) or wrong_file(path, files, files, every_byte)
 
 
-def wrong_file(path: Path, files: Files, names: Iterable[str], every_byte: bool = True) -> str | None:
+def extra_file(path: Path, files: Files) -> str | None:
+    """Returns which file is not in the manifest, or None. Ignores hidden files such as `.nfs…`."""
+    expected = {MANIFEST, *files}
+    for file in path.rglob("[!.]*"):
+        name = file.relative_to(path).as_posix()
+        if name not in expected and file.is_file():
+            return f"its {name} is not in its {MANIFEST}"
+    return None
+
+
+def wrong_file(path: Path, files: Files, names: Iterable[str], every_byte: bool) -> str | None:
     """Returns which of the files `names` differs from the manifest, and how; None if none does."""
     for file in names:
         size, expected = files[file]
@@ -103,7 +120,7 @@ def wrong_file(path: Path, files: Files, names: Iterable[str], every_byte: bool 
 
 
 def crc32(path: Path) -> int:
-    """Returns the CRC-32 of a file's content, at about 2 GB/s on one core, twice as fast as SHA-256."""
+    """Returns the CRC-32 of a file's content; about 2 GB/s on one core, twice SHA-256's speed."""
     value, buffer = 0, memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

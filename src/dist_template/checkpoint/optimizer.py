@@ -1,11 +1,11 @@
-"""Optimizer state by parameter name: the form into which the checkpoints of all strategies are converted.
+"""Optimizer state by parameter name: the form into which all checkpoints are converted.
 
     {"state": {name: {"step": (), "exp_avg": like the parameter, …}},
      "param_groups": [{"params": [name, …], "lr": …, …}, …]}
 
-torch's optimizers number their parameters in the order of their groups, which can differ between strategies. The
-callback `ParameterNames` therefore writes the names into checkpoints, and numbers the state again when it is loaded.
-"""
+torch's optimizers number their parameters in the order of their groups, which can differ between
+strategies. The callback `ParameterNames` therefore writes the names into checkpoints, and numbers
+the state again when it is loaded."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 
 
 def is_by_name(state: Mapping[str, Any]) -> bool:
-    return any(isinstance(parameter, str) for group in state["param_groups"] for parameter in group["params"])
+    parameters = sum((list(group["params"]) for group in state["param_groups"]), [])
+    return any(isinstance(parameter, str) for parameter in parameters)
 
 
 def by_name(numbered: Mapping[str, Any], names: list[str]) -> State:
     """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
-    groups = [g | {"params": [names[number] for number in g["params"]]} for g in numbered["param_groups"]]
-    return {"state": {names[number]: state for number, state in numbered["state"].items()}, "param_groups": groups}
+    groups = []
+    for group in numbered["param_groups"]:
+        groups.append(group | {"params": [names[number] for number in group["params"]]})
+    state = {names[number]: values for number, values in numbered["state"].items()}
+    return {"state": state, "param_groups": groups}
 
 
 def by_name_from_flat(flat: Mapping[str, Any], names: Iterable[str]) -> State:
@@ -67,7 +71,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbered(named: State, groups: list[list[str]], settings: list[dict[str, Any]]) -> State:
-    """Returns the state for `Optimizer.load_state_dict`, of an optimizer with these groups of names and settings.
+    """Returns the state for `Optimizer.load_state_dict`, with these groups of names and settings.
 
     Raises:
         InputError: the checkpoint's optimizer did not have one of the parameters.
@@ -77,7 +81,8 @@ def numbered(named: State, groups: list[list[str]], settings: list[dict[str, Any
     state: dict[int, Any] = {}
     number = 0
     for names, present in zip(groups, settings, strict=True):
-        merged.append(merge(named, names, present) | {"params": [*range(number, number + len(names))]})
+        numbers = [*range(number, number + len(names))]
+        merged.append(merge(named, names, present) | {"params": numbers})
         for name in names:
             if name in named["state"]:
                 state[number] = named["state"][name]
@@ -86,7 +91,7 @@ def numbered(named: State, groups: list[list[str]], settings: list[dict[str, Any
 
 
 def without_moments(named: State, groups: list[list[str]]) -> set[str]:
-    """Returns the parameters that the checkpoint's optimizer had without any state: they never had a gradient.
+    """Returns the parameters without state in the checkpoint: they never had a gradient.
 
     Raises:
         InputError: the checkpoint's optimizer did not have one of the parameters.
@@ -95,14 +100,15 @@ def without_moments(named: State, groups: list[list[str]]) -> set[str]:
     missing = [name for group in groups for name in group if name not in named["state"]]
     if added := [name for name in missing if name not in trained]:
         raise InputError(
-            f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such parameters);"
-            " resume with the same trainable parameters, or export it and start a new run with model.pretrained"
+            f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such"
+            " parameters); resume with the same trainable parameters, or export it and start a new"
+            " run with model.pretrained"
         )
     return set(missing)
 
 
 def merge(named: State, group: list[str], present: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group's settings: those that the checkpoint has for its first parameter, else those in `present`."""
+    """Returns a group's settings: those in `named` of its first parameter, else in `present`."""
     saved = next((g for g in named["param_groups"] if group[0] in g["params"]), {})
     merged = _settings(present)
     for key in merged.keys() & saved.keys() - KERNELS:
@@ -111,20 +117,22 @@ def merge(named: State, group: list[str], present: Mapping[str, Any]) -> dict[st
 
 
 class ParameterNames(Callback):
-    """Writes parameter names into checkpoints that number them, and numbers state that is loaded by name."""
+    """Writes parameter names into checkpoints, and numbers the state that is loaded by name."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.strategy.lightning_restore_optimizer:  # other strategies name them in their own formats
-            checkpoint["parameter_names"] = [sum(groups_of(pl_module, o), []) for o in trainer.optimizers]
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.strategy.lightning_restore_optimizer:  # other formats have names
+            names = [sum(groups_of(pl_module, one), []) for one in trainer.optimizers]
+            checkpoint["parameter_names"] = names
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             self._loaded = checkpoint
             self._fit_to(trainer, pl_module)
-            if trainer.strategy.lightning_restore_optimizer and not checkpoint.get("optimizer_states"):
+            has_state = bool(checkpoint.get("optimizer_states"))
+            if trainer.strategy.lightning_restore_optimizer and not has_state:
                 report_missing_moments()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -134,26 +142,29 @@ class ParameterNames(Callback):
         """Sets the learning rates: a loaded schedule would set them only at its next step."""
         for config in trainer.lr_scheduler_configs:
             scheduler = config.scheduler
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            rates = scheduler.get_last_lr()
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
     def _fit_to(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Rewrites the loaded state in place for the optimizers; some strategies load before there are any."""
+        """Rewrites the loaded state for the optimizers; some strategies load before they exist."""
         if not self._loaded or not trainer.optimizers:
             return
         states = self._loaded.get("optimizer_states", [])
         for index, (state, optimizer) in enumerate(zip(states, trainer.optimizers, strict=False)):
             if is_by_name(state):
-                states[index] = numbered(state, groups_of(module, optimizer), optimizer.param_groups)
+                groups = groups_of(module, optimizer)
+                states[index] = numbered(state, groups, optimizer.param_groups)
         schedules = self._loaded.get("lr_schedulers", [])
-        for index, (state, config) in enumerate(zip(schedules, trainer.lr_scheduler_configs, strict=False)):
+        pairs = zip(schedules, trainer.lr_scheduler_configs, strict=False)
+        for index, (state, config) in enumerate(pairs):
             schedules[index] = _for_groups(state, len(config.scheduler.optimizer.param_groups))
         self._loaded = {}
 
 
 @rank_zero_only
 def report_missing_moments() -> None:
-    print("note: the checkpoint holds no optimizer state that this strategy can load; the moments start from zero")
+    print("note: the checkpoint has no optimizer state to load; the moments start from zero")
 
 
 def groups_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -163,7 +174,7 @@ def groups_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
-    """Returns a scheduler's state for an optimizer of `count` groups: some of its entries have one value per group.
+    """Returns a scheduler's state for `count` groups: some of its entries have a value per group.
 
     Raises:
         InputError: the values differ between groups, and the number of groups has changed.
@@ -173,8 +184,9 @@ def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
         if key in PER_GROUP and len(values) != count:
             if any(value != values[0] for value in values):
                 raise InputError(
-                    f"--ckpt_path: the learning-rate schedule's {key} differs between {len(values)} parameter groups,"
-                    f" and under this strategy there are {count}; resume under the strategy that wrote the checkpoint"
+                    f"--ckpt_path: the learning-rate schedule's {key} differs between"
+                    f" {len(values)} parameter groups, and this strategy has {count}; resume under"
+                    " the strategy that wrote the checkpoint"
                 )
             fitted[key] = values[:1] * count
     return fitted

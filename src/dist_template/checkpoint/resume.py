@@ -1,9 +1,9 @@
-"""Loads a checkpoint into a strategy that did not write it: `--ckpt_path` takes any format under any strategy.
+"""Loads a checkpoint of any format under any strategy (`--ckpt_path`).
 
-Weights, counters, schedules and the position in the data are always loaded, optimizer state if both strategies have it.
-Lightning has two ways to load, and so has this file: `EveryFormat` for strategies that read files by a CheckpointIO
-(single device, DDP), and `load_foreign` for those that load by themselves (MeshStrategy, ZeroStrategy).
-"""
+Weights, counters, schedules and the position in the data are always loaded, optimizer state if both
+strategies have it. Lightning has two ways to load, and so has this file: `EveryFormat` for
+strategies that read files by a CheckpointIO (single device, DDP), and `load_foreign` for those that
+load by themselves (MeshStrategy, ZeroStrategy)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .optimizer import State, groups_of, merge, report_missing_moments, without_
 
 
 class EveryFormat(TorchCheckpointIO):
-    """Writes Lightning's single file, into a folder if there is one; reads any strategy's checkpoint.
+    """Writes Lightning's single file, into a folder if there is one; reads any format.
 
     Args:
         module: The module that a checkpoint must fit. It is built before a checkpoint is read.
@@ -45,9 +45,12 @@ class EveryFormat(TorchCheckpointIO):
         super().__init__()
         self._module = module
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         if Path(path).is_dir():
-            torch.save(checkpoint, Path(path) / FILE)  # Lightning's would copy it in memory, then to /tmp
+            # Lightning's way would copy it in memory, then to /tmp.
+            torch.save(checkpoint, Path(path) / FILE)
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -71,14 +74,15 @@ def use_every_format(trainer: Any, module: L.LightningModule) -> None:
 
 
 def is_readable_by_deepspeed(path: Path, strategy: Any) -> bool:
-    """Returns whether the engine of `strategy` can load `path`: of its own stage (3 or not) and number of ranks."""
-    return format_of(path) == "zero" and zero.shape(path) == (strategy.zero_stage_3, strategy.world_size)
+    """Returns whether `path` has the strategy's stage (3 or not) and number of ranks."""
+    own = (strategy.zero_stage_3, strategy.world_size)
+    return format_of(path) == "zero" and zero.shape(path) == own
 
 
 def load_foreign(strategy: Any, path: Path) -> dict[str, Any]:
     """Loads a checkpoint of any format into the shards of all ranks. Collective.
 
-    Rank 0 reads it and sends the tensors one by one, so that only rank 0's host must hold all of it.
+    Rank 0 reads it and sends the tensors one by one, so that only one process holds all of it.
 
     Returns:
         The rest of Lightning's dict, on every rank.
@@ -129,7 +133,7 @@ def refuse_another_models(path: Path, state_dict: dict[str, Tensor], module: nn.
 
 
 def _outline(state: State) -> State:
-    """Returns `state` for all ranks, with None for each tensor of its parameter's shape: those are sent one by one."""
+    """Returns `state` with None for each tensor of its parameter's shape, which is sent later."""
     small: dict[str, dict[str, Any]] = {}
     for name, values in state["state"].items():
         small[name] = {}
@@ -143,7 +147,7 @@ def _fill_mesh(strategy: Any, outlines: list[State], states: list[State]) -> Non
     for index, (optimizer, outline) in enumerate(zip(strategy.optimizers, outlines, strict=True)):
         groups = groups_of(strategy.lightning_module, optimizer)
         missing = without_moments(outline, groups)
-        strategy.optimizer_state(optimizer)  # lets torch create the moments, which it otherwise does in the first step
+        strategy.optimizer_state(optimizer)  # creates the moments, as torch does in the first step
         for names, group in zip(groups, optimizer.param_groups, strict=True):
             group.update(merge(outline, names, group))
             for name, parameter in zip(names, group["params"], strict=True):

@@ -1,8 +1,8 @@
-"""Checkpoints of MeshStrategy: torch's distributed format, a folder into which every rank writes its shards.
+"""Checkpoints of MeshStrategy: torch's distributed format, in which every rank writes its shards.
 
-All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another mesh's checkpoint.
-Everything else (counters, callbacks, the position in the data) is in `meta.pt`, as with Lightning's own strategy.
-"""
+All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another
+mesh's checkpoint. Everything else (counters, callbacks, the position in the data) is in `meta.pt`,
+as with Lightning's own strategy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the tensors, which torch writes shard by shard, and the rest. Collective."""
     tensors = {"state_dict": checkpoint.pop("state_dict")}
-    tensors |= {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+    for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        tensors[f"optimizer_{index}"] = state
     return _contiguous(tensors), checkpoint
 
 
@@ -56,18 +57,23 @@ def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any 
         torch.save(rest, path / META)
 
 
-def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None) -> dict[str, Any]:
-    """Loads `path`, of any mesh, into `module` and `optimizers`. Returns the rest of it. Collective."""
+def load(
+    path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None
+) -> dict[str, Any]:
+    """Loads `path`, of any mesh, into `module` and `optimizers`; returns the rest. Collective."""
     optimizers = [torch_optimizer(optimizer) for optimizer in optimizers]
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
-    state |= {f"optimizer_{i}": optimizer_state(module, optimizer) for i, optimizer in enumerate(optimizers)}
+    for index, optimizer in enumerate(optimizers):
+        state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
+    own = {name: tuple(tensor.shape) for name, tensor in state["state_dict"].items()}
     with as_data(), refusing_unreadable(path):
         reader = DataReader(path)
         saved = saved_shapes(reader)
-        refuse_other_shapes(path, saved, {name: tuple(tensor.shape) for name, tensor in state["state_dict"].items()})
+        refuse_other_shapes(path, saved, own)
         entries = set(reader.read_metadata().state_dict_metadata)
     for index, optimizer in enumerate(optimizers):
-        _drop_missing_moments(module, optimizer, state[f"optimizer_{index}"], f"optimizer_{index}.", entries)
+        prefix = f"optimizer_{index}"
+        _drop_missing_moments(module, optimizer, state[prefix], f"{prefix}.", entries)
     loaded = _contiguous(state)
     with as_data(), refusing_unreadable(path):
         dcp.load(loaded, storage_reader=reader)
@@ -83,7 +89,7 @@ def load(path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only:
 def _drop_missing_moments(
     module: nn.Module, optimizer: Any, state: dict[str, Any], prefix: str, entries: set[str]
 ) -> None:
-    """Removes the state of parameters that had no gradient before the checkpoint, from `state` and `optimizer`.
+    """Removes from `state` and `optimizer` the parameters that the checkpoint has no state of.
 
     Raises:
         InputError: the checkpoint's optimizer did not have one of the parameters.
@@ -93,7 +99,8 @@ def _drop_missing_moments(
         if prefix + entry in entries:
             part, _, rest = entry.partition(".")
             saved[part].add(rest.rpartition(".")[0])
-    named = {"state": dict.fromkeys(saved["state"]), "param_groups": [{"params": saved["param_groups"]}]}
+    groups = [{"params": saved["param_groups"]}]
+    named = {"state": dict.fromkeys(saved["state"]), "param_groups": groups}
     missing = without_moments(named, groups_of(module, optimizer))
     parameters = dict(module.named_parameters())
     for name in missing:
@@ -102,7 +109,7 @@ def _drop_missing_moments(
 
 
 def _contiguous(state: Any) -> Any:
-    """Returns `state` without strided shards, which torch 2.13 would write as if each were contiguous."""
+    """Returns `state` without strided shards, which torch 2.13 would write as if contiguous."""
 
     def contiguous(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -117,4 +124,6 @@ def _as_placed(value: Any, reference: Any) -> Any:
 
 
 def _place(tensor: DTensor, placements: Any) -> DTensor:
-    return tensor if tuple(placements) == tensor.placements else tensor.redistribute(placements=placements)
+    if tuple(placements) == tensor.placements:
+        return tensor
+    return tensor.redistribute(placements=placements)

@@ -17,13 +17,16 @@ from torch.distributed.checkpoint import FileSystemReader
 from ..compat.torch import metadata_path
 from ..errors import reason
 
+# What unpickling a damaged file raises.
+DAMAGED = (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError)
+
 
 @contextlib.contextmanager
 def as_data(*classes: type) -> Generator[None]:
-    """Inside, torch.load creates only tensors, plain types and `classes`, also where a library lets it run code.
+    """Inside, torch.load creates only tensors, plain types and `classes`, for libraries too.
 
-    DeepSpeed and torch's distributed format pass `weights_only=False`, which this environment variable overrides.
-    """
+    DeepSpeed and torch's distributed format pass `weights_only=False`, which this environment
+    variable overrides."""
     switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(switch)
     os.environ[switch] = "1"
@@ -38,13 +41,13 @@ def as_data(*classes: type) -> Generator[None]:
 
 
 class DataReader(FileSystemReader):
-    """torch's reader of the distributed format, which alone would run code from a `.metadata` file."""
+    """torch's reader of the distributed format, which by itself runs code in a `.metadata` file."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with self.fs.create_stream(metadata_path(self, kwargs.get("rank")), "rb") as file:
                 _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError) as error:
+        except DAMAGED as error:
             if isinstance(error, _RefusedError):
                 raise
             raise pickle.UnpicklingError(f"its .metadata is damaged: {reason(error)}") from error
@@ -62,7 +65,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or name in DESCRIPTIONS.get(module, ()):
             return super().find_class(module, name)
-        raise _RefusedError(f"its .metadata names {module}.{name}, which no description of tensors needs")
+        raise _RefusedError(f"its .metadata names {module}.{name}, which describes no tensor")
 
 
 DESCRIPTIONS = {

@@ -1,10 +1,10 @@
 """DeepSpeed's checkpoint folder: written, and read as full tensors in one process.
 
-deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, which have one layout under ZeRO-1 and 2, and
-another under ZeRO-3. It does not join the optimizer state, which has the same layouts: here its functions are called
-with each moment in place of the weights. DeepSpeed's `ds_to_universal` was rejected: it needs an entry that only
-DeepSpeed's own loops write, and makes four files per parameter.
-"""
+deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, which have one layout under
+ZeRO-1 and 2, and another under ZeRO-3. It does not join the optimizer state, which has the same
+layouts: here its functions are called with each moment in place of the weights. DeepSpeed's
+`ds_to_universal` was rejected: it needs an entry that only DeepSpeed's own loops write, and makes
+four files per parameter."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ DEEPSPEEDS_OWN = {
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
     "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
+Take = Callable[[Any, Path], None]  # called with a file's content and path
 TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning names it
 
 
 def save(engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool) -> None:
-    """Writes the engine's partitions and the rest of Lightning's checkpoint into the folder `path`. Collective.
+    """Writes the engine's partitions and the rest of Lightning's checkpoint. Collective.
 
-    If the disk refuses a file, the error is raised after DeepSpeed's barriers, at which the other ranks wait. Files of
-    NVMe offload are an exception: DeepSpeed copies them between two barriers.
+    If the disk refuses a file, the error is raised after DeepSpeed's barriers, at which the other
+    ranks wait. Files of NVMe offload are an exception: DeepSpeed copies them between two barriers.
 
     Raises:
         OSError: on the rank whose disk refused a file; RuntimeError if torch's writer met it.
@@ -88,13 +89,14 @@ def staged(
     return write_all
 
 
-def _collect(
-    engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool, take: Callable[[Any, Path], None]
-) -> None:
-    """Lets DeepSpeed save under `path`, but passes the content and path of each of this rank's files to `take`."""
-    rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+def _collect(engine: Any, checkpoint: Any, path: Path, without_frozen: bool, take: Take) -> None:
+    """Lets DeepSpeed save under `path`, and passes each of this rank's files to `take`."""
+    rest = dict(checkpoint)
+    for key in ("state_dict", "optimizer_states"):
+        rest.pop(key, None)
+    options = {"save_latest": False, "exclude_frozen_parameters": without_frozen}
     with compat.redirected_saves(engine, take):
-        engine.save_checkpoint(path, TAG, rest, save_latest=False, exclude_frozen_parameters=without_frozen)
+        engine.save_checkpoint(path, TAG, rest, **options)
 
 
 def _writer(engine: Any) -> Callable[[Any, Path], None]:
@@ -114,16 +116,18 @@ def _write_tag(path: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns Lightning's dict with full fp32 weights, and the optimizer state by name (formats.read_full)."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that there is no other
+    """Returns full fp32 weights and the optimizer state by name, as formats.read_full does."""
+    if not torch.cuda.is_available():  # else DeepSpeed warns that there is no other accelerator
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.utils import zero_to_fp32
 
     folder = _folder(path)
-    with as_data(*classes()), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    out, err = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with as_data(*classes()), out, err:
         main = torch.load(_model_files(folder)[0], map_location="cpu", mmap=True)
         models = zero_to_fp32.parse_model_states(_model_files(folder))
-        ranks = [torch.load(f, map_location="cpu", mmap=True) for f in zero_to_fp32.get_optim_files(str(folder))]
+        files = zero_to_fp32.get_optim_files(str(folder))
+        ranks = [torch.load(file, map_location="cpu", mmap=True) for file in files]
         partitions = Partitions(models, [rank["optimizer_state_dict"] for rank in ranks])
         checkpoint = {key: value for key, value in main.items() if key not in DEEPSPEEDS_OWN}
         checkpoint["state_dict"] = partitions.weights(main["module"])
@@ -135,7 +139,8 @@ def read(path: Path) -> dict[str, Any]:
 def shape(path: Path) -> tuple[bool, int]:
     """Returns whether ZeRO-3 wrote the folder, and the number of ranks that did."""
     names = [file.name for file in _folder(path).iterdir()]
-    return "mp_rank_00_model_states.pt" not in names, sum(name.endswith("_optim_states.pt") for name in names)
+    num_ranks = sum(name.endswith("_optim_states.pt") for name in names)
+    return "mp_rank_00_model_states.pt" not in names, num_ranks
 
 
 def classes() -> list[type]:
@@ -162,10 +167,10 @@ class Partitions:
         count = ranks[0]["partition_count"]
         expected = max(count) if isinstance(count, list) else count
         if expected != len(ranks):
-            raise ValueError(f"{expected} ranks wrote optimizer states, and {len(ranks)} of their files exist")
+            raise ValueError(f"{expected} ranks wrote optimizer states, {len(ranks)} files exist")
 
     def weights(self, module: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the fp32 weights in the order of `module`, the weights in the compute precision."""
+        """Returns the fp32 weights in the order of `module`, the half-precision weights."""
         full = compat.join_frozen(len(self.ranks), self.models) if self.is_stage_3 else {}
         key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
         full |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
@@ -175,21 +180,23 @@ class Partitions:
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """Returns the state by name, or None if it is not in the checkpoint (NVMe offload, SGD)."""
-        bases = [rank["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"] for rank in self.ranks]
+        key = "optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"
+        bases = [rank[key] for rank in self.ranks]
         flat = bases[0]["state"]
-        if not flat or any("exp_avg" in state and not state["exp_avg"].numel() for state in flat.values()):
+        moments = [state["exp_avg"] for state in flat.values() if "exp_avg" in state]
+        if not flat or not all(moment.numel() for moment in moments):
             return None
         numbers = sorted(flat)
         shapes = self.models[0].param_shapes  # of each group; under ZeRO-3 of each sub-group
         state: dict[str, dict[str, Any]] = {name: {} for group in shapes for name in group}
         for key, value in flat[numbers[0]].items():
             if isinstance(value, Tensor) and value.ndim:
-                joined = self._join([[base["state"][number][key] for number in numbers] for base in bases])
-                for name, tensor in joined.items():
+                parts = [[base["state"][number][key] for number in numbers] for base in bases]
+                for name, tensor in self._join(parts).items():
                     state[name][key] = tensor
             else:
                 for number, group in zip(numbers, shapes, strict=True):
-                    for name in group:  # a tensor for each, because optimizers increment it in place
+                    for name in group:  # a tensor for each: optimizers increment it in place
                         state[name][key] = torch.tensor(float(flat[number][key]))
         groups = []
         for group in bases[0]["param_groups"]:
@@ -203,7 +210,8 @@ class Partitions:
     def _join(self, flat_groups: list[list[Tensor]]) -> dict[str, Tensor]:
         """Returns full tensors by name, joined from each rank's flat partition of each group."""
         paddings = self.ranks[0].get("param_alignment_paddings")
-        full = compat.join_trained(len(self.ranks), flat_groups, self.models, self.is_stage_3, paddings)
+        num_ranks = len(self.ranks)
+        full = compat.join_trained(num_ranks, flat_groups, self.models, self.is_stage_3, paddings)
         return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
@@ -216,7 +224,7 @@ class Target:
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def make_state(self, outline: State) -> None:
-        """Creates every moment, which torch otherwise does in the first step, and sets the groups' settings.
+        """Creates every moment, as torch does in the first step, and sets the groups' settings.
 
         Raises:
             InputError: the checkpoint's optimizer did not have one of the parameters.
@@ -226,29 +234,33 @@ class Target:
         for group, names, flat in self._flat_groups():
             group.update(merge(outline, names, group))
             # DeepSpeed has one flat tensor, and one count of steps, for all parameters of a group.
-            values = next((states[name] for name in names if name in states), next(iter(states.values()), {}))
+            of_group = [states[name] for name in names if name in states]
+            values = next(iter(of_group or states.values()), {})
             is_torchs = type(optimizer).__module__.startswith("torch.")
             steps = {
                 key: value.clone().to(flat.device) if is_torchs else int(value)
                 for key, value in values.items()
                 if value is not None
             }
-            optimizer.state[flat] = {key: torch.zeros_like(flat) for key in values if key not in steps} | steps
+            moments = {key: torch.zeros_like(flat) for key in values if key not in steps}
+            optimizer.state[flat] = moments | steps
             if not is_torchs:
                 group |= steps  # where FusedAdam keeps the count
         compat.link_optimizer_state(self.zero)
 
     def set(self, name: str, key: str | None, full: Tensor | None) -> None:
-        """Sets a parameter's moment `key`, or for None its fp32 weights, from rank 0's `full`. Collective."""
+        """Sets a parameter's moment `key`, or its fp32 weights (None), from `full` of rank 0."""
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
-        value = weights.tensor_from_rank_zero(full, torch.empty(whole_shape(parameter), device=self.device))
+        like = torch.empty(whole_shape(parameter), device=self.device)
+        value = weights.tensor_from_rank_zero(full, like)
         reach = "full"
         if weights.is_partitioned_by_zero(parameter):
-            # ZeRO-3's own function for full tensors fails if the number of ranks does not divide them.
+            # ZeRO-3's function for full tensors fails if the number of ranks does not divide them.
             reach, size = "local", parameter.ds_tensor.numel()
-            padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+            num_padding = size * dist.get_world_size() - value.numel()
+            padded = nn.functional.pad(value.flatten(), (0, num_padding))
             value = padded[size * dist.get_rank() :][:size]
         if key is None:
             getattr(utils, f"safe_set_{reach}_fp32_param")(parameter, value)
@@ -256,7 +268,7 @@ class Target:
             getattr(utils, f"safe_set_{reach}_optimizer_state")(parameter, value, key)
 
     def _flat_groups(self) -> Iterator[tuple[dict[str, Any], list[str], Tensor]]:
-        """Yields each parameter group, its parameters' names, and this rank's flat partition of them."""
+        """Yields each parameter group, its parameters' names, and this rank's flat partition."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         zero = self.zero
         if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in sub-groups

@@ -1,6 +1,6 @@
 """Distributes a model over ranks.
 
-place.py                      builds a model and hands it to the strategy: the only interface between the two
+place.py                      builds a model and lets the strategy shard it: the only interface
 mesh.py, shard.py             MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
 zero.py, zero_step.py         ZeroStrategy; deepspeed_config.py completes its DeepSpeed JSON
 ddp.py                        defaults for Lightning's DDPStrategy
@@ -13,7 +13,8 @@ from typing import Any
 
 
 def data_parallel_size(strategy: Any, world_size: int) -> int:
-    """Returns the number of ranks that read different batches under `strategy` on `world_size` ranks.
+    """Returns the number of ranks that read different batches under `strategy` on `world_size`
+    ranks.
 
     Raises:
         InputError: the strategy's sizes do not fit this number.

@@ -1,8 +1,8 @@
 """Activation checkpointing and torch.compile for each block of a model, under every strategy.
 
-Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of FSDP2 and ZeRO-3, which
-gather a block's parameters, stay outside of them; the hooks of tensor and expert parallelism stay inside.
-"""
+Both replace a block's `forward`, so that modules and parameters keep their names. The hooks of
+FSDP2 and ZeRO-3, which gather a block's parameters, stay outside of them; the hooks of tensor and
+expert parallelism stay inside."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..compat.torch import EXPENSIVE, compile_checkpointed_hooks
 from ..compat.transformers import names_of_blocks
 from ..errors import InputError
+
+Function = Callable[..., Any]
 
 
 @dataclass
@@ -25,8 +31,9 @@ class BlockConfig:
     """Activation checkpointing and compilation of each transformer block.
 
     Args:
-        checkpointing: full saves only a block's input and recomputes the rest in the backward pass, for about a third
-            more compute; selective also saves the results of matrix products and attention; none saves everything.
+        checkpointing: full saves only a block's input and recomputes the rest in the backward pass,
+            for about a third more compute; selective also saves the results of matrix products and
+            attention; none saves everything.
         checkpoint_every: Checkpoint every n-th block; 1: all. No effect if checkpointing is none.
         compile: Compile each block with torch.compile. false: off.
     """
@@ -39,12 +46,12 @@ class BlockConfig:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated layers of `model`, in order, or [].
 
-    They are the modules that transformers does not split, else the items of the outermost nn.ModuleLists.
-    """
+    They are the modules that transformers does not split, else the items of the outermost
+    nn.ModuleLists."""
     names = names_of_blocks(model)
     if blocks := [module for module in model.modules() if type(module).__name__ in names]:
         return blocks
-    inside: str | None = None  # the name of the newest outermost list; named_modules lists its items next
+    inside: str | None = None  # the prefix of the newest outermost list, whose items come next
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not (inside and name.startswith(inside)):
             inside = f"{name}."
@@ -63,7 +70,8 @@ def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
     blocks = find_blocks(model)
     if not blocks:
         raise InputError(
-            f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an nn.ModuleList"
+            f"model.blocks is set and {type(model).__name__} has no blocks: keep its layers in an"
+            " nn.ModuleList"
         )
     if config.compile and config.checkpointing != "none":
         compile_checkpointed_hooks()
@@ -74,10 +82,11 @@ def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
             block.forward = _compiled(block.forward)
 
 
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Function:
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        options["context_fn"] = contexts
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -90,15 +99,17 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], selective: bool
 
 def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
-    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    is_expensive = operation in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(forward: Function) -> Function:
     fast = torch.compile(forward)
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        generates = kwargs.get("past_key_values") is not None  # shapes change with each token, and would be compiled each time
+        # In generation shapes change with each token, and each would be compiled.
+        generates = kwargs.get("past_key_values") is not None
         return forward(*args, **kwargs) if generates else fast(*args, **kwargs)
 
     return wrapped

@@ -1,14 +1,13 @@
 """Defaults for Lightning's own DDPStrategy, where they differ from torch's.
 
-    gradient_as_bucket_view    true: gradients are views of the buckets that are sent. Saves the copy back and, without
-                               accumulation, 4 bytes per parameter
-    forward_sync_buffers       false: buffers are not broadcast before each forward pass, as under any other strategy.
-                               Training must change a buffer equally on all ranks
+    gradient_as_bucket_view    true: gradients are views of the buckets that are sent. This saves a
+                               copy and, without accumulation, 4 bytes per parameter
+    forward_sync_buffers       false: buffers are not broadcast before each forward pass, as under
+                               other strategies. Training must change them equally on all ranks
 
-torch's default is kept for `static_graph`, which is wrong for a module whose graph differs between steps, and for
-`bucket_cap_mb` (25 MiB); with many ranks a larger one may be faster: Megatron-LM uses 160 MB of fp32, and 4 MB per rank
-beyond 40 (`DistributedDataParallelConfig.bucket_size`).
-"""
+torch's default is kept for `static_graph`, which is wrong for a module whose graph differs between
+steps, and for `bucket_cap_mb` (25 MiB); with many ranks a larger one may be faster: Megatron-LM
+uses 160 MB of fp32, and 4 MB per rank beyond 40 (`DistributedDataParallelConfig.bucket_size`)."""
 
 from __future__ import annotations
 
@@ -22,6 +21,6 @@ DEFAULTS = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}
 
 
 def complete(configured: Any, strategy: Any) -> None:
-    """Sets `DEFAULTS` if `trainer.strategy` is a name that selects DDP; a `class_path` keeps torch's defaults."""
+    """Sets `DEFAULTS` if `trainer.strategy` is a name of DDP; a `class_path` keeps torch's."""
     if isinstance(configured, str) and type(strategy) is DDPStrategy:
         set_ddp_defaults(strategy, **DEFAULTS)

@@ -1,9 +1,8 @@
-"""Completes a DeepSpeed configuration, ZeroStrategy's own or a user's JSON: fills each "auto" and lists all conflicts.
+"""Completes a DeepSpeed configuration: fills each "auto" and lists all conflicts.
 
-A value that is also set elsewhere (the batch in `data`, the precision in `trainer`) must be equal in the JSON, or
-"auto". "auto" means what it means in Hugging Face's integration; `pin_memory` may be "auto" as well. The optimizer and
-the schedule are set in model.optim only.
-"""
+A value that is also set elsewhere (the batch in `data`, the precision in `trainer`) must be equal
+in the JSON, or "auto". "auto" means what it means in Hugging Face's integration; `pin_memory` may
+be "auto" as well. The optimizer and the schedule are set in model.optim only."""
 
 from __future__ import annotations
 
@@ -23,15 +22,18 @@ KEY = "trainer.strategy.init_args.config"
 
 # The keys that DeepSpeed 0.19 reads; it ignores any other key silently.
 KNOWN_KEYS = frozenset(
-    """activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
-    compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
-    datastates_ckpt disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler
-    fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
-    hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients
-    progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type sparse_attention
-    sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
-    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
-    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
+    """activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning
+    data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
+    disable_python_gc dump_state eigenvalue elasticity expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+    graph_harvesting hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula
+    optimizer pipeline prescale_gradients progressive_layer_drop quantize_training scheduler
+    seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print
+    tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
+    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_optimization""".split()
 )
 HALF_SECTION = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "16-true": "fp16"}
 DEEPSPEED_AUTO = {"data_types.keep_in_fp32_modules"}  # DeepSpeed gives "auto" a meaning here
@@ -61,7 +63,7 @@ class Settings:
 
 
 def batch_sizes(data: Any, processes: int, accumulation: int) -> dict[str, int]:
-    """Returns the batch sizes of Settings; the Trainer's accumulation is used if the data has no global batch."""
+    """Returns the batch sizes of Settings; `accumulation` is for data without a global batch."""
     micro = getattr(data, "micro_batch_size", 1)
     if hasattr(data, "global_batch_size"):
         accumulation = max(1, data.global_batch_size // (micro * processes))
@@ -97,23 +99,24 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """Returns a user's configuration unchanged, but "bfloat16" is renamed "bf16".
 
     Raises:
-        InputError: the file does not exist, is no JSON object, has an unknown key, or no ZeRO stage.
+        InputError: the file is missing, is no JSON object, has an unknown key or no ZeRO stage.
     """
     if not isinstance(config, Mapping):
         try:
             config = json.loads(Path(config).read_text(encoding="utf-8"))
         except OSError as error:
-            raise InputError(f"{KEY}: cannot read {str(config)!r} ({error.strerror}); give a DeepSpeed JSON") from error
+            found = f"{KEY}: cannot read {str(config)!r} ({error.strerror})"
+            raise InputError(f"{found}; give a DeepSpeed JSON") from error
         except ValueError as error:
             raise InputError(f"{KEY}: {str(config)!r} is not JSON: {reason(error)}") from error
     if not isinstance(config, Mapping):
-        raise InputError(f"{KEY} holds {json.dumps(config)[:40]}; DeepSpeed wants an object, {{…}}")
+        raise InputError(f"{KEY} is {json.dumps(config)[:40]}; DeepSpeed wants an object, {{…}}")
     refuse([_unknown(key) for key in config if key not in KNOWN_KEYS])
     config = copy.deepcopy(dict(config))
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
     if config.get("zero_optimization", {}).get("stage") not in (1, 2, 3):
-        raise InputError(f"{KEY} sets no zero_optimization.stage of 1, 2 or 3; without ZeRO use strategy: ddp")
+        raise InputError(f"{KEY} has no zero_optimization.stage of 1, 2 or 3; ddp has none")
     return config
 
 
@@ -122,7 +125,8 @@ def refuse(conflicts: list[str]) -> None:
     if len(conflicts) == 1:
         raise InputError(f"{KEY}: {conflicts[0]}")
     if conflicts:
-        raise InputError(f"{KEY} has {len(conflicts)} conflicts:" + "".join(f"\n  {each}" for each in conflicts))
+        lines = "".join(f"\n  {each}" for each in conflicts)
+        raise InputError(f"{KEY} has {len(conflicts)} conflicts:{lines}")
 
 
 def _unknown(key: str) -> str:
@@ -130,31 +134,11 @@ def _unknown(key: str) -> str:
     return f"DeepSpeed has no key {key!r}" + (f"; similar keys: {', '.join(near)}" if near else "")
 
 
-def tidy(config: dict[str, Any]) -> dict[str, Any]:
-    """Removes keys without effect from Lightning's default configuration. Returns its `zero_optimization`."""
-    zero = config["zero_optimization"]
-    offloads = [zero[name] for name in ("offload_optimizer", "offload_param") if name in zero]
-    if not any(offload["device"] == "nvme" for offload in offloads):
-        config.pop("aio")
-    for offload in offloads:
-        if offload["device"] != "nvme":
-            for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"):
-                offload.pop(key, None)
-    if not any(config["activation_checkpointing"].values()):
-        config.pop("activation_checkpointing")  # model.blocks does it under every strategy
-    if zero["stage"] == 3:
-        zero.pop("allgather_partitions")
-        zero.pop("allgather_bucket_size")
-    else:
-        zero.pop("sub_group_size")
-    return zero
-
-
 def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Returns `config` as DeepSpeed gets it: complete, without "auto", and equal to `settings`.
 
     Raises:
-        InputError: lists all values that conflict with `settings`, cannot be "auto", or are not valid in DeepSpeed.
+        InputError: lists all values that conflict, cannot be "auto", or are invalid in DeepSpeed.
     """
     config, conflicts = copy.deepcopy(dict(config)), []
     for key, value, place in (
@@ -173,15 +157,16 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     except InputError as error:
         conflicts.append(str(error))
     else:
-        autos = [key for key, value in flatten(config).items() if value == AUTO and key not in DEEPSPEED_AUTO]
-        conflicts += [f"{key} is auto, and no setting gives it a value; write one" for key in autos]
+        for key, value in flatten(config).items():
+            if value == AUTO and key not in DEEPSPEED_AUTO:
+                conflicts.append(f"{key} is auto, and no setting gives it a value; write one")
         conflicts += _invalid_in_zero(config["zero_optimization"])
     refuse(conflicts)
     return config
 
 
 def _agree(config: dict[str, Any], key: str, value: Any, place: str) -> list[str]:
-    """Sets the dotted `key` to `value`, the value of `place`. Returns a conflict if the file has another value."""
+    """Sets the dotted `key` to `value`, that of `place`. Returns a conflict with the file."""
     *sections, name = key.split(".")
     for section in sections:
         config = config.setdefault(section, {})
@@ -189,43 +174,47 @@ def _agree(config: dict[str, Any], key: str, value: Any, place: str) -> list[str
     if given in (AUTO, value):
         return []
     return [
-        f"the DeepSpeed file says {key} {json.dumps(given)}, {place} is {json.dumps(value)}: make them equal, or write"
-        ' "auto" in the file'
+        f"the DeepSpeed file says {key} {json.dumps(given)}, {place} is {json.dumps(value)}: make"
+        ' them equal, or write "auto" in the file'
     ]
 
 
 def _agree_on_precision(config: dict[str, Any], precision: str) -> list[str]:
-    """Enables one of bf16, fp16 and torch_autocast for a half precision, none for 32-true. Returns the conflicts."""
+    """Enables bf16, fp16 or torch_autocast as the precision needs. Returns the conflicts."""
     half, conflicts = HALF_SECTION.get(precision), []
     autocast = config.get("torch_autocast", {})
     if autocast.get("enabled"):
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(half or "", "float32")
-        conflicts += _agree(config, "torch_autocast.dtype", dtype, f"that of trainer.precision {precision}")
+        place = f"that of trainer.precision {precision}"
+        conflicts += _agree(config, "torch_autocast.dtype", dtype, place)
     for section in ("bf16", "fp16"):
         enabled = section == half and not autocast.get("enabled")
         if enabled or section in config:
-            place = f"with trainer.precision {precision}" + (" and torch_autocast" if autocast.get("enabled") else "")
+            place = f"with trainer.precision {precision}"
+            if autocast.get("enabled"):
+                place += " and torch_autocast"
             conflicts += _agree(config, f"{section}.enabled", enabled, f"what fits {place}")
     return conflicts
 
 
 def _drop_optimizer(config: dict[str, Any]) -> list[str]:
-    """Removes `optimizer` and `scheduler`, which model.optim sets; returns a conflict for each value but "auto".
+    """Removes `optimizer` and `scheduler`. Returns a conflict for each value that is not "auto".
 
-    DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step DeepSpeed's scheduler.
-    """
+    DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step DeepSpeed's
+    scheduler."""
     given = {name: config.pop(name, None) or {} for name in ("optimizer", "scheduler")}
     if given["optimizer"].get("type") == "AdamW":
         given["optimizer"] = given["optimizer"] | {"type": AUTO}
     return [
-        f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and schedule: remove it"
+        f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and"
+        " schedule: remove it"
         for key, value in flatten(given).items()
         if value != AUTO
     ]
 
 
 def _fill_sizes(zero: dict[str, Any], settings: Settings) -> None:
-    """Fills sizes (elements) by Hugging Face's formulas from the model's width; pins memory if there is a GPU."""
+    """Fills sizes (elements) by Hugging Face's formulas; pins memory if there is a GPU."""
     formulas: dict[str, Callable[[int], int]] = {
         "reduce_bucket_size": lambda width: width * width,
         "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
@@ -240,7 +229,7 @@ def _fill_sizes(zero: dict[str, Any], settings: Settings) -> None:
 
 
 def _invalid_in_zero(zero: Mapping[str, Any]) -> Iterator[str]:
-    """Yields each error that DeepSpeed's own validation finds in the section, before any process starts."""
+    """Yields each error that DeepSpeed's own validation finds, before any process starts."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 

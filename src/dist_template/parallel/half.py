@@ -8,11 +8,11 @@ from torch import nn
 
 
 class HalfParameters(HalfPrecision):
-    """Casts parameters only. Lightning's casts buffers too: rotary frequencies in bfloat16 are wrong by several positions in long sequences.
+    """Casts parameters only. Lightning's casts buffers too: rotary frequencies in bfloat16 are
+    wrong by several positions in long sequences.
 
-    Lightning calls it again after a model is sharded, when it must change nothing: casting sharded parameters would
-    untie those that two modules share.
-    """
+    Lightning calls it again after a model is sharded, when it must change nothing: casting sharded
+    parameters would untie those that two modules share."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}[self.precision]

@@ -1,16 +1,17 @@
-"""FSDP2, HSDP, tensor and expert parallelism: one mesh of ranks, over which transformers' plans shard a model.
+"""FSDP2, HSDP, tensor and expert parallelism on one mesh of ranks, by transformers' plans.
 
     dense parameters    (dp_replicate, fsdp, tp)
     experts             (dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
 
-A batch is distributed over dp_replicate x fsdp ranks; ranks that differ only in tp receive the same rows. The plans are
-in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model of
-transformers. A model without plans is sharded block by block with torch's `fully_shard`, and so is a plain
-LightningModule whose layers are made in `__init__`.
+A batch is distributed over dp_replicate x fsdp ranks; ranks that differ only in tp receive the same
+rows. The plans are in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`,
+`base_model_fsdp_plan`), for every model of transformers. A model without plans is sharded block by
+block with torch's `fully_shard`, and so is a plain LightningModule whose layers are made in
+`__init__`.
 
-Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two dimensions only, does not
-know transformers' plans, cannot save strided shards, and refuses a single rank; this file adds that.
-"""
+Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two
+dimensions only, does not know transformers' plans, cannot save strided shards, and refuses a single
+rank; this file adds that."""
 
 from __future__ import annotations
 
@@ -67,19 +68,24 @@ class MeshStrategy(ModelParallelStrategy):
     """Shards a model over a mesh of ranks.
 
     Args:
-        fsdp_size: Ranks over which parameters, gradients and optimizer state are sharded. auto: all that the other
-            sizes leave.
-        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all that are left.
-        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node. 1: off.
-        ep_size: Ranks that hold different experts; a multiple of tp_size that divides fsdp_size x tp_size. 1: off.
-            auto: fsdp_size x tp_size.
-        fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight. null: none.
-        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers. null: none.
+        fsdp_size: Ranks over which parameters, gradients and optimizer state are sharded. auto: all
+            that the other sizes leave.
+        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all
+            that are left.
+        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node.
+            1: off.
+        ep_size: Ranks that hold different experts; a multiple of tp_size that divides fsdp_size x
+            tp_size. 1: off. auto: fsdp_size x tp_size.
+        fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight.
+            null: none.
+        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers.
+            null: none.
         ep_plan: Overrides the model's plan for experts. null: none.
-        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the device.
-        reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation, and accumulate
-            shards. false: only in the last one, which sends less but accumulates unsharded gradients: 4 bytes per
-            parameter on every device (2 in bf16-true).
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the
+            device.
+        reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation,
+            and accumulate shards. false: only in the last one, which sends less but accumulates
+            unsharded gradients: 4 bytes per parameter on every device (2 in bf16-true).
         process_group_backend: torch's name of the backend. null: nccl on GPUs, gloo on CPUs.
         timeout: How long a collective may wait for the other ranks.
     """
@@ -109,7 +115,7 @@ class MeshStrategy(ModelParallelStrategy):
         self.cpu_offload = cpu_offload
         self.reduce_each_micro_batch = reduce_each_micro_batch
 
-    # ---- the mesh ------------------------------------------------------------------------------------------------
+    # ---- the mesh --------------------------------------------------------------------------------
 
     def sizes(self, world_size: int) -> MeshSizes:
         """Returns the sizes on `world_size` ranks, with "auto" resolved.
@@ -130,7 +136,7 @@ class MeshStrategy(ModelParallelStrategy):
             product = " x ".join(f"{name} {size}" for name, size in given.items())
             raise InputError(
                 f"{product} does not make {world_size}, the number of processes (trainer.devices x"
-                " trainer.num_nodes); edit trainer.strategy.init_args, where only one size can be auto"
+                " trainer.num_nodes); edit strategy.init_args, where only one size can be auto"
             )
         replicate, fsdp, tp = (numbers[name] for name in given)
         return MeshSizes(replicate, fsdp, tp, fsdp * tp if self.ep_size == "auto" else self.ep_size)
@@ -142,8 +148,10 @@ class MeshStrategy(ModelParallelStrategy):
         dense = (1, sizes.dp_replicate, sizes.fsdp, sizes.tp)
         experts = (1, sizes.dp_replicate, sizes.fsdp * sizes.tp // sizes.ep, sizes.ep)
         device = self.root_device.type  # transformers' own function would use a GPU if there is one
-        set_mesh(self, init_device_mesh(device, dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")))
-        self.expert_mesh = init_device_mesh(device, experts, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
+        names = ("pp", "dp_replicate", "fsdp", "tp")
+        set_mesh(self, init_device_mesh(device, dense, mesh_dim_names=names))
+        names = ("pp", "dp_replicate", "efsdp", "ep")
+        self.expert_mesh = init_device_mesh(device, experts, mesh_dim_names=names)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -151,7 +159,7 @@ class MeshStrategy(ModelParallelStrategy):
         sizes = self.mesh_sizes
         return {"num_replicas": sizes.data_parallel, "rank": self.global_rank // sizes.tp}
 
-    # ---- the model -----------------------------------------------------------------------------------------------
+    # ---- the model -------------------------------------------------------------------------------
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
@@ -164,9 +172,9 @@ class MeshStrategy(ModelParallelStrategy):
         super().teardown()
 
     def _shard_module(self, module: L.LightningModule) -> None:
-        """Shards the layers that a plain LightningModule has made on every rank, with rank 0's weights.
+        """Shards the layers that a plain LightningModule has made, with rank 0's weights.
 
-        The module itself is the outermost FSDP unit, so its steps gather the parameters outside of blocks.
+        The module itself is the outermost FSDP unit, which its steps gather.
         """
         if isinstance(module, FSDPModule) or not self._shards:
             return
@@ -205,17 +213,17 @@ class MeshStrategy(ModelParallelStrategy):
         assert self.model is not None
         if not self.cpu_offload:
             super().model_to_device()
-        for buffer in self.model.buffers():  # activations, and buffers with them, stay on the device
+        for buffer in self.model.buffers():  # like activations, they stay on the device
             buffer.data = buffer.data.to(self.root_device)
 
-    # ---- the step ------------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Lightning enters it around every micro-batch but the last of an accumulation; its own supports only DDP.
+        """Lightning enters it around every micro-batch but the last of an accumulation.
 
-        HSDP's all-reduce between the replicas is always delayed to the last micro-batch: until then only this rank's
-        shard is accumulated.
+        HSDP's all-reduce between the replicas is always delayed to the last micro-batch: until then
+        only this rank's shard is accumulated.
         """
         self._set_reduces(False)
         try:
@@ -234,12 +242,12 @@ class MeshStrategy(ModelParallelStrategy):
                 else:
                     unit.set_requires_gradient_sync(reduces, recurse=False)
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         sharded.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         assert self.model is not None and self.lightning_module is not None
         path = agreed(Path(checkpoint_path))
         if format_of(path) != "distributed":

@@ -1,7 +1,7 @@
-"""Builds a model and distributes it: the only interface between a module and the strategies. The steps, in order:
+"""Builds and distributes a model: the only interface between a module and the strategies.
 
-1  build           on rank 0 with weights, on the other ranks on the meta device, from the run's seed, so that the
-                   weights do not depend on the strategy; parameters are cast before they are sharded
+1  build           on rank 0 with weights, from the run's seed, so that they do not depend on the
+                   strategy; on the other ranks on the meta device. Parameters are cast first
 2  checkpointing   inside of compile, so that the compiler sees the recomputation
 3  compile         block by block, inside of the sharding, whose hooks cannot be compiled
 4  shard           tensor and expert parallelism inside the blocks, FSDP2 or ZeRO around them
@@ -31,12 +31,12 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
     seed = torch.initial_seed()
     torch.manual_seed(seed)
     if weights.is_rank_zero():
-        with torch.device("cpu"):  # Lightning's default device may be a GPU, which has another generator
+        with torch.device("cpu"):  # Lightning's default may be a GPU, which has another generator
             model = build()
     else:
         model = _skeleton(build)
     model = strategy.precision_plugin.convert_module(model)
-    # Dropout differs between ranks that read different batches, and is equal on those that read the same.
+    # Dropout differs between ranks that read different batches, and only between those.
     torch.manual_seed(seed + getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"])
     wrap_blocks(model, blocks)
     if hasattr(strategy, "shard"):
@@ -46,7 +46,7 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
 
 
 def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:
-    """Builds on the meta device. Falls back to a full build, with a warning, if the constructor reads tensor values."""
+    """Builds on the meta device; in full, with a warning, if the constructor reads values."""
     try:
         with torch.device("meta"):
             model = build()
@@ -54,7 +54,8 @@ def _skeleton(build: Callable[[], nn.Module]) -> nn.Module:
         if not any(isinstance(value, Tensor) and value.is_meta for value in attributes):
             return model
         why = "a tensor of it is neither a parameter nor a buffer"
-    except (NotImplementedError, RuntimeError) as error:  # it read a value, which a meta tensor does not have
+    except (NotImplementedError, RuntimeError) as error:  # it read a value of a meta tensor
         why = reason(error)
-    warnings.warn(f"the model cannot be built on torch's meta device ({why}): each rank builds it in full", stacklevel=2)
+    cannot = f"the model cannot be built on torch's meta device ({why})"
+    warnings.warn(f"{cannot}: each rank builds it in full", stacklevel=2)
     return build()

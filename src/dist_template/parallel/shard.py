@@ -1,4 +1,4 @@
-"""Shards a model over MeshStrategy's mesh: by transformers' plans, or block by block with torch's `fully_shard`."""
+"""Shards a model over MeshStrategy's mesh: by transformers' plans, or block by block."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def shard_by_blocks(model: nn.Module, strategy: Any) -> None:
     sizes = strategy.mesh_sizes
     with _refusing(model):
         if sizes.tp > 1 or sizes.ep > 1:
-            raise ValueError("it has no plan for tensor or expert parallelism: set tp_size and ep_size to 1")
+            raise ValueError("it has no tensor or expert plan: set tp_size and ep_size to 1")
         dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)
         options: dict[str, Any] = {
             "mesh": strategy.device_mesh[dimensions],
-            "offload_policy": _offload_policy(strategy) if strategy.cpu_offload else OffloadPolicy(),
+            "offload_policy": _offload_policy(strategy),
         }
         if _is_mixed(strategy):
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in find_blocks(model):
             fully_shard(block, **options)
         if isinstance(model, L.LightningModule) and "mp_policy" in options:
@@ -87,7 +87,9 @@ def shard_by_blocks(model: nn.Module, strategy: Any) -> None:
         fully_shard(model, **options)
 
 
-def _offload_policy(strategy: Any) -> CPUOffloadPolicy:
+def _offload_policy(strategy: Any) -> OffloadPolicy:
+    if not strategy.cpu_offload:
+        return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=strategy.root_device.type == "cuda")
 
 

@@ -1,15 +1,15 @@
-"""ZeRO by DeepSpeed, on any accelerator: stage 1 shards optimizer state, stage 2 gradients too, stage 3 parameters too.
+"""ZeRO by DeepSpeed, on any accelerator.
 
-Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts ZeRO-3 from
-uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm and clipping do not), and lets
-a module clip gradients before they are reduced; this file changes that.
-"""
+Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts
+ZeRO-3 from uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm
+and clipping do not), and lets a module clip gradients before they are reduced; this file changes
+that."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -30,14 +30,15 @@ from ..checkpoint.resume import is_readable_by_deepspeed, load_foreign
 from ..checkpoint.untrusted import as_data
 from ..compat import deepspeed as compat
 from ..compat.lightning import set_deepspeed_config, start_deepspeed
-from ..errors import require
+from ..errors import InputError, require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
 from .zero_step import ZeroPrecision
 
 for expected in (
     ".*DeepSpeed handles gradient clipping internally.*",  # module.py leaves clipping to it
-    ".*torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated.*",  # DeepSpeed 0.19 with torch 2.13
+    # DeepSpeed 0.19 with torch 2.13
+    ".*torch.distributed.(all_gather_into|reduce_scatter)_tensor. is deprecated.*",
 ):
     warnings.filterwarnings("ignore", message=expected)
 
@@ -50,22 +51,30 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class ZeroStrategy(DeepSpeedStrategy):
     """Shards by DeepSpeed's ZeRO.
 
-    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results are equal, nothing is
-    compiled at the start, and the module's own optimizer runs. Half precision is DeepSpeed's, under `-mixed` and
-    `-true` alike: weights in bf16 or fp16, and sharded fp32 weights that the optimizer updates.
+    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results
+    are equal, nothing is compiled at the start, and the module's own optimizer runs. Half precision
+    is DeepSpeed's, under `-mixed` and `-true` alike: weights in bf16 or fp16, and sharded fp32
+    weights that the optimizer updates.
 
     Args:
-        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in `config`, else 2.
-        offload_optimizer: Keep and update optimizer state in host memory. null: the value in `config`, else false.
-        offload_parameters: Keep parameters there too, stage 3 only. null: the value in `config`, else false.
-        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a GPU.
-        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these arguments.
-        reduce_bucket_size: Elements of gradients reduced at once. There are 2 buckets, 0.8 GB in all.
+        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in
+            `config`, else 2.
+        offload_optimizer: Keep and update optimizer state in host memory. null: the value in
+            `config`, else false.
+        offload_parameters: Keep parameters there too, stage 3 only. null: the value in `config`,
+            else false.
+        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a
+            GPU.
+        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these
+            arguments.
+        reduce_bucket_size: Elements of gradients reduced at once. There are 2 buckets, 0.8 GB in
+            all.
         allgather_bucket_size: Elements of parameters gathered at once after a step, stages 1 and 2.
-        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded update.
+        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded
+            update.
         prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
-        param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay unsharded in stage 3: a
-            collective would cost more than their memory.
+        param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
+            unsharded in stage 3: a collective would cost more than their memory.
     """
 
     def __init__(
@@ -97,33 +106,28 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         self.given = self.config
         if config is None:
-            zero = config_file.tidy(self.config)
+            zero = self.config["zero_optimization"]
             if zero["stage"] > 1:  # in stage 1 it would select another DeepSpeed optimizer
-                self.config["data_types"] = {"grad_accum_dtype": "fp32"}  # not bf16 for a sum of micro-batches
+                self.config["data_types"] = {"grad_accum_dtype": "fp32"}
             if zero["stage"] == 3:
                 zero["stage3_prefetch_bucket_size"] = prefetch_bucket_size
                 zero["stage3_param_persistence_threshold"] = param_persistence_threshold
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
         else:
-            given = {
-                "stage": stage,
-                "offload_optimizer": offload_optimizer,
-                "offload_parameters": offload_parameters,
-            }
-            self._check_arguments(given)
+            self._check("stage", stage)
+            self._check("offload_optimizer", offload_optimizer)
+            self._check("offload_parameters", offload_parameters)
 
-    def _check_arguments(self, arguments: Mapping[str, int | None]) -> None:
-        """Refuses every argument that differs from the DeepSpeed file."""
-        conflicts = []
-        for name, given in arguments.items():
-            if given is not None and given != (in_file := getattr(self, name)):
-                conflicts.append(
-                    f"trainer.strategy.init_args.{name} is {given}, and config, the DeepSpeed file, says {in_file}:"
-                    " remove one of the two"
-                )
-        config_file.refuse(conflicts)
+    def _check(self, name: str, given: int | None) -> None:
+        """Refuses an argument that differs from the DeepSpeed file."""
+        in_file = getattr(self, name)
+        if given not in (None, in_file):
+            raise InputError(
+                f"trainer.strategy.init_args.{name} is {given}, and config, the DeepSpeed file,"
+                f" says {in_file}: remove one of the two"
+            )
 
-    # ---- the configuration -------------------------------------------------------------------------------------------
+    # ---- the configuration -----------------------------------------------------------------------
 
     @property
     def stage(self) -> int:
@@ -144,8 +148,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Returns the configuration that DeepSpeed gets with these settings."""
         config = config_file.resolve(self.given, settings)
         if config.get("fp16", {}).get("enabled"):
-            names = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-            config["fp16"] = {name: getattr(self, name) for name in names} | config["fp16"]
+            names = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
+            own = {name: getattr(self, name) for name in names.split()}
+            config["fp16"] = own | config["fp16"]
         return config
 
     def _complete_config(self) -> None:
@@ -156,17 +161,19 @@ class ZeroStrategy(DeepSpeedStrategy):
         module = self.lightning_module
         assert module is not None
         trainer: Any = module.trainer
+        accumulation = trainer.accumulate_grad_batches
+        sizes = config_file.batch_sizes(trainer.datamodule, self.world_size, accumulation)
         return self.complete_config(
             config_file.Settings(
                 accelerator=self.root_device.type,
                 precision=self.precision_plugin.precision,
                 gradient_clip_val=trainer.gradient_clip_val or 0.0,
                 hidden_size=lambda: config_file.hidden_size(module),
-                **config_file.batch_sizes(trainer.datamodule, self.world_size, trainer.accumulate_grad_batches),
+                **sizes,
             )
         )
 
-    # ---- the machine -------------------------------------------------------------------------------------------------
+    # ---- the machine -----------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -186,7 +193,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         import deepspeed
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        if deepspeed.accelerator.get_accelerator().device_name() != "cpu":  # there is a GPU, which is not to be used
+        # There may be a GPU that is not to be used.
+        if deepspeed.accelerator.get_accelerator().device_name() != "cpu":
             deepspeed.accelerator.set_accelerator(CPU_Accelerator())
         compat.without_shared_memory_collectives()
         reset_seed()
@@ -198,7 +206,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         super().teardown()
         compat.undo_process_patches()
 
-    # ---- the model ---------------------------------------------------------------------------------------------------
+    # ---- the model -------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer) -> None:
         self._complete_config()
@@ -206,14 +214,14 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None]:
-        """Does nothing: parameters that are partitioned while their module is built cannot be initialized."""
+        """Does nothing: partitioned parameters could not be initialized."""
         yield
 
     @torch.no_grad()
     def shard(self, model: nn.Module) -> nn.Module:
-        """Gives every rank the weights of rank 0, in stage 3 its shard of them. Tied parameters stay tied.
+        """Gives every rank the weights of rank 0, in stage 3 its shard of them. Ties are kept.
 
-        It handles one module at a time, so that in stage 3 only rank 0 holds more than one unsharded module.
+        In stage 3 one module at a time is unsharded, except on rank 0.
         """
         import deepspeed
 
@@ -222,17 +230,19 @@ class ZeroStrategy(DeepSpeedStrategy):
         assert isinstance(self.config, dict)
         swapper = None  # for NVMe, one for all parameters
         half = next((d for s, d in HALF.items() if self.config.get(s, {}).get("enabled")), None)
-        for module in reversed(list(model.modules())):  # children first: zero.Init also partitions them
+        for module in reversed(list(model.modules())):  # zero.Init also partitions children
             own = [p for p in module.parameters(recurse=False) if not hasattr(p, "ds_id")]
             for tensor in [*own, *module.buffers(recurse=False)]:
                 _materialize(tensor, self.root_device)
             for tensor in [*module.buffers(recurse=False), *(own if not self.zero_stage_3 else ())]:
-                dist.broadcast(tensor.detach().reshape(-1).view(torch.uint8), src=0)  # bytes: gloo lacks some dtypes
+                as_bytes = tensor.detach().reshape(-1).view(torch.uint8)  # gloo lacks some dtypes
+                dist.broadcast(as_bytes, src=0)
             if self.zero_stage_3 and own:
-                for parameter in own if half else ():  # the engine does not cast partitioned parameters
+                for parameter in own if half else ():  # the engine casts only unpartitioned ones
                     parameter.data = parameter.data.to(half)
-                init = deepspeed.zero.Init(module=module, config_dict_or_path=self.config, param_swapper=swapper)
-                swapper = init.param_swapper  # Init has broadcast and partitioned each parameter
+                options = {"config_dict_or_path": self.config, "param_swapper": swapper}
+                init = deepspeed.zero.Init(module=module, **options)  # broadcasts and partitions
+                swapper = init.param_swapper
         return model
 
     def init_deepspeed(self) -> None:
@@ -240,25 +250,26 @@ class ZeroStrategy(DeepSpeedStrategy):
         if self.zero_stage_3:
             compat.trace_full_forwards(self.deepspeed_engine)
 
-    # ---- the step ----------------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         engine = self.deepspeed_engine
         is_last = engine.is_gradient_accumulation_boundary()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         track: Any = getattr(self.lightning_module, "track", None)
         if is_last and callable(track):
-            track("train/grad_norm", torch.as_tensor(engine.get_global_grad_norm(), device=self.root_device))
+            norm = torch.as_tensor(engine.get_global_grad_norm(), device=self.root_device)
+            track("train/grad_norm", norm)
         return result
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         path = Path(weights.broadcast(str(filepath)))
         zero_format.save(self.deepspeed_engine, checkpoint, path, self.exclude_frozen_parameters)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lets DeepSpeed load, if it can: it fails with another number of ranks and, in stage 3, without an optimizer."""
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+        """Lets DeepSpeed load if it can: not with other ranks or, in stage 3, without optimizer."""
         path = agreed(Path(checkpoint_path))
         assert self.lightning_module is not None
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -269,7 +280,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 
 def _materialize(tensor: Tensor, device: torch.device) -> None:
-    """Moves a tensor to `device` in place; a meta tensor gets memory there. Tied parameters stay tied."""
+    """Moves a tensor to `device` in place; a meta tensor gets memory there. Ties are kept."""
     if not tensor.is_meta:
         tensor.data = tensor.data.to(device).contiguous()
         return

@@ -22,26 +22,28 @@ class ZeroPrecision(EnginePrecision):
             self.use_dtype(torch.float32)  # autocast casts in each operation
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module  # DeepSpeed casts parameters, and keeps buffers such as rotary frequencies in fp32
+        return module  # DeepSpeed casts parameters, and keeps buffers in fp32
 
-    def backward(self, tensor: Tensor, model: L.LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        super().backward(tensor, model, optimizer, *args, scale_wrt_gas=False, **kwargs)  # Lightning has divided the loss already
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
+        super().backward(tensor, *args, **kwargs)
 
-    def optimizer_step(self, optimizer: Any, model: L.LightningModule, closure: Any, **kwargs: Any) -> Any:
-        engine: Any = model.trainer.model
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        engine = model.trainer.model
         is_last = engine.is_gradient_accumulation_boundary()
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        if is_last and engine.optimizer.overflow and getattr(engine.optimizer, "cpu_offload", False):
-            # DeepSpeed 0.19.8 clears them only without offload: every later step would overflow as well.
+        offloads = getattr(engine.optimizer, "cpu_offload", False)
+        if is_last and offloads and engine.optimizer.overflow:
+            # DeepSpeed 0.19.8 clears them only without offload: every later step would overflow.
             engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
         return result
 
     def skip_step(self, model: L.LightningModule, anomalous: Tensor) -> None:
-        """Skips the engine's next step where `anomalous`, of shape () and equal on all ranks, is true.
+        """Skips the engine's next step where `anomalous` () is true; equal on all ranks.
 
-        The step is handled like an overflow in fp16: gradients are cleared, weights and moments stay. `anomalous` is
-        read on the host; DeepSpeed reads the gradients' norm there in every step anyway.
-        """
+        The step is handled like an overflow in fp16: gradients are cleared, weights and moments
+        stay. `anomalous` is read on the host; DeepSpeed reads the gradients' norm there in every
+        step anyway."""
         engine: Any = model.trainer.model
         optimizer = engine.optimizer
         skips = bool(anomalous)
@@ -52,7 +54,7 @@ class ZeroPrecision(EnginePrecision):
 
     @staticmethod
     def outcome(model: L.LightningModule) -> tuple[bool, float]:
-        """Returns whether DeepSpeed found non-finite gradients in the newest step, and their norm, -1 if not computed."""
+        """Returns whether the newest step's gradients were non-finite, and their norm, or -1."""
         engine: Any = model.trainer.model
         skipped, vetoed = engine.optimizer.overflow, engine.optimizer.vetoed
         if getattr(engine.optimizer, "found_overflow", skipped and not vetoed):

@@ -1,0 +1,91 @@
+"""A rank is killed at every point of a save: the newest valid checkpoint is the one before, or the new one."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_template.checkpoint import commit, manifest
+from tests.support.fake_saves import LOST, STRATEGIES, FakeDdp, FakeZero, launch, weight_of
+from tests.support.kill_points import COMMITTED, EXIT_CODE, crash, points
+
+
+def check_newest(strategy: type[FakeDdp], folder: Path, step: int) -> None:
+    newest = commit.newest(folder)
+    assert newest is not None and newest.name == manifest.name(step)
+    assert commit.verify(newest) is None
+    assert torch.equal(strategy.load(newest), weight_of(step))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_a_kill_at_any_point_leaves_a_valid_checkpoint_that_the_next_launch_resumes(
+    strategy: type[FakeDdp], tmp_path: Path
+) -> None:
+    """Each launch resumes from what the kill before has left, and is killed at the next point."""
+    folder, step = tmp_path / "checkpoints", 1
+    assert launch(strategy, folder, last=1) == [0, 0]
+    for point, rank in points(strategy.name):
+        codes = launch(strategy, folder, last=step + 1, arm=partial(crash, point, rank, at_save=1))
+        assert codes[rank] == EXIT_CODE and codes[1 - rank] in (LOST, 0), (point, rank, codes)
+        step += point in COMMITTED
+        check_newest(strategy, folder, step)
+    assert launch(strategy, folder, last=step + 2) == [0, 0]
+    check_newest(strategy, folder, step + 2)
+    assert not list(folder.glob(".*")), "nothing of the killed saves is left"
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_one_before(tmp_path: Path) -> None:
+    assert launch(FakeDdp, tmp_path / "checkpoints", last=2) == [0, 0]
+    damaged = tmp_path / "checkpoints" / manifest.name(2) / "checkpoint.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    codes = launch(FakeDdp, tmp_path / "checkpoints", last=2, arm=partial(crash, "replacing", 0, at_save=1))
+    assert codes[0] == EXIT_CODE
+    check_newest(FakeDdp, tmp_path / "checkpoints", 1)
+
+
+def in_place_and_unverified() -> None:
+    """As without this package: every save overwrites one folder. Rank 1 is killed before its part of step 3."""
+    code: Any = commit
+
+    def begin(path: Path, group: Any = None) -> Path:
+        folder = path.parent / manifest.name(0)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    code.begin = begin
+    code.finish = lambda path, *args: commit._agree(path, None, None, None)
+    crash("before optim_states.pt", rank=1, at_save=3)
+
+
+def test_without_the_protocol_a_killed_save_is_a_mixture_of_two_steps(tmp_path: Path) -> None:
+    """DeepSpeed's files of two steps load without an error, as weights of neither."""
+    folder = tmp_path / "checkpoints"
+    codes = launch(FakeZero, folder, last=3, arm=in_place_and_unverified)
+    assert codes[1] == EXIT_CODE
+    mixed = FakeZero.load(folder / manifest.name(0))
+    assert torch.equal(mixed, torch.cat([weight_of(3)[:4], weight_of(2)[4:]]))
+
+
+def test_a_rank_whose_disk_refuses_a_file_ends_the_save_on_both(tmp_path: Path) -> None:
+    """The checkpoint before stays, and the temporary folder is deleted."""
+    folder = tmp_path / "checkpoints"
+    assert launch(FakeZero, folder, last=1) == [0, 0]
+    assert launch(FakeZero, folder, last=2, arm=refuse_rank_1) == [LOST, LOST]
+    check_newest(FakeZero, folder, 1)
+    assert not list(folder.glob(".*"))
+
+
+def refuse_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        library: Any = torch
+
+        def refuse(*args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        library.save = refuse
+
