@@ -46,7 +46,7 @@ BUDGETS = {
 AIM = 13_500
 
 # Module outside compat/: how many private names of other libraries are still to move from it.
-PRIVATE = {"model.head": 1}
+PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
 PROJECT_FILES, PROJECT_LINES = 41, 1_215  # without licences and lock; one CI file more than a generated project has

@@ -5,9 +5,9 @@
     forward_sync_buffers       false: buffers are not broadcast before each forward pass, as under
                                other strategies. Training must change them equally on all ranks
 
-torch's default is kept for `static_graph`, which is wrong for a module whose graph differs between
-steps, and for `bucket_cap_mb` (25 MiB); with many ranks a larger one may be faster: Megatron-LM
-uses 160 MB of fp32, and 4 MB per rank beyond 40 (`DistributedDataParallelConfig.bucket_size`)."""
+With many ranks a larger `bucket_cap_mb` than torch's 25 MiB may be faster;
+Megatron-LM uses 160 MB of fp32.
+"""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def shard_by_plan(model: Any, strategy: Any) -> None:
 
     weights.untie(ties)  # tensor parallelism needs a parameter in each module
     mesh = TransformersDeviceMesh(strategy.device_mesh, strategy.expert_mesh)
-    policy = partial(_offload_policy, strategy)
-    with compat.sharding(policy, prepare=lambda: weights.tie(ties)), _refusing(model):
+    offload = partial(_offload_policy, strategy)
+    with compat.sharding(offload, prepare=lambda: weights.tie(ties)), _refusing(model):
         model.maybe_distribute_model(model, config, mesh)
     weights.tie(ties)
 

@@ -67,9 +67,6 @@ class ZeroStrategy(DeepSpeedStrategy):
             GPU.
         config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these
             arguments.
-        reduce_bucket_size: Elements of gradients reduced at once. There are 2 buckets, 0.8 GB in
-            all.
-        allgather_bucket_size: Elements of parameters gathered at once after a step, stages 1 and 2.
         sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded
             update.
         prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
@@ -84,8 +81,6 @@ class ZeroStrategy(DeepSpeedStrategy):
         offload_parameters: bool | None = None,
         pin_memory: bool | Literal["auto"] = "auto",
         config: str | dict[str, Any] | None = None,
-        reduce_bucket_size: int = 200_000_000,
-        allgather_bucket_size: int = 200_000_000,
         sub_group_size: int = 1_000_000_000,
         prefetch_bucket_size: int = 50_000_000,
         param_persistence_threshold: int = 100_000,
@@ -98,8 +93,6 @@ class ZeroStrategy(DeepSpeedStrategy):
             offload_parameters=bool(offload_parameters),
             pin_memory=pin_memory,  # ty: ignore[invalid-argument-type]
             config=None if config is None else config_file.read(config),
-            reduce_bucket_size=reduce_bucket_size,
-            allgather_bucket_size=allgather_bucket_size,
             sub_group_size=sub_group_size,
             **kwargs,
         )
