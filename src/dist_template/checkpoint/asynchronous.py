@@ -85,13 +85,14 @@ class BackgroundSaver:
 
     def _copy(self, trainer: Any, checkpoint: dict[str, Any]) -> Callable[[Path], object]:
         """Copies this rank's part of `checkpoint`. Returns what writes the copy into a folder."""
-        strategy, stage = trainer.strategy, self._stager.stage
+        strategy: Any = trainer.strategy
+        stage: Callable[[Any], Any] = self._stager.stage
         if hasattr(strategy, "deepspeed_engine"):
             without_frozen = strategy.exclude_frozen_parameters
             return zero.staged(strategy.deepspeed_engine, checkpoint, without_frozen, stage)
         if isinstance(strategy, ModelParallelStrategy):  # MeshStrategy
             tensors, rest = sharded.split(checkpoint)
-            copy: Any = stage({"tensors": tensors, "rest": rest})
+            copy = stage({"tensors": tensors, "rest": rest})
             return lambda folder: sharded.write(copy["tensors"], copy["rest"], folder, self._group)
         if strategy.is_global_zero:
             copy = stage(checkpoint)

@@ -65,7 +65,8 @@ def load(
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     for index, optimizer in enumerate(optimizers):
         state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
-    own = {name: tuple(tensor.shape) for name, tensor in state["state_dict"].items()}
+    tensors: dict[str, Any] = state["state_dict"]
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     with as_data(), refusing_unreadable(path):
         reader = DataReader(path)
         saved = saved_shapes(reader)

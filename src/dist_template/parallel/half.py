@@ -8,8 +8,7 @@ from torch import nn
 
 
 class HalfParameters(HalfPrecision):
-    """Casts parameters only. Lightning's casts buffers too: rotary frequencies in bfloat16 are
-    wrong by several positions in long sequences.
+    """Casts parameters only: rotary frequencies in bfloat16 are wrong in long sequences.
 
     Lightning calls it again after a model is sharded, when it must change nothing: casting sharded
     parameters would untie those that two modules share."""

@@ -123,11 +123,8 @@ class MeshStrategy(ModelParallelStrategy):
         Raises:
             InputError: their product is not the number of ranks, or more than one is "auto".
         """
-        given = {
-            "dp_replicate_size": self.dp_replicate_size,
-            "fsdp_size": self.fsdp_size,
-            "tp_size": self.tp_size,
-        }
+        names = ("dp_replicate_size", "fsdp_size", "tp_size")
+        given: dict[str, Size] = {name: getattr(self, name) for name in names}
         numbers: dict[str, int] = {name: size for name, size in given.items() if size != "auto"}
         automatic = list(given.keys() - numbers.keys())
         if len(automatic) == 1:
