@@ -86,7 +86,7 @@ class BackgroundSaver:
     def _copy(self, trainer: Any, checkpoint: dict[str, Any]) -> Callable[[Path], object]:
         """Copies this rank's part of `checkpoint`. Returns what writes the copy into a folder."""
         strategy: Any = trainer.strategy
-        stage: Callable[[Any], Any] = self._stager.stage
+        stage: Any = self._stager.stage
         if hasattr(strategy, "deepspeed_engine"):
             without_frozen = strategy.exclude_frozen_parameters
             return zero.staged(strategy.deepspeed_engine, checkpoint, without_frozen, stage)
