@@ -58,6 +58,7 @@ def test_other_ranks_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_it_reads_nothing_from_the_device(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     for name in ("item", "tolist", "__float__", "__bool__"):
@@ -77,6 +78,7 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: pytest.Captur
     assert "findings.jsonl" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_read_does_not_end_training(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

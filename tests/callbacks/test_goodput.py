@@ -55,6 +55,7 @@ def test_half_a_line_of_a_killed_process_is_passed_over(tmp_path: Path) -> None:
     assert read(tmp_path / "nowhere") == {}
 
 
+@pytest.mark.slow
 def test_a_training_with_a_restart_adds_up_to_the_wall_time(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def same_weights(one: RunRecord, other: RunRecord) -> bool:
     return one.end.keys() == other.end.keys() and all(torch.equal(one.end[name], other.end[name]) for name in one.end)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_none_is_lost(runs: Runs) -> None:
     first = runs.fit("first", callbacks=[Signal({1}, 7, signal.SIGTERM, "on_train_batch_start")])
     last = stopped(first, "SIGTERM")

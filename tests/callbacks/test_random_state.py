@@ -17,6 +17,7 @@ from tests.support.runs import logged, only_run, run
 WITH_DROPOUT = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.3, embd_pdrop: 0.3}"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_dropout_that_it_would_have_drawn(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, f"--model.architecture={WITH_DROPOUT}", "--last_checkpoint.every_n_steps=3"]
     assert run("fit", *flags, "--run.name=whole") == 0
@@ -29,6 +30,7 @@ def test_a_resumed_run_draws_the_dropout_that_it_would_have_drawn(flags: list[st
     assert {step: expected[step] for step in got} == got
 
 
+@pytest.mark.slow
 def test_validation_does_not_change_what_training_draws(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, f"--model.architecture={WITH_DROPOUT}"]
     for interval in (4, 20):

@@ -20,6 +20,7 @@ NEED = {
 }
 
 
+@pytest.mark.slow
 def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None:
     """In a Python in which these packages cannot be imported; DDP, with the default loggers and the report."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({EXTRAS})\n")

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests import PROJECT
 from tests.support.line import PACKAGE
 from tests.support.runs import OF_ANOTHER_RUN
@@ -38,6 +40,7 @@ run_module("{PACKAGE}", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_a_training_needs_nothing_that_only_linux_has(flags: list[str]) -> None:
     environment = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
     short = ["--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]

@@ -32,6 +32,7 @@ def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capf
     assert logged(folder, "eval/bits_per_byte")[20] < first, "it learned"
 
 
+@pytest.mark.slow
 def test_the_recorded_configuration_runs_again_as_another_run(flags: list[str], tmp_path: Path) -> None:
     assert run("fit", *flags) == 0
     folder = only_run(tmp_path)
@@ -70,6 +71,7 @@ def test_validate_test_and_predict_use_the_checkpoint(
     assert prediction["prompt"] == "the quick" and prediction["continuation"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_ckpt_path_takes_the_newest_runs_best_or_else_last_checkpoint(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
@@ -98,6 +100,7 @@ def test_best_and_last_checkpoints_are_kept(flags: list[str], tmp_path: Path) ->
     assert names == ["best-step00000020.ckpt", "step00000020.ckpt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 2])  # optimizer steps of 4 micro-batches each
 def test_plateau_lowers_the_learning_rate_after_a_validation_without_improvement(
     flags: list[str], tmp_path: Path, every: int
@@ -111,6 +114,7 @@ def test_plateau_lowers_the_learning_rate_after_a_validation_without_improvement
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_early_stopping_by_its_preset(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, f"--config={CONFIGS}/preset/early_stopping.yaml", "--model.optim.learning_rate=1e-9"]
     assert run("fit", *flags, "--trainer.val_check_interval=2") == 0

@@ -185,7 +185,7 @@ class AsksToRun:
         return print, ("it ran",)
 
 
-@pytest.mark.parametrize("strategy", ["one process", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["one process", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_of_a_checkpoint(strategy: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Several in one test: each needs the same trained checkpoint."""
     if strategy == "fsdp2":

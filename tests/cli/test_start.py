@@ -79,10 +79,12 @@ def test_unknown_keys_and_unreadable_files_are_reported_before_torch_is_imported
     assert sentences_of(EARLY, tmp_path) == "[]\n"
 
 
+@pytest.mark.slow
 def test_what_the_parser_refuses_is_one_sentence(tmp_path: Path) -> None:
     assert "torch" in sentences_of(BY_THE_PARSER, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="torch asks for huge pages on Linux alone")
 def test_large_tensors_in_host_memory_begin_at_a_page(tmp_path: Path) -> None:
     allocate = "import torch; print(torch.empty(2**20).data_ptr() % 4096)"  # 4 MiB; 64 where no page is asked for

@@ -108,6 +108,7 @@ def test_torchruns_own_agent_restarts_it(launched: Launched, monkeypatch: pytest
     assert launched.starts == 3
 
 
+@pytest.mark.slow
 def test_killed_workers_are_restarted_and_then_relaunched(launched: Launched) -> None:
     assert launched.run("kill -9 $$$$", "exec sleep 60", restarts=1) == Exit.REQUEUE
     assert launched.starts == 2
@@ -116,6 +117,7 @@ def test_killed_workers_are_restarted_and_then_relaunched(launched: Launched) ->
     assert "Traceback" not in printed and "=====" not in printed
 
 
+@pytest.mark.slow
 def test_a_failure_is_restarted_and_then_final(launched: Launched) -> None:
     assert launched.run("exit 1", "exit 1", restarts=1) == Exit.FAILED
     assert launched.starts == 2

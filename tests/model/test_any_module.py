@@ -144,6 +144,7 @@ def test_it_is_rehearsed_at_its_own_size(module: str, strategy: str, tmp_path: P
     assert {"kill and resume = uninterrupted", "loss curve = one process", "accumulation = one big batch"} <= passed
 
 
+@pytest.mark.slow
 def test_verbs_for_text_refuse_other_data_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = flags(tmp_path, PLAIN)
     assert command_line.run(["bench", *given], PLAIN) == 2

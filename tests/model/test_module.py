@@ -18,6 +18,7 @@ from tests.support.modules import ARCHITECTURES, Standalone, build
 from tests.support.operations import Reads
 from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run
+from tests.support.tiers import tiers
 
 CPU = torch.device("cpu")
 
@@ -141,7 +142,8 @@ def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     assert buffer.read(lambda t: t, CPU) == {}
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", tiers(["deepseek_v3", "llama"], daily=["deepseek_v3"]))
 def test_nothing_reads_the_device_between_log_steps(
     flags: list[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:

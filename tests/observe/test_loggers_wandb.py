@@ -53,6 +53,7 @@ def exit_process() -> None:
     wandb.teardown()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_as_the_same_run_online(tmp_path: Path, service: Service) -> None:
     for steps in range(1, 8), range(6, 11):  # resumed from step 5
         log(logger := started(tmp_path / "one"), steps)
@@ -78,6 +79,7 @@ def test_a_service_that_goes_away_neither_stops_nor_delays_training(tmp_path: Pa
     assert set(read_back.wandb_points(tmp_path / "one")["train/loss"]) == set(range(1, 7)), "it can be synced later"
 
 
+@pytest.mark.slow
 def test_wandbs_own_process_may_be_killed(tmp_path: Path, service: Service) -> None:
     code = f"""
 import time

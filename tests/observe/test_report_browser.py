@@ -58,6 +58,7 @@ def test_a_long_run_beside_one_with_gaps_at_a_phones_width(tmp_path: Path) -> No
     assert widths and max(widths) <= 500
 
 
+@pytest.mark.slow
 def test_a_page_that_was_moved_finds_plotly_beside_its_run_or_beside_itself_or_says_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a" / "1", falling(3), {"run": {"name": "a", "root": "runs"}})
     files.write([folder], folder)

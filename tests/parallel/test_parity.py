@@ -21,14 +21,16 @@ FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep"}
 SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
 COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies that are trained by themselves too
 DAILY = [strategy for strategy in PROCESSES if strategy not in COMBINED]
-CASES = [
-    pytest.param("deepseek_v3", "fsdp2"),
-    *(pytest.param("deepseek_v3", strategy, marks=pytest.mark.slow) for strategy in DAILY if strategy != "fsdp2"),
-    *tiers([("deepseek_v3", strategy) for strategy in PROCESSES if strategy in COMBINED], daily=()),
-    *tiers([("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS], daily=()),
-]
+CASES = tiers(
+    [
+        *(("deepseek_v3", strategy) for strategy in PROCESSES),
+        *(("llama", strategy) for strategy in PROCESSES if strategy not in FOR_EXPERTS),
+    ],
+    daily=[("deepseek_v3", strategy) for strategy in DAILY],
+)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), CASES)
 def test_a_strategy_trains_to_the_numbers_of_one_process(train: Trainings, model: str, strategy: str) -> None:
     one, many = train(model, "one"), train(model, strategy)
@@ -40,6 +42,7 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(train: Trainings, model
     assert_close(many.end, one.end, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), CASES)
 def test_initial_weights_are_bit_identical(train: Trainings, model: str, strategy: str) -> None:
     one, many = train(model, "one").start, train(model, strategy).start
@@ -48,6 +51,7 @@ def test_initial_weights_are_bit_identical(train: Trainings, model: str, strateg
         assert torch.equal(one[name], many[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "strategy"), CASES)
 def test_validation_covers_every_sample_once(train: Trainings, model: str, strategy: str) -> None:
     one, many = train(model, "one").eval(), train(model, strategy).eval()

@@ -34,6 +34,7 @@ def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(flags: lis
     assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batch_size_does_not_change_the_loss(flags: list[str], tmp_path: Path) -> None:
     for micro in (1, 8):
         assert run("fit", *flags, f"--run.name=m{micro}", f"--data.micro_batch_size={micro}") == 0
@@ -62,6 +63,7 @@ def test_a_resumed_run_ends_bit_identical_to_one_never_stopped(
         assert torch.equal(tensor, states[1][name]), name
 
 
+@pytest.mark.slow
 def test_training_beyond_an_epoch_resumes_in_the_later_epoch(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, "--last_checkpoint.every_n_steps=5", "--data.seq_len=128"]  # about 11 steps an epoch
     assert run("fit", *flags, "--run.name=whole") == 0

@@ -40,6 +40,7 @@ def python(folder: Path, *argv: str, code: int = 0) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_the_page_trains_by_the_command_line(folder: Path) -> None:
     python(
         folder, "-m", "images", "fit", f"--run.root={folder / 'runs'}", "--run.report=false",
@@ -91,6 +92,7 @@ except Ended as ended:
 """
 
 
+@pytest.mark.slow
 def test_a_signal_ends_ones_own_trainer_with_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     python(folder, "-c", SIGNALLED, str(tmp_path), code=75)
     newest = commit.newest(tmp_path / "checkpoints")
@@ -102,6 +104,7 @@ def losses(output: str) -> dict[int, str]:
     return {int(step): f"{loss} {norm}" for step, loss, norm in found}
 
 
+@pytest.mark.slow
 def test_without_deepspeed_the_strategies_import_and_zero_says_how_to_get_it(folder: Path) -> None:
     code = (
         "import sys, lightning\nsys.modules['deepspeed'] = None\n"

@@ -43,6 +43,7 @@ def test_the_version_is_the_one_that_a_project_asks_for(default: BakedProject) -
     assert project["dependencies"] == [f"dist-template[all]~={VERSION.rpartition('.')[0]}"]
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"  # where pip leaves its build/ folder
     shutil.copytree(repository, source)
@@ -96,6 +97,7 @@ def test_a_project_from_a_folder_uses_the_library_in_that_folder(default: BakedP
     assert f"-e '{ROOT.as_uri()}/'" in make(default, "--dry-run", "setup").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["localhost", ""])
 def test_a_project_from_git_pins_the_tag_or_the_commit(repository: Path, tmp_path: Path, host: str) -> None:
     asked, address = f"git+file://{host}{repository}", f"git+file://localhost{repository}"
@@ -149,6 +151,7 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_installed(tmp_pa
 # ---- vendor and wheels --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "git"])
 def test_vendor_copies_the_librarys_source_and_pins_the_copy(repository: Path, tmp_path: Path, kind: str) -> None:
     address = f"git+file://localhost{repository}" if kind == "git" else str(repository)

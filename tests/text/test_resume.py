@@ -124,7 +124,7 @@ def whole(texts: Path, tmp_path: Path) -> list[list[int]]:
 
 # In the first epoch, at its end, at the start of the second, inside it, at its end, in the third.
 @pytest.mark.parametrize("stop", [3, 10, 11, 14, 20, 23])
-@pytest.mark.parametrize(("micro", "workers"), [(2, 0), (2, 2), (8, 0), (1, 0)])
+@pytest.mark.parametrize(("micro", "workers"), [(2, 0), pytest.param(2, 2, marks=pytest.mark.slow), (8, 0), (1, 0)])
 def test_the_rest_is_exactly_what_was_not_seen(
     texts: Path, tmp_path: Path, whole: list[list[int]], stop: int, micro: int, workers: int
 ) -> None:
