@@ -135,7 +135,7 @@ def test_the_guard_and_its_test_exist(promise: str) -> None:
 def test_every_guard_and_test_file_of_the_page_exists() -> None:
     page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     for file, name in re.findall(r"`(\w+/[\w/]+\.py)(?::(\w+))?[`:.]", page):
-        path = next(p for folder in ("src/dist_template", "tests") if (p := ROOT / folder / file).exists())
+        path = next(p for folder in ("src/dist_template", "tests", ".") if (p := ROOT / folder / file).exists())
         assert re.search(rf"(def|class) {name}", path.read_text(encoding="utf-8")), (file, name)
 
 
