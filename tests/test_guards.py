@@ -63,7 +63,7 @@ GUARDS = {
         "checkpoint/manifest.py",
         "if every_byte and crc32(path / file) != expected:",
         "if False:",
-        "checkpoint/test_commit.py::test_every_changed_bit_and_every_cut_is_refused",
+        "checkpoint/test_commit.py::test_every_changed_bit_and_every_truncation_is_refused",
     ),
     "nothing in a checkpoint runs": Guard(
         "checkpoint/untrusted.py",
