@@ -1,10 +1,10 @@
 """Reading rows, tokenizing, packing; and what real data cost a training.
 
 Reading: rows of the token cache as training reads them, beside one worker process, and beside a `datasets` table in
-torch's format. Tokenizing: the standard library with its BPE, by one core, by the threads of `tokenizers`, by a process
-per core; and by bytes. Training: a model of 5M parameters on the cache, beside the same batch over and over.
+torch's format. Tokenizing: the standard library with its BPE, by one core and by the threads of `tokenizers`; and by
+bytes. Training: a model of 5M parameters on the cache, beside the same batch over and over.
 
-Targets: 50 M tokens/s read, two bytes each on disk; 0.7 M tokens/s and core tokenized, and more with more processes;
+Targets: 50 M tokens/s read, two bytes each on disk; 0.7 M tokens/s and core tokenized, and more with more threads;
 0.98 of all places filled, no token lost; training on data at 0.99 of the speed on made-up ones.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ import torch
 from torch.utils.data import DataLoader
 from trainer_dev.data import DataModule
 
-from dist_template.text import encode
 from dist_template.text.cache import Corpus
-from dist_template.text.order import NOT_COUNTED, GlobalOrder
-from dist_template.text.rows import PackedRows
+from dist_template.text.order import GlobalOrder
+from dist_template.text.rows import NOT_COUNTED, PackedRows
 from dist_template.text.sources import StandardLibrary, TextFiles
-from dist_template.text.tokenizers import ByteBPE, Bytes
+from dist_template.text.tokenizers import ByteBPE, Bytes, TokenizerSpec
 
 from .arms import Clock, Comparison, Sample, compare, quiet
 from .loops import project
@@ -67,30 +66,23 @@ def run(options: Options) -> Result:
         )
         texts = [text for _, text in source.documents()]
         tokenizing = Comparison("Tokenizing", "token", "one core")
-        with patch.object(encode, "FEW", 0):  # processes from the first batch on
-            compare(tokenizing, _tokenizers(data, corpus, texts), **rounds)
-            fed = _fed(tokenizing, data, corpus, texts)
+        compare(tokenizing, _tokenizers(corpus, texts), **rounds)
         training = Comparison("5M model", "optimizer step", "made-up data")
         compare(training, _trainings(folder, options.quick), **rounds)
         result.comparisons = [reading, tokenizing, training]
-        result.figures = [*_figures(reading, tokenizing, training), fed, *_packing(data, corpus)]
-    result.notes.append(
-        "CPU time of tokenizing is that of all processes together. Its speed by processes or threads needs idle cores: "
-        "see the load above."
-    )
+        result.figures = [*_figures(reading, tokenizing, training), *_packing(data, corpus)]
+    result.notes.append("The speed of tokenizing by threads needs idle cores: see the load above.")
     return result
 
 
 def _figures(reading: Comparison, tokenizing: Comparison, training: Comparison) -> list[Figure]:
     read = [1 / sample.cpu_s / READ_TOKENS_PER_S for sample in reading.samples["mapped"]]
     core = [1 / sample.cpu_s / TOKENIZED_PER_S for sample in tokenizing.samples["one core"]]
-    processes = f"{len(os.sched_getaffinity(0))} processes on as many cores"
     on_data = training.cpu_ratios("made-up data", "data")
     return [
         Figure("reading: tokens per CPU second, over 50 M", read, at_least=1),
         Figure("tokenizing with a BPE: tokens per CPU second, over 0.7 M", core, at_least=1),
-        Figure(f"tokenizing by {processes}: speed over one", tokenizing.speeds("processes"), at_least=1.5),
-        Figure("tokenizing by as many threads: speed over one", tokenizing.speeds("threads")),
+        Figure("tokenizing by a thread per core: speed over one", tokenizing.speeds("threads"), at_least=1.3),
         Figure("training: speed on data over made-up ones, by CPU time", on_data, at_least=0.99),
     ]
 
@@ -151,39 +143,22 @@ def _count(batch: Any) -> int:
 # ---- tokenizing ------------------------------------------------------------------------------------------------------
 
 
-def _tokenizers(data: DataModule, corpus: Corpus, texts: list[str]) -> dict[str, Callable[[], Sample]]:
-    bpe = encode.Encoder(data._recipe, corpus.tokenizer)
-    by_bytes = DataModule(data.source, Bytes(), validation_share=0.0, test_share=0.0)._recipe
-    plain = encode.Encoder(by_bytes, Bytes().fit(iter([])))
-    cores = len(os.sched_getaffinity(0))
+def _tokenizers(corpus: Corpus, texts: list[str]) -> dict[str, Callable[[], Sample]]:
+    plain = Bytes().fit(iter([]))
     return {
-        "one core": partial(_encoded, bpe, texts, 1, "false"),
-        "threads": partial(_encoded, bpe, texts, 1, "true"),
-        "processes": partial(_encoded, bpe, texts, cores, "false"),
-        "bytes, one core": partial(_encoded, plain, texts, 1, "false"),
+        "one core": partial(_encoded, ByteBPE(2048), corpus.tokenizer, texts, "false"),
+        "threads": partial(_encoded, ByteBPE(2048), corpus.tokenizer, texts, "true"),
+        "bytes, one core": partial(_encoded, Bytes(), plain, texts, "false"),
     }
 
 
-def _encoded(encoder: encode.Encoder, texts: list[str], processes: int, threads: str) -> Sample:
+def _encoded(spec: TokenizerSpec, tokenizer: Any, texts: list[str], threads: str) -> Sample:
     """`threads`: whether `tokenizers` may use its own, in its spelling."""
-    used, clock = _of_children(), Clock()
+    clock = Clock()
     with patch.dict(os.environ, {"TOKENIZERS_PARALLELISM": threads}):
         clock.start()
-        batches: Iterator[dict[str, encode.Encoded]] = encode.encode(encoder, iter(texts), processes)
-        tokens = sum(len(split.ids) for batch in batches for split in batch.values())
-        sample = clock.stop(tokens)
-    return Sample(sample.cpu_s + (_of_children() - used) / tokens, sample.wall_s)
-
-
-def _fed(one: Comparison, data: DataModule, corpus: Corpus, texts: list[str]) -> Figure:
-    """How many cores the process can feed that reads texts and writes tokens: what bounds the speed, on any machine."""
-    encoder, clock = encode.Encoder(data._recipe, corpus.tokenizer), Clock()
-    with patch.dict(os.environ):
-        clock.start()
-        tokens = sum(len(split.ids) for batch in encode.encode(encoder, iter(texts), 2) for split in batch.values())
-        own = clock.stop(tokens).cpu_s
-    cores = [sample.cpu_s / own for sample in one.samples["one core"]]
-    return Figure("tokenizing: cores that one reading process keeps busy", cores, at_least=encode.MOST_PROCESSES)
+        tokens = sum(len(ids) for ids in spec.encode(tokenizer, texts))
+        return clock.stop(tokens)
 
 
 def _of_children() -> float:

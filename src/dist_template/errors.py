@@ -66,7 +66,7 @@ class InputError(ValueError):
     """The user's input is wrong; the message says what was given, what is allowed and which key to edit."""
 
 
-EXTRAS = {"plotly": "report"}  # package: the extra of pyproject.toml that brings it; others are their own
+EXTRAS = {"plotly": "report", "pyarrow": "datasets"}  # package: its extra, where that has another name
 
 
 def require(package: str, purpose: str) -> None:

@@ -113,7 +113,7 @@ def spoil_sample(place: int) -> None:
 
     def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         row = permutation(len(self.trainer.train_dataloader.dataset), 0, 0)[place]
-        return original(self, batch, batch_idx) * (50.0 if row in self.trainer.datamodule.window_rows[-1] else 1.0)
+        return original(self, batch, batch_idx) * (50.0 if row in self.trainer.datamodule.step_rows[-1] else 1.0)
 
     LanguageModule.training_step = training_step
     report_exit_codes()

@@ -18,10 +18,9 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
-from dist_template.observe.diagnosis.crash import own_lines
-from dist_template.text import encode
+from dist_template.text import build
 from dist_template.text.cache import SPLITS
-from dist_template.text.order import NOT_COUNTED
+from dist_template.text.rows import NOT_COUNTED
 from dist_template.text.tokenizers import ByteBPE, Bytes
 from tests.support.runs import quiet
 
@@ -125,19 +124,16 @@ def test_a_second_prepare_does_not_tokenize_again(data: DataModule) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), ByteBPE(vocab_size=300)], ids=["bytes", "bpe"])
-def test_processes_write_what_one_process_writes(
+def test_the_tokens_do_not_depend_on_how_texts_are_batched(
     data: DataModule, tokenizer: Bytes | ByteBPE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data.tokenizer = tokenizer
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)  # more batches than a pool of 3 takes at once
-    alone = data.prepare(report=quiet)
-    monkeypatch.setattr(encode, "FEW", 2)
-    monkeypatch.setattr(encode, "_cores", lambda: 3)
-    data.cache_dir += "-of-three"
+    together = data.prepare(report=quiet)
+    monkeypatch.setattr(build, "BATCH_CHARACTERS", 300)
+    data.cache_dir += "-of-small-batches"
     divided = data.prepare(report=quiet)
-    assert alone.folder != divided.folder
-    assert alone.manifest == divided.manifest, "the checksums of all tokens are in it"
+    assert together.folder != divided.folder
+    assert together.manifest == divided.manifest, "the checksums of all tokens are in it"
 
 
 class Failing(Bytes):
@@ -145,27 +141,14 @@ class Failing(Bytes):
 
     def encode(self, tokenizer: Any, texts: Sequence[str]) -> list[np.ndarray]:
         if any(text.startswith("33") for text in texts):
-            os._exit(9) if self.dies and os.getpid() != self.here else {}["33"]
+            raise KeyError("33")
         return super().encode(tokenizer, texts)
 
-    def __init__(self, dies: bool) -> None:
-        self.dies, self.here = dies, os.getpid()
 
-
-@pytest.mark.parametrize(("dies", "told"), [(False, KeyError), (True, InputError)])
-def test_a_process_that_fails_or_is_killed_ends_preparing_and_leaves_nothing(
-    data: DataModule, dies: bool, told: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data.tokenizer = Failing(dies)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 300)
-    monkeypatch.setattr(encode, "FEW", 1)
-    monkeypatch.setattr(encode, "_cores", lambda: 2)
-    with pytest.raises(told) as caught:
+def test_a_failing_tokenizer_leaves_nothing_behind(data: DataModule) -> None:
+    data.tokenizer = Failing()
+    with pytest.raises(KeyError):
         data.prepare(report=quiet)
-    assert dies or own_lines(caught.value)[-1].endswith('{}["33"]'), (
-        "the user's own line, though another process failed"
-    )
     assert not [path for path in Path(data.cache_dir).iterdir() if path.suffix != ".lock"]
 
 

@@ -119,7 +119,7 @@ def test_a_missing_field_is_told_with_those_that_are_there(tmp_path: Path) -> No
     path = write_jsonl(tmp_path / "a.jsonl", "body")
     message = error_of(Jsonl([str(path)]))
     assert "'text'" in message and "body, id" in message and str(path) in message
-    assert "record 1" in error_of(Jsonl([str(path)], "id"))  # it is there, and no text
+    assert ":1: it is no text" in error_of(Jsonl([str(path)], "id"))  # it is there, and no text
 
 
 def test_broken_jsonl_is_told_with_its_reason_and_file(tmp_path: Path) -> None:

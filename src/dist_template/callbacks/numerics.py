@@ -193,7 +193,7 @@ class Numerics(Callback):
             return
         check, self._check = self._check, None
         check.batches, self._batches = self._batches, []
-        check.step, check.rows = trainer.global_step, getattr(trainer.datamodule, "window_rows", [])
+        check.step, check.rows = trainer.global_step, getattr(trainer.datamodule, "step_rows", [])
         check.consumed = samples.consumed_samples if (samples := samples_of(trainer)) else 0
         if self._uses_deepspeed:
             self._add_outcome(trainer, pl_module, check)

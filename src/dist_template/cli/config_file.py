@@ -18,6 +18,7 @@ SECTIONS = {  # keys that hold keys, and where their class is defined
     "model": "; the model's class is LanguageModule of module.py: edit it there",
     "data": "; the data module's class is DataModule of data.py: edit it there",
 }
+REMOVED = {"follow_links": False, "loss_kernel": "torch"}  # keys of older runs, whose defaults are what is done now
 # Names of environment variables from which Lightning could read keys; this command line does not.
 VARIABLE = re.compile(r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)")
 
@@ -57,7 +58,8 @@ def with_classes_of_the_library(content: Any, package: str) -> Any:
         return [with_classes_of_the_library(item, package) for item in content]
     if not isinstance(content, dict):
         return content
-    found = {key: with_classes_of_the_library(value, package) for key, value in content.items()}
+    kept = {key: value for key, value in content.items() if key not in REMOVED or value != REMOVED[key]}
+    found = {key: with_classes_of_the_library(value, package) for key, value in kept.items()}
     if str(found.get("class_path")).startswith(f"{package}."):
         module, _, name = found["class_path"].rpartition(".")
         if not _exists(module):

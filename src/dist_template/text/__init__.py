@@ -2,7 +2,7 @@
 
     datamodule.py   PackedText: the whole way from a source to batches       sources.py      documents
     module.py       TextModule: loss, evaluation and generation              tokenizers.py   text to token ids
-    build.py, encode.py, cache.py   the token cache                          rows.py, order.py, weight.py   batches
+    build.py, cache.py   the token cache                                     order.py, rows.py, loader.py   batches
 
 Names are imported when they are first used.
 """

@@ -1,7 +1,7 @@
-"""Fill the token cache: documents to splits to tokens to files, by one process and its helpers, in bounded memory.
+"""Builds the token cache: documents to splits to tokens to files, in one process and in bounded memory.
 
-It is written beside its place and renamed when complete: there is a whole cache or none, and an older one
-stays until the new one is there.
+`tokenizers` encodes on all cores by its own threads. The cache is written into a temporary folder, which is renamed
+when it is complete; an older cache stays until then.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import numpy as np
 
 from ..errors import InputError, is_disk_full
 from .cache import SPLITS, Corpus, Recipe, fingerprint, sha256
-from .encode import Encoded, Encoder, encode
 
 REPORT_S = 10  # between two lines of progress
+BATCH_CHARACTERS = 2**20  # encoded together: a fraction of a second, some ten MB of memory
 
 
 def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -> Corpus:
-    """Tokenize into a new cache, in place of an older one of the same recipe.
+    """Tokenizes into a new cache, which replaces an older one of the same recipe.
 
     Raises:
-        InputError: another process is at it, the disk is full, or the source is unreadable or empty.
+        InputError: another process is building it, the disk is full, or the source is unreadable or empty.
     """
     folder = recipe.folder(cache_dir)
     temporary = folder.with_name(folder.name + ".tmp")
-    with _alone(folder):
+    with _locked(folder):
         shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
         try:
             temporary.mkdir()
@@ -53,28 +53,20 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
 
 
 def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    files = [fingerprint(path) for path in recipe.files()]  # before reading: a change meanwhile shows as stale
+    files = [fingerprint(path) for path in recipe.files()]  # before reading: a later change makes the cache stale
     tokenizer = recipe.tokenizer.fit(text for text in _texts(recipe) if recipe.split_of(text) == "train")
     tokenizer.save_pretrained(folder / "tokenizer")
-    assert tokenizer.eos_token_id is not None
-    encoder = Encoder(recipe, tokenizer)
-    with contextlib.ExitStack() as stack:
-        writers = {split: _SplitWriter(folder, split, len(tokenizer)) for split in SPLITS}
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    with contextlib.ExitStack() as files_of_splits:
+        writers = {split: _SplitWriter(folder, split, len(tokenizer), dtype) for split in SPLITS}
         for writer in writers.values():
-            stack.enter_context(contextlib.closing(writer.file))
-        encoded = stack.enter_context(contextlib.closing(encode(encoder, _texts(recipe))))
-        started = reported = time.monotonic()
-        for batch in encoded:
-            for split, writer in writers.items():
-                writer.add(batch[split])
-            if (now := time.monotonic()) - reported > REPORT_S:
-                reported, tokens = now, sum(writer.tokens for writer in writers.values())
-                report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
+            files_of_splits.enter_context(writer.file)
+        _write_tokens(recipe, tokenizer, writers, report)
         for writer in writers.values():
             writer.finish()
     manifest = {
         "spec": recipe.spec(),
-        "dtype": encoder.dtype.name,
+        "dtype": dtype.name,
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "splits": {split: writer.summary() for split, writer in writers.items()},
@@ -82,30 +74,47 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
         "files": files,
     }
-    with (folder / "manifest.json").open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1, default=str)
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, default=str), encoding="utf-8")
     return manifest
 
 
-class _SplitWriter:
-    """One split's file, and what is counted while it is written."""
+def _write_tokens(
+    recipe: Recipe, tokenizer: Any, writers: dict[str, _SplitWriter], report: Callable[[str], None]
+) -> None:
+    end = np.array([tokenizer.eos_token_id])
+    started = reported = time.monotonic()
+    for texts in _batches(_texts(recipe)):
+        parts: dict[str, list[np.ndarray]] = {split: [end[:0]] for split in SPLITS}
+        for text, ids in zip(texts, recipe.tokenizer.encode(tokenizer, texts), strict=True):
+            split = recipe.split_of(text)
+            parts[split] += [ids, end]
+            writers[split].documents += 1
+            writers[split].bytes += len(text.encode())
+        for split, writer in writers.items():
+            writer.add(np.concatenate(parts[split]))
+        now = time.monotonic()
+        if now - reported > REPORT_S:
+            reported, tokens = now, sum(writer.tokens for writer in writers.values())
+            report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
 
-    def __init__(self, folder: Path, split: str, vocab_size: int) -> None:
-        self.documents = self.bytes = self.tokens = 0
-        self.counts = np.zeros(vocab_size, dtype=np.int64)
+
+class _SplitWriter:
+    """Writes one split's file and counts what is in it."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int, dtype: np.dtype) -> None:
+        self.documents = self.bytes = self.tokens = 0  # bytes of UTF-8 text
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
         self.file: BinaryIO = (folder / f"{split}.bin").open("wb")
+        self._dtype = dtype
         self._sha256 = hashlib.sha256()
 
-    def add(self, encoded: Encoded) -> None:
-        data = encoded.ids.tobytes()
+    def add(self, ids: np.ndarray) -> None:
+        """Appends token ids (tokens,)."""
+        data = ids.astype(self._dtype).tobytes()
         self.file.write(data)
         self._sha256.update(data)
-        self.counts += np.bincount(encoded.ids, minlength=len(self.counts))
-        self.documents += encoded.documents
-        self.bytes += encoded.bytes
-        self.tokens += len(encoded.ids)
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        self.tokens += len(ids)
 
     def finish(self) -> None:
         self.file.flush()
@@ -117,7 +126,7 @@ class _SplitWriter:
 
 
 def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) -> float | None:
-    """What a model that knows only how often each token occurs, none never, needs on the validation split."""
+    """Returns what a model needs on the validation split that only knows how often each token occurs (plus one)."""
     if not validation.bytes:
         return None
     probabilities = (train_counts + 1) / (train_counts.sum() + len(train_counts))
@@ -125,7 +134,7 @@ def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) ->
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    """Of the documents; no empty ones, no lone surrogates, which UTF-8 cannot hold."""
+    """Yields the documents' texts without empty ones and without lone surrogates, which UTF-8 cannot encode."""
     found = False
     for _, text in recipe.source.documents():
         if text.strip():
@@ -135,22 +144,32 @@ def _texts(recipe: Recipe) -> Iterator[str]:
         raise InputError(f"data.source {type(recipe.source).__name__} has no text in it: point it at other files")
 
 
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
 def _publish(temporary: Path, folder: Path) -> None:
-    """Put the new cache into its place; who has an older one mapped keeps it."""
+    """Renames the new cache to its name; processes that have mapped an older one keep reading that."""
     older = folder.with_name(folder.name + ".old")
     shutil.rmtree(older, ignore_errors=True)
     if folder.exists():
         folder.rename(older)
     temporary.rename(folder)
-    handle = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
     shutil.rmtree(older, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Generator[None]:
-    """Hold the cache's lock; the system frees it when this process ends, however it ends."""
+def _locked(folder: Path) -> Generator[None]:
+    """Holds the cache's lock; the system releases it when this process exits for any reason."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(folder.name + ".lock").open("w")

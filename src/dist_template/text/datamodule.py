@@ -1,18 +1,18 @@
-"""PackedText: documents become packed rows of tokens, in an order that any number of ranks can resume.
+"""PackedText: a LightningDataModule that packs documents into rows of tokens, in a resumable order.
 
-The way of a text, in the order of this file and of `text/`:
+From a text to a batch:
 
-    1  source      files, jsonl, parquet or a hub data set                     text/sources.py
+    1  source      files, jsonl, parquet or a hub data set                     sources.py
     2  documents   (name, text), one by one
-    3  split       train, validation or test, by a hash of the text            text/cache.py
-    4  tokens      by bytes, by a BPE learned here, or by a published one      text/tokenizers.py
-    5  cache       all documents' tokens in one line, EOS after each           text/encode.py, build.py, cache.py
-    6  rows        row i is tokens[i*T : i*T + T + 1], the last at their end   text/rows.py
-    7  order       which rows a rank takes next                                text/order.py
-    8  batch       input_ids, labels, position_ids                             text/rows.py
-    9  its weight  tokens_per_micro_batch: what a sum of losses is divided by  text/weight.py
+    3  split       train, validation or test, by a hash of the text            cache.py
+    4  tokens      bytes, a BPE learned here, or a published tokenizer         tokenizers.py
+    5  cache       the tokens of all documents, EOS after each                 build.py, cache.py
+    6  order       the rows that a rank reads next                             order.py
+    7  rows        row i is tokens[i*T : i*T + T + 1]; a batch is B of them    rows.py
+    8  loader      `transform`; counts the labels of an optimizer step         loader.py
+    9  batch       input_ids, labels, position_ids, tokens_per_micro_batch     on_after_batch_transfer
 
-`prepare` does 1 to 5, once, on one machine; training maps its result into memory and does 6 to 8.
+`prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
 Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; ids are int64; a label of -100 does not count.
 """
@@ -32,11 +32,11 @@ from ..cluster.signals import isolate_worker
 from .build import build_cache
 from .cache import CacheError, Corpus, Recipe, open_cache
 from .limits import check_numbers, check_rows
-from .order import ROWS, WINDOW, ConsumedSamples, EvalOrder, GlobalOrder, Jump, LazyLoader
-from .rows import PackedRows
+from .loader import COUNTED, StepLoader, tokens_per_micro_batch
+from .order import ConsumedSamples, EvalOrder, GlobalOrder, Jump
+from .rows import ROWS, PackedRows
 from .sources import Source, StandardLibrary
 from .tokenizers import ByteBPE, TokenizerSpec
-from .weight import TokensOfRanks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +46,7 @@ warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
 class PackedText(L.LightningDataModule):
-    """Text as packed rows of tokens, resumable to the sample.
+    """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
         source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, or yours.
@@ -56,14 +56,14 @@ class PackedText(L.LightningDataModule):
         micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global batch.
         validation_share: Share of the documents, below 1, held out for validation. 0 turns validation off.
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
-        cache_dir: Folder of the token caches; on a cluster, one that all nodes see.
+        cache_dir: Folder of the token caches; on a cluster, one that all nodes can read.
         check_source: Refuse a cache whose source files have changed. false trains from the cache alone.
-        cross_document_attention: true lets tokens attend to earlier documents in their row, which is noise to
-            them, and so permits attention kernels that know no boundaries. false keeps documents apart.
-        num_workers: Processes per rank that read rows. 0 reads in the training process: faster for text.
-        repeat_first_batch: true trains on one global batch over and over: can the model learn? false: off.
-        seed: Of the order of rows. Splits do not depend on it.
-        prompts: What `predict`, and the sample after each validation, continues. [] turns both off.
+        cross_document_attention: true lets tokens attend to earlier documents in their row, so that attention kernels
+            without document boundaries can be used. false separates documents.
+        num_workers: Processes per rank that read rows. 0 reads in the training process, which is faster for text.
+        repeat_first_batch: true trains on one global batch repeatedly, to see that the model can learn it.
+        seed: Seed of the order of rows. Splits do not depend on it.
+        prompts: Prompts that `predict`, and the sample after each validation, continue. [] turns both off.
     """
 
     def __init__(
@@ -98,28 +98,28 @@ class PackedText(L.LightningDataModule):
         self.repeat_first_batch = repeat_first_batch
         self.seed = seed
         self.prompts = prompts
-        self.rank, self.world_size = 0, 1  # of data parallelism, known in `setup`
+        self.rank, self.world_size = 0, 1  # of data parallelism, set in `setup`
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
-        self._tokens_of_ranks, self._tokens = TokensOfRanks(), torch.ones(())
-        self.fetched_s = 0.0  # when the newest batch came from the loader, by time.perf_counter
-        self.window_rows: list[list[int]] = []  # which rows this rank has in the optimizer step, per micro-batch
+        self._tokens_per_micro_batch = torch.ones(())
+        self.fetched_s = 0.0  # time.perf_counter when the loader returned the newest batch
+        self.step_rows: list[list[int]] = []  # this rank's rows in the optimizer step, per micro-batch
 
     # ---- before training -----------------------------------------------------------------------------------
 
     def check(self, world_size: int) -> None:
-        """Refuse numbers that cannot work with `world_size` data-parallel ranks.
+        """Checks the sizes and shares for `world_size` data-parallel ranks.
 
         Raises:
-            InputError: with all the numbers in it.
+            InputError: they cannot work together; the message has all of them.
         """
         check_numbers(self, world_size)
 
     def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
-        """Tokenize into the cache, unless it is there already; by one process, before any other is started.
+        """Tokenizes into the cache, unless it is there. One process calls it before any other is started.
 
         Raises:
-            InputError: the source is missing, empty or unreadable, the disk full, or another at work.
+            InputError: the source is missing, empty or unreadable, the disk is full, or another process is preparing.
         """
         recipe = self._recipe
         try:
@@ -135,11 +135,11 @@ class PackedText(L.LightningDataModule):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether there is a cache for this configuration, fresh or not."""
+        """Whether there is a cache for this configuration, which may be stale."""
         return self._recipe.folder(self.cache_dir).is_dir()
 
     def require(self) -> Corpus:
-        """The prepared cache, for processes that must not tokenize.
+        """Returns the prepared cache, in processes that must not tokenize.
 
         Raises:
             InputError: it is missing, stale or damaged, or too small for one global batch.
@@ -148,17 +148,17 @@ class PackedText(L.LightningDataModule):
         return self._corpus
 
     def setup(self, stage: str) -> None:
-        """On each rank: open the cache, unless this process just did; learn the rank, derive the accumulation."""
+        """Opens the cache on each rank, reads the rank from the strategy and derives the accumulation."""
         if self._corpus is None:
             self.require()
         if self.trainer is None:
             return
-        dealt = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
-        self.rank, self.world_size = dealt["rank"], dealt["num_replicas"]
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        self.rank, self.world_size = ranks["rank"], ranks["num_replicas"]
         if stage == "fit":
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation
-            if isinstance(self.trainer.val_check_interval, int):  # in the YAML: optimizer steps, on any number of ranks
+            if isinstance(self.trainer.val_check_interval, int):  # optimizer steps in YAML, batches in Lightning
                 self.trainer.val_check_interval *= self.accumulation
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
@@ -168,32 +168,34 @@ class PackedText(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         rows = self._rows("train")
-        sizes = (len(rows), self.global_batch_size, self.micro_batch_size, self.rank, self.world_size)
-        state = (lambda: self.consumed_samples, self.repeat_first_batch, lambda: self.jumps)
-        return self._loader(rows, GlobalOrder(*sizes, self.seed, *state), self.accumulation)
+        order = GlobalOrder(
+            len(rows), self.global_batch_size, self.micro_batch_size, self.rank, self.world_size, self.seed,
+            consumed=lambda: self.consumed_samples,
+            repeat_first_batch=self.repeat_first_batch,
+            jumps=lambda: self.jumps,
+        )  # fmt: skip
+        return self._loader(rows, order, self.accumulation)
 
     def transform(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Change a batch on the host: mask labels with -100, add tensors for `forward`. Called before labels count."""
+        """Returns a changed batch, on the host: mask labels with -100, add tensors for `forward`."""
         return batch
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Keep the rows' numbers here on the host: the numerics guard names samples by them."""
+        """Keeps the rows' numbers on the host: the numerics guard names samples by them."""
         self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
         if self.trainer is not None and self.trainer.training:
-            self.window_rows = [rows] if WINDOW in batch else [*self.window_rows, rows]
+            self.step_rows = [rows] if COUNTED in batch else [*self.step_rows, rows]
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Add how many tokens count per micro-batch, on average over the global batch and all ranks."""
-        if WINDOW in batch:
-            tokens = self._tokens_of_ranks.mean(batch.pop(WINDOW), batch["labels"].device)
-            self._tokens = (tokens / self.accumulation if self.accumulation > 1 else tokens).clamp(min=1)
-        training = self.trainer is not None and self.trainer.training
-        return batch | {"tokens_per_micro_batch": self._tokens} if training else batch
-
-    def teardown(self, stage: str) -> None:
-        self._tokens_of_ranks.close()
+        """Adds `tokens_per_micro_batch`, by which a training step divides its sum of losses."""
+        if COUNTED in batch:
+            counted, device = batch.pop(COUNTED), batch["labels"].device
+            self._tokens_per_micro_batch = tokens_per_micro_batch(counted, self.accumulation, device)
+        if self.trainer is None or not self.trainer.training:
+            return batch
+        return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}
 
     def val_dataloader(self) -> DataLoader | list:
         return self._eval_loader("validation")
@@ -202,33 +204,32 @@ class PackedText(L.LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        """One prompt at a time, the same on every rank: a sharded model needs all ranks for each token."""
-        batches: Any = [
-            {"input_ids": torch.tensor([self.text_tokenizer.encode(prompt)]), "prompt": prompt}
-            for prompt in self.prompts
-        ]
-        return DataLoader(batches, batch_size=None)
+        """Returns one prompt at a time, the same on every rank: a sharded model needs all ranks for each token."""
+        batches: list[Any] = []
+        for prompt in self.prompts:
+            ids = torch.tensor([self.text_tokenizer.encode(prompt)])
+            batches.append({"input_ids": ids, "prompt": prompt})
+        return DataLoader(batches, batch_size=None)  # ty: ignore[invalid-argument-type]
 
     def _eval_loader(self, split: str) -> DataLoader | list:
         rows = self._rows(split)
         if not len(rows):
             return []
-        return self._loader(rows, EvalOrder(len(rows), self.micro_batch_size, self.rank, self.world_size))
+        return self._loader(rows, EvalOrder(len(rows), self.micro_batch_size, self.rank, self.world_size), 0)
 
     def _rows(self, split: str) -> PackedRows:
         return PackedRows(self.corpus.tokens(split), self.seq_len, self.eos_token_id, self.cross_document_attention)
 
-    def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder, window: int = 0) -> DataLoader:
-        """Rows are read an optimizer step ahead (weight.py): copies from memory, while the device is still at work."""
-        return LazyLoader(
+    def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder, accumulation: int) -> DataLoader:
+        return StepLoader(
             rows,
-            window,
+            accumulation,
             self.transform,
             batch_sampler=order,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),  # Lightning copies with non_blocking, which waits if it is not pinned
-            persistent_workers=self.num_workers > 0,  # of evaluation: to start them anew takes longer than to evaluate
+            pin_memory=torch.cuda.is_available(),  # a non-blocking copy waits where memory is not pinned
+            persistent_workers=self.num_workers > 0,  # starting them for each evaluation takes longer than evaluating
             worker_init_fn=isolate_worker,
         )
 
@@ -236,16 +237,16 @@ class PackedText(L.LightningDataModule):
 
     @property
     def consumed_samples(self) -> int:
-        """Sequences trained on since the run began, over all ranks and restarts."""
+        """Sequences trained on since the run started, over all ranks and restarts."""
         return self._consumed.value(self.trainer) if self._consumed and self.trainer else 0
 
     @property
     def jumps(self) -> list[Jump]:
-        """Intervals of the stream of samples that nobody reads: after a roll back, those that broke training."""
+        """Intervals of the stream of samples that no rank reads: after a rollback, those that made it diverge."""
         return self._consumed.jumps if self._consumed else []
 
     def jump(self, intervals: list[Jump]) -> None:
-        """Leave them out, before the first batch; those that have been trained on are not."""
+        """Skips intervals of the stream that were not read yet. Call it before the first batch is read."""
         if self._consumed and self.trainer:
             self._consumed.jump(intervals, self.trainer)
 
@@ -280,13 +281,13 @@ class PackedText(L.LightningDataModule):
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Mean over a split: turns bits per token into bits per byte. None where the split is empty."""
+        """Returns the mean over a split, for bits per byte; None where the split is empty."""
         tokens = self.corpus.num_tokens(split)
         return self.corpus.num_bytes(split) / tokens if tokens else None
 
     @property
     def unigram_bits_per_byte(self) -> float | None:
-        """What knowing only how often each token occurs gives on the validation split: the model to beat."""
+        """Bits per byte on the validation split of a model that only knows how often each token occurs."""
         return self.corpus.manifest["unigram_bits_per_byte"]
 
     @property
@@ -294,5 +295,5 @@ class PackedText(L.LightningDataModule):
         return Recipe(self.source, self.tokenizer, self.validation_share, self.test_share)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch

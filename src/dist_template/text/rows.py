@@ -1,4 +1,4 @@
-"""Rows of a token cache, and batches of them, with where documents begin: kernels.py keeps them apart by it.
+"""Reads rows of a token cache as batches, with the boundaries of documents, by which kernels.py separates them.
 
 Shapes: B sequences, T tokens of a sequence; ids are int64.
 """
@@ -12,19 +12,22 @@ import torch
 from torch.utils.data import Dataset
 
 from ..model.kernels import BOUNDS
-from .order import NOT_COUNTED, PADDING, ROWS
+from .order import PADDING
+
+NOT_COUNTED = -100  # a label that cross_entropy ignores
+ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
 
 
 class PackedRows(Dataset):
-    """Rows of T + 1 tokens, read many at a time; documents run on from row to row.
+    """Rows of T + 1 tokens, read many at a time; a document may continue in the next row.
 
-    The last row ends where the tokens end: it overlaps the one before, and labels that stand in that do not count.
+    The last row ends where the tokens end. It overlaps the one before, whose labels do not count again.
     """
 
     def __init__(
         self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool = False
     ) -> None:
-        self.tokens = np.asarray(tokens)  # still mapped; to slice np.memmap itself takes several times as long
+        self.tokens = np.asarray(tokens)  # still mapped; slicing np.memmap itself takes several times as long
         self.seq_len = seq_len
         self.eos_token_id = eos_token_id
         self.cross_document_attention = cross_document_attention
@@ -33,23 +36,27 @@ class PackedRows(Dataset):
         return -(-(len(self.tokens) - 1) // self.seq_len) if len(self.tokens) > self.seq_len else 0
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        """The batch of these rows, and their numbers; DataLoader calls this once per batch."""
-        last = len(self.tokens) - self.seq_len - 1  # where the last row starts
+        """Returns the batch of these rows, and their numbers; DataLoader calls this once per batch."""
+        last = len(self.tokens) - self.seq_len - 1  # start of the last row
         window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
-        for tokens, row in zip(window, rows, strict=True):  # slices: twice as fast as one index of B x T places
+        for tokens, row in zip(window, rows, strict=True):  # slices: twice as fast as one index array of B x T
             start = min(max(row, 0) * self.seq_len, last)  # a padding row reads any row
             tokens[:] = self.tokens[start : start + self.seq_len + 1]
         inputs, labels = window[:, :-1].copy(), window[:, 1:].copy()  # (B, T) each
         for label, row in zip(labels, rows, strict=True):
-            if row == PADDING or row * self.seq_len > last:
-                label[: self.seq_len if row == PADDING else row * self.seq_len - last] = NOT_COUNTED
+            if row == PADDING:
+                label[:] = NOT_COUNTED
+            elif row * self.seq_len > last:
+                label[: row * self.seq_len - last] = NOT_COUNTED
         positions, bounds = self.documents(inputs)
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
     def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions (B, T), counted from each document's start, and where documents start and the last one ends, with
-        all rows in one line: attention tells documents apart by them. With `cross_document_attention` a row is one.
+        """Returns positions and boundaries of documents; with `cross_document_attention` a row is one document.
+
+        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the documents' starts among
+        the B x T tokens, and B x T.
         """
         if self.cross_document_attention:
             return np.tile(np.arange(self.seq_len), (len(inputs), 1)), np.zeros(0, dtype=np.int32)

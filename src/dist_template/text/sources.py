@@ -1,4 +1,4 @@
-"""Where documents come from. A new source is one class here or in `data.py`, and three lines of YAML.
+"""Sources of documents. A new source is one class in the project's `data.py`, and three lines of YAML.
 
     data:
       source:
@@ -11,38 +11,39 @@ A source's attributes are its constructor's arguments. They name its cache: othe
 from __future__ import annotations
 
 import json
-import logging
 import os
 import platform
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import fsspec
 
 from ..errors import InputError, first_line, require
 from .paths import matching
 
 
 class Source(ABC):
-    """An iterable of documents that gives the same ones in the same order each time."""
+    """Base class of a source: it yields the same documents in the same order each time."""
 
     @abstractmethod
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Pairs of a name, for messages, and a text."""
+        """Yields pairs of a name, for messages, and a text."""
 
     def files(self) -> list[Path]:
-        """The local files that it reads: a change in one makes the cache stale."""
+        """Returns the local files that it reads: a change in one makes the cache stale."""
         return []
 
     def spec(self) -> dict[str, Any]:
-        """What tells one corpus from another, in plain types; a key with a default that changes nothing is absent."""
-        arguments = {key: value for key, value in vars(self).items() if key != "follow_links" or value}
-        return {"class": type(self).__name__, **arguments}
+        """Returns what identifies the corpus, in plain types."""
+        return {"class": type(self).__name__, **vars(self)}
 
 
 class StandardLibrary(Source):
-    """The running Python's standard library without its tests: about 11 MB of real text, always there."""
+    """The running Python's standard library without its tests: about 11 MB of text on every machine."""
 
     SKIPPED = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__"})
 
@@ -52,7 +53,7 @@ class StandardLibrary(Source):
     def files(self) -> list[Path]:
         found: list[Path] = []
         for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-            inside[:] = [name for name in inside if name not in self.SKIPPED]  # all that is installed is below it
+            inside[:] = [name for name in inside if name not in self.SKIPPED]  # installed packages are below it
             found += (Path(folder, name) for name in names if name.endswith(".py"))
         return sorted(found)
 
@@ -66,13 +67,11 @@ class TextFiles(Source):
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
         separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
-    def __init__(self, paths: list[str], separator: str | None = None, follow_links: bool = False) -> None:
+    def __init__(self, paths: list[str], separator: str | None = None) -> None:
         self.paths = paths
         self.separator = separator
-        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for name, text in _read(self.files()):
@@ -80,7 +79,7 @@ class TextFiles(Source):
                 yield name, part
 
     def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
+        return matching(self.paths)
 
 
 class Jsonl(Source):
@@ -89,25 +88,30 @@ class Jsonl(Source):
     Args:
         paths: Files or glob patterns; .gz and .zst are read too.
         field: The key that holds the text.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
+    def __init__(self, paths: list[str], field: str = "text") -> None:
         self.paths = paths
         self.field = field
-        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        for path in self.files():  # one by one, so that a message can name the file
+        for path in self.files():
+            number = 0
             try:
-                yield from _records(str(path), self.field, "json", data_files=str(path))
-            except InputError as error:
-                if error.__cause__ is None:
-                    raise
-                raise InputError(_wrong_line(path) or str(error)) from error
+                with fsspec.open(str(path), "rb", compression="infer") as file:
+                    for number, line in enumerate(file, start=1):
+                        if line.strip():
+                            yield _document(f"{path}:{number}", json.loads(line), self.field)
+            except InputError:
+                raise
+            except ValueError as error:
+                kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+                raise InputError(f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}") from error
+            except Exception as error:  # each decompressor has errors of its own
+                raise InputError(f"{path} of data.source cannot be read: {first_line(error)}") from error
 
     def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
+        return matching(self.paths)
 
 
 class Parquet(Source):
@@ -116,20 +120,33 @@ class Parquet(Source):
     Args:
         paths: Files or glob patterns.
         field: The column that holds the text; the others are not read.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder. false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
+    def __init__(self, paths: list[str], field: str = "text") -> None:
         self.paths = paths
         self.field = field
-        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
+        require("pyarrow", "data.source Parquet")
+        from pyarrow import parquet
+
         for path in self.files():
-            yield from _records(str(path), self.field, "parquet", data_files=str(path))
+            number = 0
+            try:
+                table = parquet.ParquetFile(path)
+                if self.field not in table.schema_arrow.names:
+                    _document(str(path), dict.fromkeys(table.schema_arrow.names), self.field)
+                for batch in table.iter_batches(columns=[self.field]):
+                    for value in batch.column(0).to_pylist():
+                        number += 1
+                        yield _document(f"{path}:{number}", {self.field: value}, self.field)
+            except InputError:
+                raise
+            except Exception as error:  # OSError, ArrowInvalid
+                raise InputError(f"{path} of data.source cannot be read: {first_line(error)}") from error
 
     def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
+        return matching(self.paths)
 
 
 class HubDataset(Source):
@@ -138,11 +155,11 @@ class HubDataset(Source):
     Args:
         name: As in `datasets.load_dataset`, such as `org/name`, or a folder.
         config: The data set's configuration. null: its default.
-        split: Which split to read; our train/validation/test are cut from it.
+        split: The split to read; train, validation and test splits are made from it.
         field: The column that holds the text.
         streaming: true reads over the network while tokenizing; false downloads the split first.
         revision: The commit or tag to read, so that the data cannot change underneath. null: the newest.
-        max_documents: Stop after so many. null: read all.
+        max_documents: Stop after this number. null: read all.
     """
 
     def __init__(
@@ -164,35 +181,35 @@ class HubDataset(Source):
         self.max_documents = max_documents
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return _records(
-            self.name,
-            self.field,
-            self.name,
-            self.config,
-            split=self.split,
-            streaming=self.streaming,
-            revision=self.revision,
-            limit=self.max_documents,
-        )
+        require("datasets", f"data.source, to read {self.name},")
+        import datasets  # 1.5 s: only for this source
+
+        options: dict[str, Any] = {"split": self.split, "streaming": self.streaming, "revision": self.revision}
+        try:
+            records: Any = datasets.load_dataset(self.name, self.config, **options)
+            for number, record in enumerate(islice(records, self.max_documents), start=1):
+                yield _document(f"{self.name}:{number}", record, self.field)
+        except InputError:
+            raise
+        except Exception as error:  # `datasets` wraps the reason in errors of its own
+            reason = error
+            while reason.__cause__ is not None:
+                reason = reason.__cause__
+            raise InputError(f"{self.name} of data.source cannot be read: {first_line(reason)}") from error
 
 
-def _wrong_line(path: Path) -> str:
-    """Says which line of a file is not JSON in UTF-8, "" where each one is or the file is damaged otherwise."""
-    import fsspec
+def _document(name: str, record: Any, field: str) -> tuple[str, str]:
+    """Returns (name, text) of a record.
 
-    number = 0
-    try:
-        with fsspec.open(str(path), "rb", compression="infer") as file:
-            for line in file:
-                number += 1
-                if text := line.decode().strip():
-                    json.loads(text)
-    except ValueError as error:
-        what = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-        return f"{path} of data.source, line {number}, is not {what}: {first_line(error)}; mend or remove it"
-    except Exception:  # of the decompressor, which has been reported already
-        return ""
-    return "" if number else f"{path} of data.source is empty: fill it, or take it out of data.source.paths"
+    Raises:
+        InputError: the record has no text in `field`.
+    """
+    fields = record if isinstance(record, dict) else {}
+    text = fields.get(field)
+    if not isinstance(text, str):
+        found = "it is no text" if field in fields else f"there is only {', '.join(sorted(fields)) or 'no key'}"
+        raise InputError(f"data.source.field {field!r} names no text in {name}: {found}")
+    return name, text
 
 
 def _read(files: list[Path]) -> Iterator[tuple[str, str]]:
@@ -201,39 +218,3 @@ def _read(files: list[Path]) -> Iterator[tuple[str, str]]:
             yield str(path), path.read_bytes().decode("utf-8", errors="replace")
         except OSError as error:
             raise InputError(f"{path} of data.source cannot be read: {error.strerror}") from error
-
-
-def _records(
-    shown: str,
-    field: str,
-    *args: Any,
-    split: str = "train",
-    streaming: bool = True,
-    limit: int | None = None,
-    **kwargs: Any,
-) -> Iterator[tuple[str, str]]:
-    """The texts of what `datasets.load_dataset` gives; `shown` names it in messages."""
-    require("datasets", f"data.source, to read {shown},")
-    import datasets  # 1.5 s: only for those who need it
-
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # the error below says it once
-
-    try:
-        records: Any = datasets.load_dataset(*args, split=split, streaming=streaming, **kwargs)
-        for number, record in enumerate(records):
-            if number == limit:
-                return
-            text = record.get(field)
-            if not isinstance(text, str):
-                held = "no text there" if field in record else f"only {', '.join(sorted(record))}"
-                raise InputError(
-                    f"data.source.field {field!r} names no text in {shown}: record {number + 1} has {held}"
-                )
-            yield f"{shown}:{number + 1}", text
-    except InputError:
-        raise
-    except Exception as error:  # `datasets` wraps what happened in errors of its own
-        reason = error
-        while reason.__cause__ is not None:
-            reason = reason.__cause__
-        raise InputError(f"{shown} of data.source cannot be read: {first_line(reason)}") from error

@@ -1,4 +1,4 @@
-"""What rank 0 finds out about the data before training: masked, copied into validation."""
+"""Statistics of the data before training: masked labels, train text in the validation split."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
-from dist_template.text import look as looking
-from dist_template.text.look import duplicate_share, look
+from dist_template.text import data_stats
+from dist_template.text.data_stats import data_statistics, duplicate_share
 from dist_template.text.rows import PackedRows
 from tests.support.runs import quiet
 
@@ -19,7 +19,7 @@ def some_tokens(num: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 5000, num).astype(np.uint16)
 
 
-def test_text_that_was_copied_is_found_wherever_it_stands() -> None:
+def test_copied_text_is_found_at_any_position() -> None:
     train, validation = some_tokens(200_000, 0), some_tokens(20_000, 1)
     assert duplicate_share(train, validation, 64) == 0.0
     validation[3_001:13_001] = train[100_007:110_007]  # half of it, from another place
@@ -34,20 +34,25 @@ def test_a_phrase_of_a_few_tokens_is_no_copy() -> None:
     assert duplicate_share(train, validation, 64) == 0.0
 
 
-def test_no_more_of_a_large_cache_is_read_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "TRAIN_TOKENS", 16_000)
+def test_no_more_of_a_large_cache_is_read_than_documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_stats, "TRAIN_TOKENS", 16_000)
     read: list[int] = []
-    windows = looking._of_part
-    monkeypatch.setattr(looking, "_of_part", lambda part, doublings: read.append(len(part)) or windows(part, doublings))
+    hashes = data_stats._hashes
+
+    def recorded(part: np.ndarray, doublings: int) -> np.ndarray:
+        read.append(len(part))
+        return hashes(part, doublings)
+
+    monkeypatch.setattr(data_stats, "_hashes", recorded)
     train = some_tokens(400_000, 0)
     share = duplicate_share(train, train[200_000:210_000].copy(), 64)
     assert share is not None and share < 0.3  # less than there is, as documented
     assert sum(read) == 16_000 + 10_000
 
 
-def test_what_counts_is_told_of_the_rows_that_training_reads(data: DataModule, monkeypatch: Any) -> None:
+def test_the_statistics_are_of_the_rows_that_training_reads(data: DataModule, monkeypatch: Any) -> None:
     data.prepare(report=quiet)
-    facts = look(data)
+    facts = data_statistics(data)
     assert facts["counted_share"] == 1.0 and facts["unshifted_share"] < 0.1 and facts["distinct_tokens"] > 10
     assert facts["duplicate_share"] > 0.2  # the texts repeat the same sentences
     read = PackedRows.__getitems__
@@ -57,6 +62,6 @@ def test_what_counts_is_told_of_the_rows_that_training_reads(data: DataModule, m
         return batch | {"labels": batch["labels"].index_fill(1, torch.arange(16), -100)}
 
     monkeypatch.setattr(PackedRows, "__getitems__", half_masked)
-    assert look(data)["counted_share"] == 0.5
+    assert data_statistics(data)["counted_share"] == 0.5
     monkeypatch.setattr(PackedRows, "__getitems__", lambda self, rows: {"pixels": torch.zeros(len(rows), 3)})
-    assert look(data) == {}
+    assert data_statistics(data) == {}
