@@ -20,7 +20,7 @@ export PYTHON TORCH_INDEX TORCH_CUDA
 help:  ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo "  Variables: PYTHON (makes .venv; 3.11 or newer), OUT (where demo generates; build),"
-	@echo "             JOBS (tests that run at once; 2),"
+	@echo "             JOBS (test files that run at once; 2),"
 	@echo "             TORCH_INDEX (package index for torch alone), TORCH_CUDA=1 (accept its CUDA build without a GPU)"
 
 demo: $(OUT)/.my-trainer  ## generate a project with the default answers under build/ and train it
@@ -36,7 +36,7 @@ test: $(READY)  ## the tests of the library and the template, then those of the 
 test-all: $(READY)  ## every test, the nightly ones too
 	$(TESTS) -m "" tests
 
-test-quick: $(READY) dev  ## the tests that take a few minutes, the project's run in place
+test-quick: $(READY) dev  ## the tests that take no more than seconds, the project's run in place
 	$(TESTS) -m "not slow and not nightly" tests
 	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python' ARGS='$(PARALLEL)'
 
