@@ -1,8 +1,7 @@
-"""Tables of text, for a terminal and for Markdown."""
+"""Tables of text."""
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,15 +32,6 @@ class Table:
         texts = [in_columns(line, widths) for line in lines]
         return "\n".join(line for line in (self.title, *texts, self.note) if line)
 
-    def as_markdown(self) -> str:
-        lines = [self.head, ["---"] * len(self.head), *self.rows]
-        texts = ["| " + " | ".join(map(_in_markdown, line)) + " |" for line in lines]
-        title, note = (
-            [f"### {_in_markdown(self.title)}\n"] * bool(self.title),
-            [f"\n{self.note}"] * bool(self.note),
-        )
-        return "\n".join([*title, *texts, *note])
-
 
 def in_columns(cells: Iterable[str], widths: Iterable[int]) -> str:
     """One line of a table on a terminal."""
@@ -56,7 +46,3 @@ def shown(value: Any) -> str:
 def _cut(cell: str) -> str:
     line = " ".join(cell.split())
     return line if len(line) <= CELL else line[: CELL - 1] + "…"
-
-
-def _in_markdown(cell: str) -> str:
-    return " ".join(html.escape(cell, quote=False).replace("|", "\\|").split())

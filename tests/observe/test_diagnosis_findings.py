@@ -123,5 +123,3 @@ def test_text_fits_a_screen_and_has_flags_to_type() -> None:
     assert text.startswith(findings[0].level.upper()) and "--" in text
     assert all(each.title in text for each in findings)
     assert len(as_text(findings, full=True)) > len(text)
-    markdown = as_text([finding("fp32_on_gpu", **CASES["fp32_on_gpu"][0])], markdown=True)
-    assert markdown.startswith("- **warning: ") and "`--trainer.precision bf16-mixed` (now 32-true)" in markdown

@@ -118,7 +118,6 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.taken: list[dict[str, Any]] = []
-        self.alerts: list[tuple[str, ...]] = []
         self.outlived: list[str] = []
         self.may = threading.Event()
 
@@ -131,9 +130,6 @@ class FakeRun:
     def _wait(self, artifact: Any) -> None:
         assert self.may.wait(120)
         self.outlived += [Path(entry.local_path).read_text() for entry in artifact.manifest.entries.values()]
-
-    def alert(self, *message: str) -> None:
-        self.alerts.append(message)
 
     def finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -183,26 +179,9 @@ def test_artifacts_are_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(fake.taken) == expected, kind
 
 
-def test_alerts_report_a_crash_and_the_end_and_are_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeRun()
-    logger = logger_of(fake, tmp_path, monkeypatch, alerts=True)
-    logger._trains = True
-    logger.finalize("success")
-    logger.finalize("success")  # of the validation after training: nothing new
-    try:
-        raise RuntimeError("out of luck\nmore")
-    except RuntimeError:
-        logger.finalize("failed")
-    assert [told[0] for told in fake.alerts] == ["training has finished", "training has failed"]
-    assert "out of luck" in fake.alerts[1][1]
-    quiet = logger_of(other := FakeRun(), tmp_path, monkeypatch)
-    quiet.alert("title", "text")
-    assert other.alerts == []
-
-
 def test_whatever_wandb_raises_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logger_of(FakeRun(), tmp_path, monkeypatch)  # it has no `log`
-    with pytest.warns(UserWarning, match="continues without it") as told:
+    with pytest.warns(UserWarning, match="continues without it") as warned:
         logger.log_metrics({"train/loss": 1.0}, step=1)
         logger.log_metrics({"train/loss": 1.0}, step=2)
-    assert len(told) == 1
+    assert len(warned) == 1

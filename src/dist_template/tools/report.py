@@ -14,7 +14,7 @@ from ..table import Table
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes report.html and report.md about the runs that `argv`, of verb `report` or `compare`, names.
+    """Writes report.html about the runs that `argv`, of verb `report` or `compare`, names.
 
     Raises:
         InputError: one is no run folder, or the page cannot be written; `compare` has less than two runs.
@@ -45,4 +45,4 @@ def main(argv: list[str], project: Project) -> None:
         return
     for folder, found in zip(runs, findings, strict=True):
         print(f"{folder}: {found[0].line if found else 'no findings'}")
-    print(f"written to {output / HTML} and report.md")
+    print(f"written to {output / HTML}")

@@ -1,4 +1,4 @@
-"""The result of a rule, and its text for a terminal and for Markdown."""
+"""The result of a rule, and its text for a terminal."""
 
 from __future__ import annotations
 
@@ -121,24 +121,21 @@ class Finding:
         return plain
 
 
-def as_text(findings: Sequence[Finding], *, full: bool = False, markdown: bool = False) -> str:
+def as_text(findings: Sequence[Finding], full: bool = False) -> str:
     """Formats the first findings in full, and lists the titles of the others.
 
     Args:
         findings: In the order in which they are printed.
         full: Print all findings in full, with all causes.
-        markdown: As a Markdown list; else for a terminal.
     """
     num = len(findings) if full else NUM_IN_FULL
-    format_one = _markdown if markdown else _plain
-    parts = [format_one(each, None if full else NUM_CAUSES) for each in findings[:num]]
+    parts = [_in_full(each, None if full else NUM_CAUSES) for each in findings[:num]]
     if rest := findings[num:]:
-        mark = "- " if markdown else "   "
-        parts.append("\n".join(["And:", *(f"{mark}{each.level}: {each.title}" for each in rest)]))
+        parts.append("\n".join(["And:", *(f"   {each.level}: {each.title}" for each in rest)]))
     return "\n\n".join(parts)
 
 
-def _plain(finding: Finding, num_causes: int | None) -> str:
+def _in_full(finding: Finding, num_causes: int | None) -> str:
     lines = [f"{finding.level.upper():<8} {finding.title} ({finding.where})"]
     lines += _wrapped(finding.evidence, " " * 9)
     for number, cause in enumerate(finding.causes[:num_causes], start=1):
@@ -152,14 +149,6 @@ def _wrapped(text: str, start: str) -> list[str]:
     return textwrap.wrap(
         text, WIDTH, initial_indent=start, subsequent_indent=indent, break_long_words=False
     )
-
-
-def _markdown(finding: Finding, num_causes: int | None) -> str:
-    lines = [f"- **{finding.level}: {finding.title}** ({finding.where})  ", f"  {finding.evidence}"]
-    for number, cause in enumerate(finding.causes[:num_causes], start=1):
-        flags = [f"`{each.flag}` ({each.remark})".removesuffix(" ()") for each in cause.changes]
-        lines.append(f"    {number}. {cause.sentence} {', '.join(flags)}".rstrip())
-    return "\n".join(lines)
 
 
 def _as_yaml(value: Any) -> str:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from ...errors import reason
 
-UPLOAD_S = 6 * 3600  # an upload is given up after this long
+UPLOAD_S = 6 * 3600  # the longest time that one upload may take
 
 
 class Uploads:
@@ -24,7 +24,7 @@ class Uploads:
         self._lock = threading.Lock()
 
     def add(self, run: Any, path: Path, kind: str) -> None:
-        """Queue the checkpoint folder `path` as a version of the artifact `<kind>-<run id>`."""
+        """Queues the checkpoint folder `path` as a version of the artifact `<kind>-<run id>`."""
         with self._lock:
             self._waiting[kind] = (run, path)
             if self._thread is None:
@@ -35,7 +35,9 @@ class Uploads:
         if (thread := self._thread) is not None:
             thread.join(seconds)
             if thread.is_alive():
-                rank_zero_warn(f"W&B has not received all checkpoints within {seconds:g} s; they stay on the disk")
+                rank_zero_warn(
+                    f"W&B has not received all checkpoints within {seconds:g} s; they stay on disk"
+                )
 
     def _work(self) -> None:
         while True:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ...records import flatten
 from ..history.run import History, without_folder
 
-NOT_SET = "–"  # a key that the other configuration does not have, because it has another class there
-SEEDS = ("seed_everything", "data.seed")
+NOT_SET = "–"  # the configuration has no such key, because it has another class there
 WHERE = ("run", "ckpt_path", "config", "data.cache_dir")  # keys of paths, which change no result
 
 
@@ -26,18 +24,6 @@ def between(configs: list[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = [(key, [config.get(key, NOT_SET) for config in configs]) for key in keys if not _is(key, WHERE)]
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
-
-
-def groups(histories: list[History]) -> list[list[int]]:
-    """Returns groups of indices: the configurations of a group differ in seeds alone.
-
-    A run whose configuration is not known is in a group of its own.
-    """
-    found: dict[str, list[int]] = {}
-    for index, history in enumerate(histories):
-        config = {key: value for key, value in config_of(history).items() if not _is(key, (*SEEDS, *WHERE))}
-        found.setdefault(json.dumps(config, sort_keys=True, default=str) if config else str(index), []).append(index)
-    return list(found.values())
 
 
 def config_of(history: History) -> dict[str, Any]:

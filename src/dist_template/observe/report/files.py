@@ -1,4 +1,4 @@
-"""Writes report.html and report.md."""
+"""Writes report.html."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from ...records import write_atomically
 from ..diagnosis.engine import diagnose
 from ..diagnosis.finding import Finding
 from ..history.run import History, read_run
-from .markdown import markdown
 from .page import page
 from .plotly_js import PlotlyJs, link
 
-HTML, MARKDOWN = "report.html", "report.md"
+HTML = "report.html"
 
 
 def write(
     folders: list[Path], output: Path, plotly: PlotlyJs | None = None
 ) -> tuple[list[History], list[list[Finding]]]:
-    """Write a report on the runs in `folders` into the folder `output`; returns the histories and findings.
+    """Writes a report on the runs in `folders`, and returns the histories and findings.
 
     Args:
         folders: Of runs.
-        output: Made if it does not exist.
-        plotly: Where the page loads plotly.js from. None: as `run.plotly` of the first run says.
+        output: The folder of the report; it is created if it does not exist.
+        plotly: Where the page loads plotly.js from. None: `run.plotly` of the first run.
 
     Raises:
-        InputError: one of `folders` is not the folder of a run; plotly is not installed.
+        InputError: One of `folders` is not the folder of a run, or plotly is not installed.
     """
     require("plotly", "the report")
     histories = [read_run(folder.absolute()) for folder in folders]
@@ -36,11 +35,12 @@ def write(
     output.mkdir(parents=True, exist_ok=True)
     address = link(plotly or histories[0].key("run.plotly", "shared"), histories[0], output)
     write_atomically(output / HTML, page(histories, names, findings, address))
-    write_atomically(output / MARKDOWN, markdown(histories, names, findings))
     return histories, findings
 
 
 def names_of(histories: list[History]) -> list[str]:
-    """Returns <run.name>/<id> of each run, or its full path where two have the same."""
+    """Returns <run.name>/<id> of each run, or the full paths if two are equal."""
     names = [history.name for history in histories]
-    return names if len(set(names)) == len(names) else [str(history.folder) for history in histories]
+    if len(set(names)) < len(names):
+        names = [str(history.folder) for history in histories]
+    return names

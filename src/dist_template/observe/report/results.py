@@ -1,11 +1,10 @@
-"""The final figures of a run, and of several runs side by side, with their spread."""
+"""The final figures of a run, and of several runs side by side."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
-from statistics import mean, stdev
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from ...table import Table
 from ..history import goodput
 from ..history.metrics import read_lines
 from ..history.run import History
-from .differences import groups
 
 Of = Callable[[History], float | None]
 
@@ -93,41 +91,27 @@ def figures(history: History) -> list[tuple[str, str]]:
 
 
 def side_by_side(histories: list[History], names: list[str]) -> list[Table]:
-    """Returns the final figures, and those at equal tokens: a column for each run, or each group of repetitions."""
-    own = {name for history in histories for name in history.metrics.names if re.match("(train|eval|test)/", name)}
-    more = [(name, lambda value: f"{value:.4g}", _last(name)) for name in sorted(own) if not IN_FIGURES.fullmatch(name)]
+    """Returns the final figures, and those at equal tokens: a column for each run."""
+    own = sorted({name for history in histories for name in history.metrics.names})
+    own = [name for name in own if re.match("(train|eval|test)/", name)]
+    more = [(n, lambda v: f"{v:.4g}", _last(n)) for n in own if not IN_FIGURES.fullmatch(n)]
     rows = [(name, form, [of(history) for history in histories]) for name, form, of in (*FIGURES, *more)]
-    tables = [_table("Final figures", rows, histories, names)]
+    tables = [_table("Final figures", rows, names)]
     ends = [_last("train/tokens")(history) for history in histories]
     if all(ends) and len(histories) > 1:
         least = min(end for end in ends if end)
         rows = [(name, "{:.4f}".format, [_at_tokens(h, name, least) for h in histories]) for name in AT_TOKENS]
         title = f"At equal tokens: {short(least)}, the most that all have seen"
-        tables.append(_table(title, rows, histories, names))
+        tables.append(_table(title, rows, names))
     return tables
 
 
-def _table(title: str, rows: list, histories: list[History], names: list[str]) -> Table:
-    grouped = groups(histories)
-    repeated = len(grouped) < len(histories)
-    head = [", ".join([names[i] for i in g] if len(g) < 4 else [names[g[0]], f"{len(g) - 1} more"]) for g in grouped]
-    counts = [["runs", *(str(len(group)) for group in grouped)]] if repeated else []
-    cells = counts + [
-        [name, *(_spread([values[index] for index in group], form) for group in grouped)]
-        for name, form, values in rows
-        if any(value is not None for value in values)
-    ]
-    note = "Mean ± standard deviation over runs whose configurations differ in seeds alone." if repeated else ""
-    return Table(title, ["", *head], cells, note)
-
-
-def _spread(values: list[float | None], form: Callable[[float], str]) -> str:
-    """Mean and standard deviation over the runs that have the value; one alone has no spread."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return form(known[0]) if known else "–"
-    missing = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
-    return f"{form(mean(known))} ± {form(stdev(known))}{missing}"
+def _table(title: str, rows: list, names: list[str]) -> Table:
+    cells = []
+    for name, form, values in rows:
+        if any(value is not None for value in values):
+            cells.append([name, *("–" if value is None else form(value) for value in values)])
+    return Table(title, ["", *names], cells)
 
 
 def _at_tokens(history: History, name: str, tokens: float) -> float | None:
