@@ -48,7 +48,11 @@ def applicable(finding: Finding, history: History) -> Finding:
 
     def exists(key: str) -> bool:
         section, _, name = key.partition(".")
-        return section not in ("model", "data") or name.partition(".")[0] in history.config.get(section, {})
+        known = history.config.get(section, {})
+        return section not in ("model", "data") or name.partition(".")[0] in known
 
-    causes = [replace(c, changes=[change for change in c.changes if exists(change.key)]) for c in finding.causes]
+    causes = []
+    for cause in finding.causes:
+        changes = [change for change in cause.changes if exists(change.key)]
+        causes.append(replace(cause, changes=changes))
     return replace(finding, causes=causes)

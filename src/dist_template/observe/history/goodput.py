@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from .metrics import read_lines
 
@@ -12,10 +11,10 @@ FILE = "goodput.jsonl"
 
 
 def read(run: Path) -> dict[str, float]:
-    """Returns the seconds of each kind over all attempts of the run in the folder `run`; {} if nothing was written."""
-    attempts: dict[float, dict[str, Any]] = {event["attempt"]: event for event in read_lines(run / FILE)}
+    """Returns the seconds of each kind over all attempts of a run; {} if nothing was written."""
+    attempts = {line["attempt"]: line for line in read_lines(run / FILE)}  # the last line counts
     total = dict.fromkeys(KINDS, 0.0)
-    done: list[list[float]] = []  # each attempt's first step, last step, and productive seconds that were not lost
+    done: list[list[float]] = []  # first step, last step, productive seconds that are not lost
     end = None
     for began in sorted(attempts):
         attempt = attempts[began]
@@ -25,10 +24,11 @@ def read(run: Path) -> dict[str, float]:
         end = attempt["time"]
         for part in done:  # steps after the one resumed from are done again
             first, last, seconds = part
-            again = max(0.0, last - max(first, attempt["from_step"])) / max(last - first, 1)
-            total["productive"] -= again * seconds
-            total["lost"] += again * seconds
-            part[1:] = [min(last, max(first, attempt["from_step"])), (1 - again) * seconds]
+            resumed = max(first, attempt["from_step"])
+            repeated = max(0.0, last - resumed) / max(last - first, 1)
+            total["productive"] -= repeated * seconds
+            total["lost"] += repeated * seconds
+            part[1:] = [min(last, resumed), (1 - repeated) * seconds]
         done.append([attempt["from_step"], attempt["step"], attempt.get("productive", 0.0)])
     return total if attempts else {}
 
@@ -40,6 +40,8 @@ def share(seconds: dict[str, float]) -> float:
 
 def describe(seconds: dict[str, float]) -> str:
     """Returns one line for the terminal."""
-    rest = {kind.replace("_", " "): s for kind, s in seconds.items() if s >= 0.5 and kind != "productive"}
     parts = [f"{share(seconds):.0%} of {sum(seconds.values()):.0f} s productive"]
-    return ", ".join(parts + [f"{kind} {s:.0f} s" for kind, s in rest.items()])
+    for kind, spent_s in seconds.items():
+        if spent_s >= 0.5 and kind != "productive":
+            parts.append(f"{kind.replace('_', ' ')} {spent_s:.0f} s")
+    return ", ".join(parts)

@@ -1,7 +1,7 @@
 """Metrics over steps, in memory, and `metrics.jsonl`, which has a line for each log call.
 
-A line: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}. Steps are optimizer steps, times seconds since 1970.
-A resumed run appends. For steps that it repeats, the newer line counts.
+A line: {"step": 40, "time": 1763766000.1, "train/loss": 2.31, …}. Steps are optimizer steps, times
+seconds since 1970. A resumed run appends. For steps that it repeats, the newer line counts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Metrics:
     """Every metric of a run.
 
     Args:
-        limit: Entries kept of a metric; beyond it, every second entry of the older half is dropped. 0 keeps all.
+        limit: Entries kept of a metric; beyond it, every second entry of the older half is dropped.
+            0 keeps all.
     """
 
     limit: int = 0
@@ -64,7 +65,9 @@ class Metrics:
         for name, value in line.items():
             if name in ("step", "time") or not isinstance(value, int | float):
                 continue
-            steps, values, times = self._columns.get(name) or self._columns.setdefault(name, _empty())
+            if name not in self._columns:
+                self._columns[name] = _empty()
+            steps, values, times = self._columns[name]
             if steps and steps[-1] >= step:  # a resumed run repeats these steps
                 for column in (values, times, steps):
                     del column[bisect_left(steps, step) :]
@@ -93,7 +96,7 @@ def _empty() -> tuple[array[int], array[float], array[float]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a JSONL file; [] if it does not exist. Incomplete lines are skipped."""
+    """Returns the objects of a JSONL file, if it exists; incomplete lines are skipped."""
     if not path.exists():
         return []
     found = []

@@ -21,7 +21,7 @@ OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
 @dataclass
 class History:
-    """What a run has recorded: `read_run` reads a finished one, callbacks/diagnosis.py fills one in progress.
+    """What a run has recorded; `read_run` reads it, callbacks/diagnosis.py adds to it.
 
     Args:
         folder: The run's folder.
@@ -51,7 +51,10 @@ class History:
         return f"{self.folder.parent.name}/{self.folder.name}"
 
     def key(self, path: str, default: Any = None) -> Any:
-        """Returns the configuration's value at "trainer.max_steps"; `init_args` may be omitted in the path."""
+        """Returns the configuration's value at a path such as "trainer.max_steps".
+
+        `init_args` may be omitted in the path.
+        """
         return _at(self.config, path, default)
 
     def fact(self, path: str, default: Any = None) -> Any:
@@ -71,7 +74,8 @@ def read_run(folder: Path, limit: int = 0) -> History:
     """
     if not is_run(folder):
         raise InputError(
-            f"{folder} is not the folder of a run: it has neither config.yaml nor {FILE}; give runs/<name>/<id>"
+            f"{folder} is not the folder of a run: it has neither {CONFIG} nor {FILE}; give"
+            " runs/<name>/<id>"
         )
     history = History(
         folder=folder,
@@ -116,7 +120,7 @@ def _at(tree: Any, path: str, default: Any) -> Any:
 
 
 def without_folder(folder: str, value: Any) -> Any:
-    """Returns a configuration in which the run's folder is written "{run}", so that another run can use it."""
+    """Returns a configuration with "{run}" for the run's folder, which another run can use."""
     if isinstance(value, str):
         return value.replace(folder, "{run}")
     if isinstance(value, list):

@@ -60,7 +60,7 @@ def _upload(run: Any, path: Path, kind: str) -> None:
     shutil.rmtree(links, ignore_errors=True)  # of a killed run
     shutil.copytree(path, links, copy_function=os.link)
     artifact = wandb.Artifact(f"{kind}-{run.id}", type="model", metadata={"checkpoint": path.name})
-    artifact.add_dir(str(links), policy="immutable", skip_cache=True)  # hashes the files and copies none
+    artifact.add_dir(str(links), policy="immutable", skip_cache=True)  # without a copy
     run.log_artifact(artifact, aliases=["latest", path.name.removesuffix(".ckpt")])
     artifact.wait(UPLOAD_S)
     shutil.rmtree(links, ignore_errors=True)

@@ -47,7 +47,8 @@ class RunLog(Logger):
         if self._buffer:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / FILE).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in self._buffer)  # NaN as Python writes and reads it
+                for line in self._buffer:
+                    file.write(json.dumps(line) + "\n")  # with Python's NaN and Infinity
         self._buffer, self._written = [], time.monotonic()
 
     def finalize(self, status: str) -> None:

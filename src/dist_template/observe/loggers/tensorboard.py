@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -38,16 +37,6 @@ class TensorBoard(TensorBoardLogger):
         messages: Any = event_pb2
         start = messages.SessionLog(status=messages.SessionLog.START)
         self.experiment.file_writer.add_event(messages.Event(session_log=start), step + 1)
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Writes all metrics as one event: 25 take 0.15 ms, Lightning's 25 events 0.8 ms."""
-        from tensorboard.compat.proto import summary_pb2
-
-        messages: Any = summary_pb2
-        pairs = metrics.items()
-        values = [messages.Summary.Value(tag=tag, simple_value=float(one)) for tag, one in pairs]
-        self.experiment.file_writer.add_summary(messages.Summary(value=values), step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:

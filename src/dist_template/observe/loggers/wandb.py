@@ -136,4 +136,4 @@ def _has_api_key() -> bool:
         return os.environ["WANDB_MODE"] == "online"
     import wandb
 
-    return wandb.login(prompt=False, verify=False)  # looks for a key; asks neither the user nor the service
+    return wandb.login(prompt=False, verify=False)  # asks neither the user nor the service

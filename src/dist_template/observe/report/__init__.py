@@ -1,1 +1,1 @@
-"""The report about one run or several: an HTML page and its Markdown summary, made without torch or Lightning."""
+"""The report about one run or several: an HTML page, written without torch or Lightning."""

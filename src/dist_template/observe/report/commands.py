@@ -27,13 +27,15 @@ def without(words: Iterable[str], *flags: str) -> list[str]:
 
 def checkpoints(history: History) -> list[Path]:
     """Returns the run's checkpoints, the newest first and the best ones last, damaged ones too."""
-    configured = Path(str(history.key("last_checkpoint.dirpath", "")).replace("{run}", str(history.folder)))
-    own = history.folder / "checkpoints"  # also when the run's folder was moved
-    return manifest.found(own if own.exists() else configured)
+    own = history.folder / "checkpoints"  # also if the run's folder was moved
+    if own.exists():
+        return manifest.found(own)
+    configured = str(history.key("last_checkpoint.dirpath", ""))
+    return manifest.found(Path(configured.replace("{run}", str(history.folder))))
 
 
 def resume(history: History) -> tuple[str, str]:
-    """Returns what the command does, and the run's command with its folder named; ("", "") if it is not known."""
+    """Returns what the command does, and the command with the run's name; ("", "") if unknown."""
     words = history.environment.get("command") or []
     if "fit" not in words:  # a worker of a rehearsal, or nothing
         return "", ""

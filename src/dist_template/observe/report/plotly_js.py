@@ -1,4 +1,4 @@
-"""Where a report page loads plotly.js (4.8 MB) from: a file that all pages share, the page itself, or plotly's CDN."""
+"""Provides plotly.js (4.8 MB) to a report page: as a shared file, in the page, or by a CDN."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PlotlyJs = Literal["shared", "inline", "cdn"]
 def link(where: PlotlyJs, history: History, output: Path) -> str:
     """Returns the address of plotly.js for a page in `output`; empty if the page contains it.
 
-    The shared file is in `run.root`, which can be copied with the pages; it is written if it does not exist.
+    The shared file is in `run.root`, which can be copied with the pages; it is written once.
     """
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
@@ -32,7 +32,8 @@ def link(where: PlotlyJs, history: History, output: Path) -> str:
 
 
 def _root(history: History) -> Path:
-    """`run.root` at its present place; a run's folder that was copied out of it is its own root."""
+    """Returns `run.root` where it is now; of a run's folder that was copied alone, the folder."""
     name, root = str(history.key("run.name", "")), Path(str(history.key("run.root", "")))
     found = history.folder.parents[len(Path(name).parts)]
-    return found if found / name == history.folder.parent and found.name == root.name else history.folder
+    is_root = found / name == history.folder.parent and found.name == root.name
+    return found if is_root else history.folder

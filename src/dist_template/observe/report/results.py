@@ -24,7 +24,9 @@ def clock(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours} h"
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
 
 
 def _last(name: str) -> Of:
@@ -69,11 +71,13 @@ FIGURES: tuple[tuple[str, Callable[[float], str], Of], ...] = (
     ("tokens/s", "{:,.0f}".format, _over_all("perf/tokens_per_s", _warm_median)),
     ("MFU", "{:.1%}".format, _over_all("perf/mfu", _warm_median)),
     ("memory, most", "{:.1f} GiB".format, _over_all("memory/reserved_gib", np.max)),
-    ("goodput", "{:.0%}".format, lambda history: goodput.share(history.goodput) if history.goodput else None),
-    ("duration", clock, lambda history: sum(history.goodput.values()) if history.goodput else None),
+    ("goodput", "{:.0%}".format, lambda run: goodput.share(run.goodput) if run.goodput else None),
+    ("duration", clock, lambda run: sum(run.goodput.values()) if run.goodput else None),
     ("attempts", "{:.0f}".format, attempts),
 )
-IN_FIGURES = re.compile(r"(train|eval|test)/(loss|tokens|perplexity|bits_per_byte|grad_norm|learning_rate)")
+IN_FIGURES = re.compile(
+    "(train|eval|test)/(loss|tokens|perplexity|bits_per_byte|grad_norm|learning_rate)"
+)
 
 
 def short(value: float) -> str:
@@ -95,12 +99,17 @@ def side_by_side(histories: list[History], names: list[str]) -> list[Table]:
     own = sorted({name for history in histories for name in history.metrics.names})
     own = [name for name in own if re.match("(train|eval|test)/", name)]
     more = [(n, lambda v: f"{v:.4g}", _last(n)) for n in own if not IN_FIGURES.fullmatch(n)]
-    rows = [(name, form, [of(history) for history in histories]) for name, form, of in (*FIGURES, *more)]
+    rows = []
+    for name, form, of in (*FIGURES, *more):
+        rows.append((name, form, [of(history) for history in histories]))
     tables = [_table("Final figures", rows, names)]
     ends = [_last("train/tokens")(history) for history in histories]
     if all(ends) and len(histories) > 1:
         least = min(end for end in ends if end)
-        rows = [(name, "{:.4f}".format, [_at_tokens(h, name, least) for h in histories]) for name in AT_TOKENS]
+        rows = []
+        for name in AT_TOKENS:
+            values = [_at_tokens(history, name, least) for history in histories]
+            rows.append((name, "{:.4f}".format, values))
         title = f"At equal tokens: {short(least)}, the most that all have seen"
         tables.append(_table(title, rows, names))
     return tables
@@ -115,7 +124,7 @@ def _table(title: str, rows: list, names: list[str]) -> Table:
 
 
 def _at_tokens(history: History, name: str, tokens: float) -> float | None:
-    """Returns the newest value at or before `tokens` of training; None if there is none so early."""
+    """Returns the newest value at or before `tokens` of training; None if there is none."""
     series = history.metrics[name]
     seen = series[tokens_at(history, series.steps) <= tokens * (1 + 1e-9)]
     return seen.last if len(seen) else None

@@ -1,4 +1,4 @@
-"""The parts of a report that HTML and Markdown share: titled tables and texts."""
+"""The sections of a report: titled tables and texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import yaml
 from ...checkpoint import manifest
 from ...records import flatten
 from ...table import Table, shown
+from ..history import goodput
 from ..history.run import History
 from . import differences
 from .commands import checkpoints
@@ -19,8 +20,12 @@ from .results import clock, short, side_by_side, steps
 
 ROWS = 20  # of incidents, of checkpoints
 SAMPLES = 6
-OF_AN_ATTEMPT = ("time", "command", "job_started", "job_ends")  # keys of environment.json that always differ
-ENVIRONMENT = ("time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python", "git_commit")
+# Keys of environment.json that differ between any two attempts, and those that a report shows.
+OF_AN_ATTEMPT = ("time", "command", "job_started", "job_ends")
+ENVIRONMENT = (
+    "time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python",
+    "git_commit",
+)  # fmt: skip
 PACKAGES = ("torch", "lightning", "transformers", "deepspeed")
 
 
@@ -30,7 +35,7 @@ class Text:
 
     Args:
         title: May be empty.
-        folded: Whether it is long, and shown on a click; Markdown omits it.
+        folded: Whether it is long, and shown on a click.
     """
 
     title: str
@@ -52,7 +57,8 @@ def status(history: History) -> str:
         return f"finished all {done:,} steps"
     crashes = [each for each in history.crashes if each.get("kind") != "peer"] or history.crashes
     if crashes and ((crash := crashes[-1]).get("step") or 0) >= done:
-        return f"crashed at step {done:,}{of}: {crash.get('error', 'no error')} on rank {crash.get('rank', '?')}"
+        error, rank = crash.get("error", "no error"), crash.get("rank", "?")
+        return f"crashed at step {done:,}{of}: {error} on rank {rank}"
     return f"is at step {done:,}{of}"
 
 
@@ -85,18 +91,18 @@ def of_one(history: History) -> list[Section]:
 
 
 def of_several(histories: list[History], names: list[str]) -> list[Section]:
-    """Returns the runs side by side: figures, time, and what differs in configuration and environment."""
+    """Returns the runs side by side: figures, time, differences of configuration, environment."""
     configs = [differences.config_of(history) for history in histories]
-    environments = [
-        {key: value for key, value in flatten(history.environment).items() if key not in OF_AN_ATTEMPT}
-        for history in histories
-    ]
-    differing, other = _differing("key", configs, names), _differing("", environments, names)
+    environments = []
+    for history in histories:
+        flat = flatten(history.environment)
+        environments.append({key: flat[key] for key in flat if key not in OF_AN_ATTEMPT})
+    equal = Table("", [], [], "The configurations are equal.")
     sections = [
         Section("Side by side", list(side_by_side(histories, names))),
         Section("Where the time went", _goodput(histories, names)),
-        Section("Configuration: what differs", differing or [Table("", [], [], "The configurations are equal.")]),
-        Section("Environment: what differs", other),
+        Section("Configuration: what differs", _differing("key", configs, names) or [equal]),
+        Section("Environment: what differs", _differing("", environments, names)),
     ]
     return [section for section in sections if section.parts]
 
@@ -107,23 +113,25 @@ def _differing(head: str, trees: list[dict[str, Any]], names: list[str]) -> list
 
 
 def _goodput(histories: list[History], names: list[str]) -> list[Table | Text]:
-    """Seconds and shares of each kind of time, over all attempts."""
+    """Returns seconds and shares of each kind of time, over all attempts."""
     totals = [sum(history.goodput.values()) or 1e-9 for history in histories]
-    kinds = list(dict.fromkeys(kind for history in histories for kind, s in history.goodput.items() if s > 0))
     rows = []
-    for kind in kinds:
+    for kind in goodput.KINDS:
         seconds = [history.goodput.get(kind, 0.0) for history in histories]
+        if not any(seconds):
+            continue
         cells = [f"{s / total:.1%}, {clock(s)}" for s, total in zip(seconds, totals, strict=True)]
         rows.append([kind.replace("_", " "), *cells])
     return [Table("", ["", *names], rows)] if rows else []
 
 
 def _configuration(history: History) -> list[Table | Text]:
-    changed = [[key, shown(value), shown(default)] for key, value, default in differences.from_defaults(history)]
     parts: list[Table | Text] = []
     if history.defaults:
-        note = "" if changed else "Every key has its default."
-        parts.append(Table("What differs from the defaults", ["key", "this run", "default"], changed, note))
+        changed = differences.from_defaults(history)
+        rows = [[key, shown(value), shown(default)] for key, value, default in changed]
+        head, note = ["key", "this run", "default"], "" if changed else "Every key has its default."
+        parts.append(Table("What differs from the defaults", head, rows, note))
     if history.config:
         every = yaml.safe_dump(history.config, sort_keys=False, allow_unicode=True)
         parts.append(Text("Every key", every, folded=True))
@@ -132,28 +140,36 @@ def _configuration(history: History) -> list[Table | Text]:
 
 def _environment(environment: dict[str, Any]) -> list[Table | Text]:
     packages, variables = environment.get("packages") or {}, environment.get("variables") or {}
-    rows = [[key, shown(environment[key])] for key in ENVIRONMENT if environment.get(key) not in (None, "", [])]
+    known = [key for key in ENVIRONMENT if environment.get(key) not in (None, "", [])]
+    rows = [[key, shown(environment[key])] for key in known]
     rows += [[name, packages[name]] for name in PACKAGES if name in packages]
-    pairs = [f"{name}={value}" for name, value in variables.items()]
-    lines = [*(environment.get("git_changes") or "").splitlines(), *pairs, *(f"{n}=={v}" for n, v in packages.items())]
-    parts: list[Table | Text] = [Table("", ["", ""], rows)] if rows else []
-    return [*parts, *([Text("Changed files, variables, packages", "\n".join(lines), folded=True)] if lines else [])]
+    lines: list[str] = str(environment.get("git_changes") or "").splitlines()
+    lines += [f"{name}={value}" for name, value in variables.items()]
+    lines += [f"{name}=={version}" for name, version in packages.items()]
+    parts: list[Table | Text] = []
+    if rows:
+        parts.append(Table("", ["", ""], rows))
+    if lines:
+        title = "Changed files, variables, packages"
+        parts.append(Text(title, "\n".join(lines), folded=True))
+    return parts
 
 
 def _samples(folder: Path) -> list[Table | Text]:
-    """Some samples, from the first to the last."""
+    """Returns a few samples, from the first to the last."""
     path = folder / "samples.txt"
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
     _, *found = re.split(r"^--- step (\d+)$\n?", text, flags=re.MULTILINE)
-    pairs = list(zip(found[::2], found[1::2], strict=True))
-    which = sorted({round(i * (len(pairs) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)}) if pairs else []
-    return [Text(f"Step {pairs[i][0]}", pairs[i][1].rstrip()) for i in which]
+    samples = [Text(f"Step {s}", t.rstrip()) for s, t in zip(found[::2], found[1::2], strict=True)]
+    if len(samples) <= SAMPLES:
+        return [*samples]
+    return [samples[round(i * (len(samples) - 1) / (SAMPLES - 1))] for i in range(SAMPLES)]
 
 
 def _incidents(incidents: list[dict[str, Any]]) -> list[Table | Text]:
-    """The newest anomalous steps that the numerics guard recorded."""
+    """Returns the newest anomalous steps that the numerics guard recorded."""
     keys = ("time", "step", "kind", "decision", "loss", "limit", "gradient_norm", "suspects")
     rows = [[_figure(incident.get(key)) for key in keys] for incident in incidents[-ROWS:]]
     note = f"The newest {ROWS} of {len(incidents)}." if len(incidents) > ROWS else ""
@@ -178,7 +194,8 @@ def _checkpoints(history: History) -> list[Table | Text]:
             continue
         saved = manifest.read(path)
         mib = sum(size for size, _ in saved["files"].values()) / 2**20
-        rows.append([path.name, f"{mib:,.1f}", str(saved["world_size"]), str(saved["strategy"]), "sizes match"])
+        ranks, strategy = str(saved["world_size"]), str(saved["strategy"])
+        rows.append([path.name, f"{mib:,.1f}", ranks, strategy, "sizes match"])
     return [Table("", ["name", "MiB", "processes", "strategy", "state"], rows)] if rows else []
 
 

@@ -114,9 +114,11 @@ def loss_not_decreasing(history: History) -> Iterator[Finding]:
     is_untrained = first > UNTRAINED * uniform if uniform else not history.key("model.pretrained")
     if not is_untrained or abs(first - last) > NO_DECREASE * first:
         return
-    evidence = f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step {loss.steps[-1]}" + (
-        f"; ln(vocabulary) is {uniform:.4g}." if uniform else "."
+    evidence = (
+        f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step"
+        f" {loss.steps[-1]}"
     )
+    evidence += f"; ln(vocabulary) is {uniform:.4g}." if uniform else "."
     confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
     causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
     title = "the loss does not decrease"
