@@ -44,7 +44,7 @@ def test_a_log_file_gets_plain_lines_with_everything(monkeypatch: pytest.MonkeyP
         assert part in line
 
 
-def test_a_terminal_gets_one_line_in_place_which_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_one_line_that_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (200, 100, 80, 60, 40, 20, 8):
         line = shown(monkeypatch, columns).removeprefix("\r\x1b[K")
         assert "\n" not in line and len(line) < columns, columns

@@ -71,7 +71,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
         (ValueError("a word on being out of memory"), False),
     ],
 )
-def test_errors_that_mean_that_memory_ran_out_are_known(error: Exception, is_memory: bool) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) == is_memory
 
 
@@ -97,7 +97,7 @@ def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
     assert "Traceback (most recent call last)" in capfd.readouterr().err
 
 
-def test_memory_that_ran_out_is_reported_with_what_would_free_some(
+def test_out_of_memory_is_reported_with_remedies(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = {"error": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2.00 GiB"}
@@ -113,7 +113,7 @@ def test_memory_that_ran_out_is_reported_with_what_would_free_some(
     assert "optimizer state" not in capfd.readouterr().err, "which the first step would have made"
 
 
-def test_a_gpus_memory_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_a_gpus_memory_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**30
     figures = {"mem_get_info": (1 * gib, 80 * gib), "max_memory_reserved": 77 * gib, "memory_reserved": 76 * gib}
     figures |= {"max_memory_allocated": 70 * gib, "memory_allocated": 40 * gib}
@@ -204,7 +204,7 @@ def test_two_processes_report_a_crash_once(flags: list[str], tmp_path: Path, ran
 
 
 @pytest.mark.slow
-def test_the_launcher_restarts_what_had_fitted_and_nothing_else(flags: list[str], tmp_path: Path) -> None:
+def test_the_launcher_restarts_only_if_a_step_had_fitted(flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
     memory = {"error": "OutOfMemoryError", "message": "'Tried to allocate 2.00 GiB'", "rank": 1}
     for step, code, starts in ((0, Exit.OUT_OF_MEMORY, 1), (1, Exit.FAILED, 2)):
@@ -233,7 +233,7 @@ sys.exit(command(sys.argv[2:]))
 
 
 @pytest.mark.slow
-def test_a_real_lack_of_memory_is_explained_and_the_first_advice_helps(flags: list[str], tmp_path: Path) -> None:
+def test_the_first_remedy_for_a_real_out_of_memory_works(flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
     wide = (
         "{model_type: llama, hidden_size: 256, intermediate_size: 1024, num_hidden_layers: 6, num_attention_heads: 4}"

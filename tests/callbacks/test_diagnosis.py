@@ -1,4 +1,4 @@
-"""Diagnosis while training goes on: each finding once, on one rank, with nothing read from the device."""
+"""Diagnosis during training: each finding once, on one rank, with nothing read from the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_finding_is_printed_once_and_written_once(
     assert errors[2] == 0 and errors[60] == 1
 
 
-def test_it_looks_once_more_when_training_fails(
+def test_it_diagnoses_again_when_training_fails(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = LanguageModule.training_step

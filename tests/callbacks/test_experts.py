@@ -1,4 +1,4 @@
-"""Loads of experts equal a count by hand of what the routers chose."""
+"""Loads of experts equal an independent count of the routers' choices."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_every_kind_of_expert_is_found_and_where_nothing_balances_counted_in_log_steps_alone(name: str) -> None:
+def test_every_kind_of_expert_is_counted_only_at_log_steps_without_balancing(name: str) -> None:
     bench = Bench(SPARSE[name])
     layers = bench.module.balancer.layers
     assert len(layers) == (3 if name == "deepseek_v3" else 4) and all(layer.num == 8 for layer in layers)
@@ -82,7 +82,7 @@ def test_every_kind_of_expert_is_found_and_where_nothing_balances_counted_in_log
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_what_balances_counts_each_step_and_a_recomputed_block_once(checkpointing: str) -> None:
+def test_with_balancing_each_step_is_counted_and_a_recomputed_block_once(checkpointing: str) -> None:
     bench = Bench(DEEPSEEK, BalanceConfig(), checkpointing=checkpointing)
     for _ in range(3):
         bench.step()
@@ -97,7 +97,7 @@ def test_what_balances_counts_each_step_and_a_recomputed_block_once(checkpointin
     ("checkpointing", "balances"),
     tiers([("none", True), ("full", False), ("selective", True)], daily=[("none", True)]),
 )
-def test_compiled_blocks_neither_break_nor_compile_anew_after_the_second_step(
+def test_compiled_blocks_are_not_compiled_again_after_the_second_step(
     checkpointing: str, balances: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()

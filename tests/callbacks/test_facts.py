@@ -39,7 +39,7 @@ def test_facts_do_not_depend_on_the_strategy(train: Trainings, strategy: str) ->
     assert many["machine"]["peak_tflops"] is None, "of a CPU no peak is known"
 
 
-def test_a_resumed_run_keeps_the_facts_of_before(flags: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_earlier_facts(flags: list[str], tmp_path: Path) -> None:
     for more in (["--trainer.max_steps=2"], ["--trainer.max_steps=4", "--ckpt_path=last"]):
         assert run("fit", *flags, "--model.optim.warmup=1", "--trainer.limit_val_batches=0", *more) == 0
     folder = only_run(tmp_path)
@@ -49,7 +49,7 @@ def test_a_resumed_run_keeps_the_facts_of_before(flags: list[str], tmp_path: Pat
     assert steps == [2, 4]
 
 
-def test_a_model_and_data_of_ones_own_have_nulls(tmp_path: Path) -> None:
+def test_unknown_facts_of_a_custom_model_are_null(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = SimpleNamespace(

@@ -21,7 +21,7 @@ def lines(folder: Path, *attempts: dict[str, float]) -> Path:
     return folder
 
 
-def test_what_is_done_again_was_lost_and_the_gap_is_restart(tmp_path: Path) -> None:
+def test_repeated_steps_are_lost_time_and_the_gap_is_restart(tmp_path: Path) -> None:
     killed = {"attempt": 100.0, "time": 130.0, "from_step": 0, "step": 20, "start": 6, "productive": 20, "data_wait": 4}
     early = killed | {"time": 110.0, "step": 3, "productive": 2, "data_wait": 2}
     second = {"attempt": 137.0, "time": 160.0, "from_step": 15, "step": 25, "start": 5, "productive": 10}
@@ -47,7 +47,7 @@ def test_what_is_done_again_was_lost_and_the_gap_is_restart(tmp_path: Path) -> N
     assert sum(both.values()) == pytest.approx(170 - 100 - (9 - 9))
 
 
-def test_half_a_line_of_a_killed_process_is_passed_over(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_a_killed_process_is_skipped(tmp_path: Path) -> None:
     line = {"attempt": 1.0, "time": 3.0, "from_step": 0, "step": 1, "start": 1, "productive": 1}
     with (lines(tmp_path, line) / FILE).open("a") as file:
         file.write('{"attempt": 1.0, "ti')
@@ -56,7 +56,7 @@ def test_half_a_line_of_a_killed_process_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_with_a_restart_adds_up_to_the_wall_time(
+def test_the_kinds_add_up_to_the_wall_time_across_a_restart(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(goodput, "LINE_S", 0.0)

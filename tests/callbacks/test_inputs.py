@@ -26,7 +26,7 @@ def shares(tokens: list[int], labels: list[int], vocab_size: int, step: int = 9)
     return buffer.read(lambda t: t, torch.device("cpu"))
 
 
-def test_counted_and_distinct_are_shares_of_what_could_be() -> None:
+def test_counted_and_distinct_tokens_are_shares() -> None:
     assert shares([5, 5, 7, 9], [5, -100, -100, -100], vocab_size=50) == {
         "data/counted_share": 0.25,
         "data/distinct_token_share": 0.75,

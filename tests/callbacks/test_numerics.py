@@ -33,7 +33,7 @@ def saved_weights(root: Path, name: str = "default") -> dict[str, Tensor]:
 def test_stopping_returns_its_exit_code_and_keeps_the_checkpoint_from_before(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], last: int
 ) -> None:
-    """Also when it is the last step, which has no next one for the host to look at it in."""
+    """Also at the last step, after which there is no step in which the host could check it."""
     spoil(monkeypatch, lambda step: step == last)
     assert run("fit", *flags, *QUICK, "--last_checkpoint.every_n_steps=1") == Exit.NON_FINITE
     assert f"training stopped: step {last} was skipped: loss nan" in capsys.readouterr().err

@@ -31,7 +31,7 @@ BAD_STEP = 5
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(STRATEGIES, daily=["ddp", "fsdp2_ep", "zero3"]))
-def test_a_step_with_nan_on_one_rank_is_left_out_and_told(guarded: Train, strategy: str) -> None:
+def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
     spoil = partial(spoil_loss, BAD_STEP, rank=1, micro_batch=0)
     run = guarded(strategy, "skip", spoil, "--numerics.on_non_finite=skip").check()
     (incident,) = read_incidents(run.run)
@@ -70,7 +70,7 @@ SPIKE_STEP = 7
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["ddp", "zero3"], daily=["zero3"]))
-def test_a_spike_is_skipped_and_its_samples_are_told(guarded: Train, strategy: str) -> None:
+def test_a_spike_is_skipped_and_recorded(guarded: Train, strategy: str) -> None:
     spoil = partial(spoil_loss, SPIKE_STEP, rank=1, micro_batch=1, factor=50.0)
     run = guarded(strategy, "spike", spoil, "--numerics.on_spike=skip", *SPIKES).check()
     (incident,) = read_incidents(run.run)
@@ -94,7 +94,7 @@ OTHERS = [("zero2_offload", ""), ("zero1", ADDS_IN_FP32)]
         daily=[(*OTHERS[0], "spike"), (*OTHERS[1], "non_finite")],
     ),
 )
-def test_deepspeeds_other_optimizers_leave_out_one_step_and_no_more(
+def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     guarded: Train, strategy: str, config: str, fault: str, tmp_path: Path
 ) -> None:
     (tmp_path / "deepspeed.json").write_text(config)
@@ -121,7 +121,7 @@ def spoil_sample(place: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["ddp", "zero1"], daily=["zero1"]))
-def test_a_roll_back_goes_on_from_before_and_never_reads_those_samples_again(guarded: Train, strategy: str) -> None:
+def test_a_roll_back_resumes_from_before_and_skips_those_samples(guarded: Train, strategy: str) -> None:
     spoil = partial(spoil_sample, (SPIKE_STEP - 1) * 8 + 3)
     flags = ["--numerics.on_spike=roll_back", "--last_checkpoint.every_n_steps=2"]
     first = guarded(strategy, "roll-back", spoil, *flags, *SPIKES)

@@ -102,13 +102,13 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_none_is_lost(runs: Runs)
 
 
 @pytest.mark.slow
-def test_a_validation_is_left_and_done_again_after_the_resume(runs: Runs) -> None:
+def test_a_validation_is_interrupted_and_repeated_after_the_resume(runs: Runs) -> None:
     """Its step may be saved already; the learning rate depends on its result."""
     plateau = ["--model.optim.schedule=reduce_on_plateau", "--model.optim.plateau_patience=0"]
     flags = [*plateau, "--last_checkpoint.every_n_steps=5", "--trainer.val_check_interval=5", "--data.seq_len=8"]
     reference = runs.fit("reference", *flags).check()
-    asked = Signal({0}, 10, signal.SIGUSR1, "on_validation_batch_start")
-    first = runs.fit("first", *flags, callbacks=[asked])
+    signal_at = Signal({0}, 10, signal.SIGUSR1, "on_validation_batch_start")
+    first = runs.fit("first", *flags, callbacks=[signal_at])
     assert stopped(first, "SIGUSR1") == 10 and 10 not in first.eval(), first.answers
     second = runs.fit("second", *flags, run_id="first").check()
     assert second.eval() == {step: metrics for step, metrics in reference.eval().items() if step >= 10}
@@ -122,7 +122,7 @@ def test_the_time_limit_stops_all_ranks(runs: Runs) -> None:
     assert stopped(record, "preemption.max_time 00:00:00:03 is up"), record.answers
 
 
-def test_the_launcher_says_how_many_processes_there_are_and_both_time_limits_are_one(
+def test_both_time_limits_stop_the_run_under_the_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = Namespace(devices=8, num_nodes=4, max_time="00:01:00:00")
@@ -138,10 +138,10 @@ def test_the_launcher_says_how_many_processes_there_are_and_both_time_limits_are
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spared", tiers([True, False], daily=[True]))
-def test_a_signal_to_a_ranks_process_group_spares_those_that_read_data(runs: Runs, spared: bool) -> None:
-    asked = Signal({0, 1}, 5, signal.SIGTERM, "on_train_batch_start", to_group=True)
+def test_a_signal_to_a_ranks_process_group_does_not_kill_its_data_workers(runs: Runs, spared: bool) -> None:
+    signal_at = Signal({0, 1}, 5, signal.SIGTERM, "on_train_batch_start", to_group=True)
     prelude = os.setpgrp if spared else in_one_group
-    record = runs.fit("first", "--data.num_workers=2", callbacks=[asked], prelude=prelude)
+    record = runs.fit("first", "--data.num_workers=2", callbacks=[signal_at], prelude=prelude)
     assert bool(stopped(record, "SIGTERM")) == spared, record.answers
 
 
@@ -170,8 +170,8 @@ def test_every_signal_to_any_ranks_at_any_time_loses_no_step(runs: Runs) -> None
     trials = list(itertools.product([{0}, {1}, {0, 1}], [signal.SIGTERM, signal.SIGUSR1], hooks))
     chance.shuffle(trials)
     for trial, (ranks, number, hook) in enumerate(trials):
-        asked = Signal(ranks, last + 1 if hook != "on_train_start" else 0, number, hook, chance.uniform(0, 1))
-        record = runs.fit(f"trial{trial}", *flags, run_id="stopped_run", callbacks=[asked], prelude=agree_often)
+        signal_at = Signal(ranks, last + 1 if hook != "on_train_start" else 0, number, hook, chance.uniform(0, 1))
+        record = runs.fit(f"trial{trial}", *flags, run_id="stopped_run", callbacks=[signal_at], prelude=agree_often)
         assert not record.ok, f"the run was too short: step {last} after {trial} of {len(trials)} signals"
         assert min(record.rows(), default=last + 1) == last + 1, "none twice, none skipped"
         last = stopped(record, number.name)
@@ -185,11 +185,11 @@ def each_for_itself() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_vote_a_signal_to_one_rank_stops_none_in_good_order(runs: Runs) -> None:
-    asked = Signal({1}, 7, signal.SIGTERM, "on_train_batch_start")
+def test_without_the_vote_a_signal_to_one_rank_breaks_the_run(runs: Runs) -> None:
+    signal_at = Signal({1}, 7, signal.SIGTERM, "on_train_batch_start")
     with Workers(2) as workers:
         argv = ["fit", *runs.flags]
-        record = workers.run(argv, runs.folder / "red", timeout_s=12, callbacks=[asked], prelude=each_for_itself)
+        record = workers.run(argv, runs.folder / "red", timeout_s=12, callbacks=[signal_at], prelude=each_for_itself)
     assert not record.ok and not stopped(record, "SIGTERM"), record.answers
 
 

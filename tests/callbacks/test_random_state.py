@@ -18,14 +18,14 @@ WITH_DROPOUT = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 2, resid_pdro
 
 
 @pytest.mark.slow
-def test_a_resumed_run_draws_the_dropout_that_it_would_have_drawn(flags: list[str], tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_dropout(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, f"--model.architecture={WITH_DROPOUT}", "--last_checkpoint.every_n_steps=3"]
-    assert run("fit", *flags, "--run.name=whole") == 0
+    assert run("fit", *flags, "--run.name=uninterrupted") == 0
     with pytest.raises(RuntimeError, match="stopped by the test"):
         stop = "tests.support.runs.StopAfter"
         run("fit", *flags, "--run.name=cut", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=13")
     assert run("fit", *flags, "--run.name=cut", "--ckpt_path=last") == 0
-    expected, got = (logged(only_run(tmp_path, name), "train/loss") for name in ("whole", "cut"))
+    expected, got = (logged(only_run(tmp_path, name), "train/loss") for name in ("uninterrupted", "cut"))
     assert got[20] == expected[20]
     assert {step: expected[step] for step in got} == got
 
@@ -67,7 +67,7 @@ def test_the_state_of_all_generators_passes_through_a_file(tmp_path: Path) -> No
     assert resume(loaded, rank=0, world_size=1) == expected
 
 
-def test_on_another_number_of_ranks_each_draws_anew_and_says_so() -> None:
+def test_another_number_of_ranks_starts_new_streams_with_a_warning() -> None:
     checkpoint: dict[str, Any] = {"global_step": 7}
     RandomState().on_save_checkpoint(trainer(0, 1), None, checkpoint)
     assert len(checkpoint[KEY]) == 1

@@ -36,10 +36,10 @@ class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
+        self.batches: list[list[int]] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.seen.append(batch.tolist())
+        self.batches.append(batch.tolist())
         return self.layer(batch[:, None].float()).mean()
 
     def configure_optimizers(self) -> Any:
@@ -64,18 +64,19 @@ def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[
     )  # fmt: skip
     trainer.fit(module, datamodule=Data(loader), ckpt_path=resumes)
     trainer.save_checkpoint(folder / "last.ckpt")
-    return module.seen
+    return module.batches
 
 
 @pytest.mark.parametrize("stop", [3, 5, 7])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_resume_reads_the_next_samples_of_each_epoch(tmp_path: Path, stop: int, workers: int) -> None:
     loader = DataLoader(Numbers(), 4, shuffle=True, num_workers=workers)
-    whole = fit(tmp_path, loader, 12)
-    assert sorted(sum(whole, [])[:20]) != sum(whole, [])[:20], "shuffled"
-    assert len({*sum(whole, [])[:NUM]}) == NUM and len({*sum(whole, [])[NUM : 2 * NUM]}) == NUM, "two whole epochs"
-    assert fit(tmp_path, loader, stop) == whole[:stop]
-    assert fit(tmp_path, loader, 12, ckpt_path=tmp_path / "last.ckpt") == whole[stop:]
+    uninterrupted = fit(tmp_path, loader, 12)
+    samples = sum(uninterrupted, [])
+    assert sorted(samples[:20]) != samples[:20], "shuffled"
+    assert len({*samples[:NUM]}) == NUM and len({*samples[NUM : 2 * NUM]}) == NUM, "two full epochs"
+    assert fit(tmp_path, loader, stop) == uninterrupted[:stop]
+    assert fit(tmp_path, loader, 12, ckpt_path=tmp_path / "last.ckpt") == uninterrupted[stop:]
 
 
 def test_a_loader_that_does_not_shuffle_keeps_its_order(tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_loader_stays_as_it_is_and_a_warning_says_so(name: str) -> None:
+def test_another_loader_is_not_changed_and_a_warning_is_printed(name: str) -> None:
     order, loader = SampleOrder(), OTHERS[name]()
     order._trainer = SimpleNamespace(overfit_batches=0.0, accumulate_grad_batches=1)
     with pytest.warns(UserWarning, match="a resumed epoch starts again at its first batch"):
@@ -106,7 +107,7 @@ def test_a_training_set_below_one_step_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, DataLoader(Numbers(), 8), 1, accumulate_grad_batches=3)
 
 
-def test_the_datamodule_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_datamodule_is_restored(tmp_path: Path) -> None:
     data, module = Data(DataLoader(Numbers(), 4)), Module()
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,

@@ -40,7 +40,7 @@ def own_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LanguageModule, "forward", lambda self, batch: self.model(batch["input_ids"]))
 
 
-def test_a_network_without_generate_trains_and_predict_says_so(
+def test_a_network_without_generate_trains_and_predict_refuses_it(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     steps = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--model.optim.warmup=0"]

@@ -62,7 +62,7 @@ def test_a_recorded_training_is_diagnosed_as_expected(training: Training) -> Non
 
 
 @each_of("healthy", HEALTHY, ids=ids)
-def test_no_expectation_of_a_fault_holds_for_a_healthy_training(healthy: Training) -> None:
+def test_a_healthy_training_meets_no_expectation_of_a_fault(healthy: Training) -> None:
     findings = diagnose(recorded(healthy.name))
     assert not [fault.name for fault in FAULTS if is_named(fault, findings)], as_text(findings)
 

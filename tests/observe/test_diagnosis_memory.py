@@ -98,7 +98,7 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("strategy", "precision"), [*QUICKEST, *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)]
 )
-def test_weights_gradients_and_optimizer_state_are_as_counted(
+def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
     flags: list[str], tmp_path: Path, strategy: str, precision: str
 ) -> None:
     run("prepare", *flags)
@@ -118,7 +118,7 @@ def test_weights_gradients_and_optimizer_state_are_as_counted(
 @pytest.mark.parametrize(
     ("model", "precision"), [("llama", "32-true"), ("llama", "bf16-mixed"), ("deepseek_v3", "32-true")]
 )
-def test_activations_are_about_what_autograd_keeps(
+def test_the_estimate_of_activations_is_within_a_factor_of_two(
     flags: list[str], tmp_path: Path, model: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ratio is printed with -s. Routing and latent attention are not estimated."""
@@ -183,7 +183,7 @@ def test_the_proposed_micro_batch_divides_and_fits() -> None:
     assert changes(history, memory | {"used_gib": 79.9, "asked_gib": 60.0})["data.micro_batch_size"].to == 4
 
 
-def test_what_is_in_effect_or_impossible_is_not_proposed() -> None:
+def test_remedies_in_effect_or_impossible_are_not_proposed() -> None:
     replicated = changes(llama_7b())
     assert {"data.micro_batch_size", "data.seq_len", "model.blocks.checkpointing"} < replicated.keys()
     assert "trainer.precision" not in replicated
@@ -203,7 +203,7 @@ def test_what_is_in_effect_or_impossible_is_not_proposed() -> None:
     assert "configs/strategy/fsdp2.yaml" not in {c.to for cause in fp16 for c in cause.changes}, "limits/ refuses it"
 
 
-def test_savings_are_the_formulas_differences() -> None:
+def test_savings_follow_from_the_formulas() -> None:
     found = changes(llama_7b(zero(stage=2)))
     gib = LLAMA_7B / GIB
     # stage 3: 7/8 of the 2 bytes of weights, one bucket of 0.4 GB less, and gathered weights, 1e9 x 2 bytes, more

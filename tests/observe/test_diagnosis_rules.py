@@ -42,7 +42,7 @@ def test_a_healthy_run_has_no_findings(steps: int, every: int) -> None:
 
 
 @pytest.mark.parametrize("upto", [0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9])
-def test_nor_at_any_time_during_training(upto: float) -> None:
+def test_a_healthy_run_has_no_findings_at_any_time(upto: float) -> None:
     assert [f.line for f in diagnose(a_run(100_000, 10, upto=upto))] == []
 
 

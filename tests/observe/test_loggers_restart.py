@@ -50,7 +50,7 @@ def restarted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-def test_tensorboard_has_every_metric_at_its_steps_and_none_of_the_steps_that_were_done_again(restarted: Path) -> None:
+def test_tensorboard_has_every_metric_once_per_step_after_a_resume(restarted: Path) -> None:
     points, expected = read_back.tensorboard_points(restarted), read_back.metrics(restarted)
     assert set(points["train/loss"]) == set(range(1, 11)) and set(points["eval/loss"]) == {0, 5, 10}
     for step, metrics in expected.items():

@@ -100,10 +100,10 @@ exit_process(0)"""
     assert ended.stderr.count("UserWarning: W&B has failed (") == 1, ended.stderr
 
 
-def test_a_wandb_service_that_was_never_there_means_logging_offline(
+def test_without_a_service_at_the_start_wandb_logs_offline(
     tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no service listens there
     with pytest.warns(UserWarning, match="logging offline"):
         log(logger := started(tmp_path / "one", init_timeout_s=3), range(1, 7))
     logger.finalize("success")
@@ -168,7 +168,7 @@ def logger_of(fake: FakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **
     return logger
 
 
-def test_artifacts_are_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_artifacts_selects_the_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, expected in {"none": 0, "best": 1, "last": 1, "all": 2}.items():
         fake = FakeRun()
         fake.may.set()
@@ -179,7 +179,7 @@ def test_artifacts_are_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(fake.taken) == expected, kind
 
 
-def test_whatever_wandb_raises_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logger_of(FakeRun(), tmp_path, monkeypatch)  # it has no `log`
     with pytest.warns(UserWarning, match="continues without it") as warned:
         logger.log_metrics({"train/loss": 1.0}, step=1)

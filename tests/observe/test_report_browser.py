@@ -20,7 +20,7 @@ BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 
 
 def opened(page: Path, profile: Path, *flags: str) -> tuple[str, list[str]]:
-    """The document as it stands some seconds later, and what the page's console says; no name is resolved meanwhile."""
+    """Returns the document after some seconds, and the console's messages; there is no network."""
     if BROWSER is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
@@ -47,7 +47,7 @@ def test_every_plot_of_three_steps_shows_its_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_run_beside_one_with_gaps_at_a_phones_width(tmp_path: Path) -> None:
+def test_a_long_run_and_one_with_gaps_at_a_phones_width(tmp_path: Path) -> None:
     broken = falling(300)
     broken["train/loss"][100:200] = [math.nan] * 100
     runs = [write_run(tmp_path / "a" / "1", falling(20_000)), write_run(tmp_path / "a" / "2", broken)]
@@ -59,7 +59,7 @@ def test_a_long_run_beside_one_with_gaps_at_a_phones_width(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_page_that_was_moved_finds_plotly_beside_its_run_or_beside_itself_or_says_so(tmp_path: Path) -> None:
+def test_a_moved_page_finds_plotly_or_reports_that_it_is_missing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a" / "1", falling(3), {"run": {"name": "a", "root": "runs"}})
     files.write([folder], folder)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
@@ -72,4 +72,4 @@ def test_a_page_that_was_moved_finds_plotly_beside_its_run_or_beside_itself_or_s
     shown = [opened(each, tmp_path / "profile")[0] for each in (page, together / page.name, alone / page.name)]
     assert [drawn(document) for document in shown] == [[4, 4, 4, 4], [4, 4, 4, 4], [0, 0, 0, 0]]
     missing = [re.search(r'<p id="missing"( hidden="")?', document) for document in shown]
-    assert [bool(found and found[1]) for found in missing] == [True, True, False], "it is said where there is none"
+    assert [bool(found and found[1]) for found in missing] == [True, True, False], "its absence is reported"

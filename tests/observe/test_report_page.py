@@ -78,7 +78,7 @@ def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
         assert (folder / library).read_text("utf-8").startswith("/**\n* plotly.js v")
         assert (folder / "report.html").stat().st_size < 100_000
     found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
-    assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing beside itself"
+    assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing outside of itself"
     (tmp_path / "runs/a/1/config.yaml").write_text("run: {name: a, root: runs, plotly: cdn}", "utf-8")
     files.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
     (library,) = libraries(Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8")))
@@ -105,7 +105,7 @@ def test_the_load_of_experts_is_drawn_layer_by_layer(tmp_path: Path) -> None:
     assert not [figure for figure in more if "layer" in figure.panel.title], "not once more, one by one"
 
 
-def test_whatever_comes_from_a_run_is_text(tmp_path: Path) -> None:
+def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     config = {"run": {"name": "a"}, "data": {"prompts": [HOSTILE]}, "model": {HOSTILE: HOSTILE}}
     metrics = falling(5) | {f"train/{HOSTILE}": [1.0, 2.0]}
     folder = write_run(

@@ -61,7 +61,7 @@ def report_exit_codes() -> None:
     Ended.__init__ = told
 
 
-def leave_out_by_hand(step: int) -> None:
+def skip_explicitly(step: int) -> None:
     """In each worker: no guard, and the one step is not taken, as one would write it in a loop of one's own."""
     _without_guard()
 
@@ -112,7 +112,7 @@ class Train:
     def by_hand(self, strategy: str, step: int) -> dict[str, Tensor]:
         """The weights of a training, done once, in which `step` is left out as one would write it oneself."""
         if (strategy, step) not in self._by_hand:
-            run = self(strategy, f"by-hand-{step}", partial(leave_out_by_hand, step)).check()
+            run = self(strategy, f"by-hand-{step}", partial(skip_explicitly, step)).check()
             self._by_hand[strategy, step] = run.end
         return self._by_hand[strategy, step]
 

@@ -65,15 +65,15 @@ def new_lines(ranks: list[list[str]], reported: set[str]) -> list[str]:
     """
     reported |= {_without_rank(text, 0) for text in reported}  # rank 0's own
     new: dict[str, tuple[str, list[int]]] = {}  # pattern -> a text, its ranks
-    seen = set()
+    received = set()
     for rank, texts in enumerate(ranks):
         for text in texts:
-            seen.add(_without_rank(text, rank))
+            received.add(_without_rank(text, rank))
             if _without_rank(text, rank) not in reported:
                 _, owners = new.setdefault(re.sub(r"\d+", "#", text), (text, []))
                 if rank not in owners:
                     owners.append(rank)
-    reported |= seen
+    reported |= received
     lines = []
     for text, owners in new.values():
         more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""

@@ -181,9 +181,9 @@ def _like(loader: DataLoader, sampler: Any, drop_last: bool) -> DataLoader:
     return _Deferred(loader.dataset, **options)
 
 
-def _then(make: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    @wraps(make)
+def _then(create: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    @wraps(create)
     def changed(*args: Any, **kwargs: Any) -> Any:
-        return change(make(*args, **kwargs))
+        return change(create(*args, **kwargs))
 
     return changed

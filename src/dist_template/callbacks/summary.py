@@ -29,7 +29,7 @@ MOST = 3  # findings that are printed
 
 
 class Summary(Callback):
-    """Keeps the first validation's result across restarts, and prints it beside the last.
+    """Keeps the first validation's result across restarts, and prints it with the last.
 
     Args:
         folder: The run's folder.

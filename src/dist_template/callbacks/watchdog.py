@@ -133,9 +133,9 @@ class Watchdog(Callback):
         """
         if not dist.is_initialized():
             return
-        asked = timeout_of(trainer.strategy)
-        limit = asked
-        if asked == default_pg_timeout and limit_s:
+        configured = timeout_of(trainer.strategy)
+        limit = configured
+        if configured == default_pg_timeout and limit_s:
             limit = timedelta(seconds=limit_s + LATER_S)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend other than gloo and NCCL has no timeout

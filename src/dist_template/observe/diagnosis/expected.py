@@ -19,7 +19,7 @@ HOPELESS = 100  # times the usual rate: no warm-up makes such a rate stable
 
 
 def max_steps(history: History) -> float:
-    """Returns the optimizer steps of the whole training; inf without a limit."""
+    """Returns the optimizer steps of the full training; inf without a limit."""
     steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
     return float(steps) if isinstance(steps, int | float) and steps > 0 else math.inf
 

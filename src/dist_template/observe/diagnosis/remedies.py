@@ -75,7 +75,7 @@ def memory_use(
     """
     estimate = Estimate(history)
     estimated, parts = estimate.parts(), estimate.state()
-    used, limit, asked, outside, unused = (
+    used, limit, requested, outside, unused = (
         GIB * (memory.get(f"{name}_gib") or 0.0)
         for name in ("used", "total", "asked", "outside", "pieces")
     )
@@ -88,7 +88,7 @@ def memory_use(
     parts |= {"outside of torch": outside, "fragmentation": unused}
     rest = max(0.0, used - sum(parts.values()))
     per_token = max(sum(estimated[part] for part in PER_TOKEN), 1.0)
-    step = max(rest + asked, UNDERCOUNTED * per_token if is_first else 0.0)
+    step = max(rest + requested, UNDERCOUNTED * per_token if is_first else 0.0)
     shares = {part: estimated[part] / per_token for part in PER_TOKEN}
     in_use = parts | {part: rest * share for part, share in shares.items()}
     needed = parts | estimate.state() | {part: step * share for part, share in shares.items()}

@@ -103,7 +103,7 @@ class WandB(WandbLogger):
 
     @rank_zero_only
     def on_checkpoint(self, path: Path) -> None:
-        """Uploads a committed checkpoint, if `artifacts` says so."""
+        """Uploads a committed checkpoint, if `artifacts` includes it."""
         kind = "best" if path.name.startswith("best") else "last"
         if self.artifacts not in (kind, "all"):
             return

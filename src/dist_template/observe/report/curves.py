@@ -98,10 +98,10 @@ def not_finite(history: History) -> list[str]:
     found = []
     for name in sorted(set(history.metrics.names) - NOT_DRAWN):
         series = history.metrics[name]
-        bad = series[~np.isfinite(series.values)]
-        if len(bad):
-            num = f"{name}: {len(bad)} of {len(series)} values are not finite"
-            found.append(f"{num}, the first at step {bad.steps[0]}.")
+        gaps = series[~np.isfinite(series.values)]
+        if len(gaps):
+            num = f"{name}: {len(gaps)} of {len(series)} values are not finite"
+            found.append(f"{num}, the first at step {gaps.steps[0]}.")
     return found
 
 

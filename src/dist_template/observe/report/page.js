@@ -70,7 +70,7 @@ document.addEventListener("click", ({ target }) => {
 });
 
 function start() {
-  const resized = new ResizeObserver((seen) => seen.forEach(({ target }) => draw(target)));
+  const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => draw(target)));
   document.querySelectorAll(".plot").forEach((plot) => resized.observe(plot)); // also draws what is unfolded
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 }

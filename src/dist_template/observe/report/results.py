@@ -110,7 +110,7 @@ def side_by_side(histories: list[History], names: list[str]) -> list[Table]:
         for name in AT_TOKENS:
             values = [_at_tokens(history, name, least) for history in histories]
             rows.append((name, "{:.4f}".format, values))
-        title = f"At equal tokens: {short(least)}, the most that all have seen"
+        title = f"At equal tokens: {short(least)}, the length of the shortest run"
         tables.append(_table(title, rows, names))
     return tables
 
@@ -126,8 +126,8 @@ def _table(title: str, rows: list, names: list[str]) -> Table:
 def _at_tokens(history: History, name: str, tokens: float) -> float | None:
     """Returns the newest value at or before `tokens` of training; None if there is none."""
     series = history.metrics[name]
-    seen = series[tokens_at(history, series.steps) <= tokens * (1 + 1e-9)]
-    return seen.last if len(seen) else None
+    reached = series[tokens_at(history, series.steps) <= tokens * (1 + 1e-9)]
+    return reached.last if len(reached) else None
 
 
 def tokens_at(history: History, steps: np.ndarray) -> np.ndarray:

@@ -56,9 +56,10 @@ def out_of_memory(history: History) -> Iterator[Finding]:
         parts = {name: size for name, size in use.parts.items() if size > use.total / 100}
         used_by = f"Used by: {', '.join(f'{name} {as_size(parts[name])}' for name in parts)}."
     memory = worst["memory"]
-    asked, used, total = (GIB * (memory.get(f"{k}_gib") or 0.0) for k in ("asked", "used", "total"))
+    sizes = [GIB * (memory.get(f"{key}_gib") or 0.0) for key in ("asked", "used", "total")]
+    requested, used, total = sizes
     place = f"In {worst['place']}" + (f", in {worst['module']}" if worst["module"] else "")
-    request = f": {as_size(asked)} more were requested" if asked else ""
+    request = f": {as_size(requested)} more were requested" if requested else ""
     in_use = f"; {as_size(used)} of {as_size(total)} were in use" if total else ""
     title, evidence = "out of memory", f"{place}{request}{in_use}. {used_by}"
     steps, ranks = (step, step), [crash["rank"] for crash in crashes]
