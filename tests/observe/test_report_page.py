@@ -18,7 +18,7 @@ from dist_template.observe.history.run import read_run
 from dist_template.observe.report import curves, files
 from dist_template.observe.report.commands import resume
 from dist_template.observe.report.differences import from_defaults
-from dist_template.observe.report.page import Html, _document, tag
+from dist_template.observe.report.page import page as render
 from dist_template.observe.report.plotly_js import PlotlyJs
 from tests.support.runs import PROJECT, only_run, run
 from tests.support.written import HOSTILE, falling, write_run
@@ -124,10 +124,12 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     assert not [name for name in plotted if "<" in name], "plotly takes names for HTML"
 
 
-def test_attributes_and_data_are_escaped() -> None:
-    assert tag("p", "<i>", title='"><b>') == '<p title="&quot;&gt;&lt;b&gt;">&lt;i&gt;</p>'
-    page = Elements(_document("<i>", Html("<p>"), json.dumps("</script><b>")))
-    assert json.loads(page.scripts[0]) == "</script><b>" and "b" not in [name for name, _ in page.elements]
+def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
+    history = read_run(write_run(tmp_path / "a" / "1", falling(3) | {"x/</script><b>": [1.0]}))
+    page = Elements(render([history], ["<i>"], [[]], link='"><b>'))
+    assert libraries(page) == ['"><b>']
+    assert "i" not in [tag for tag, _ in page.elements]
+    assert "x/</script><b>" in page.text and json.loads(page.scripts[0])
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -76,6 +76,10 @@ class Figure:
     panel: Panel
     plot: dict[str, Any]
 
+    @property
+    def is_log(self) -> bool:
+        return self.plot["layout"]["yaxis"]["type"] == "log"
+
 
 def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], list[Figure]]:
     """Returns the panels that have data, and those of all other metrics."""
