@@ -57,23 +57,21 @@ class WarningsOfRanks(Callback):
 
 
 def new_lines(ranks: list[list[str]], reported: set[str]) -> list[str]:
-    """Returns a line for each new text; texts that differ only in numbers share one.
+    """Returns a line for each new text; texts that differ only in numbers count as equal.
 
     Args:
         ranks: Each rank's warnings since the last exchange.
-        reported: The texts that were printed already, in any rank's wording; new ones are added.
+        reported: The texts that were printed already; new ones are added.
     """
-    reported |= {_without_rank(text, 0) for text in reported}  # rank 0's own
+    known = {_pattern(text) for text in reported}
     new: dict[str, tuple[str, list[int]]] = {}  # pattern -> a text, its ranks
-    received = set()
     for rank, texts in enumerate(ranks):
         for text in texts:
-            received.add(_without_rank(text, rank))
-            if _without_rank(text, rank) not in reported:
-                _, owners = new.setdefault(re.sub(r"\d+", "#", text), (text, []))
+            reported.add(text)
+            if _pattern(text) not in known:
+                _, owners = new.setdefault(_pattern(text), (text, []))
                 if rank not in owners:
                     owners.append(rank)
-    reported |= received
     lines = []
     for text, owners in new.values():
         more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
@@ -81,6 +79,6 @@ def new_lines(ranks: list[list[str]], reported: set[str]) -> list[str]:
     return lines
 
 
-def _without_rank(text: str, rank: int) -> str:
-    """Replaces the rank's own number in `text`: "cuda:3" on rank 3 is "cuda:0" on rank 0."""
-    return re.sub(rf"(?<!\d){rank}(?!\d)", "<rank>", text)
+def _pattern(text: str) -> str:
+    """Returns `text` without its numbers, such as a rank's or a device's."""
+    return re.sub(r"\d+", "#", text)
