@@ -50,7 +50,7 @@ PANELS = (
     Panel("Throughput", "tokens per second, all processes", ("perf/tokens_per_s",), zero=True),
     Panel("MFU", "share of the hardware's peak", ("perf/mfu",), share=True, zero=True),
     Panel("Memory", "GiB, the fullest process", MEMORY, zero=True),
-    Panel("Waiting for data", "share of the step", ("perf/data_wait_share",), share=True, zero=True),
+    Panel("Waiting for data", "share of a step", ("perf/data_wait_share",), share=True, zero=True),
     Panel("GPU utilization", "mean of all", ("gpu/utilization",), share=True, zero=True),
     Panel("Slowest process", "times the median", ("rank/slowest_over_median",)),
     Panel("Expert load", "busiest over mean, worst layer", ("moe/expert_load_max_over_mean",)),
@@ -59,8 +59,8 @@ PANELS = (
 # Only in the report of one run: a curve for each layer, at "*".
 LAYERS = (
     Panel("Expert load by layer", "busiest over mean", ("moe/layer_*/load_max_over_mean",)),
-    Panel("Least used expert by layer", "over mean", ("moe/layer_*/load_min_over_mean",), zero=True),
-    Panel("Entropy of the load by layer", "1 is even", ("moe/layer_*/load_entropy",), zero=True),
+    Panel("Least load by layer", "least over mean", ("moe/layer_*/load_min_over_mean",), zero=True),
+    Panel("Entropy of the load by layer", "share of ln(experts)", ("moe/layer_*/load_entropy",), zero=True),
 )
 # Shown by another curve or by a figure, or not a curve; each other metric has its own folded panel.
 NOT_DRAWN = {

@@ -1,4 +1,4 @@
-"""Renders the report as one HTML file with its style, its data and the script that draws the curves.
+"""Renders the report as one HTML file with its style, its data and the script of the curves.
 
 page.html is a Jinja template, which escapes all texts of a run (samples, names, messages).
 plotly_js.py determines where the page loads plotly.js from.
