@@ -60,7 +60,7 @@ PANELS = (
 LAYERS = (
     Panel("Expert load by layer", "busiest over mean", ("moe/layer_*/load_max_over_mean",)),
     Panel("Least load by layer", "least over mean", ("moe/layer_*/load_min_over_mean",), zero=True),
-    Panel("Load entropy by layer", "share of ln(experts)", ("moe/layer_*/load_entropy",), zero=True),
+    Panel("Load entropy by layer", "over ln(experts)", ("moe/layer_*/load_entropy",), zero=True),
 )
 # Shown by another curve or by a figure, or not a curve; each other metric has its own folded panel.
 NOT_DRAWN = {
