@@ -38,8 +38,6 @@ def page(
     is_one = len(histories) == 1
     shown, more = curves.figures(histories, names)
     axes = curves.axes(histories)
-    data = json.dumps({"figures": [f.plot for f in [*shown, *more]], "axes": axes})
-    data = data.replace("<", "\\u003c")  # "</script>" in a text would end the element
     folder = Path(__file__).parent
     folders = " ".join(str(history.folder) for history in histories)
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True)
@@ -47,7 +45,7 @@ def page(
         title=names[0] if is_one else f"{len(histories)} runs compared",
         css=Markup((folder / "page.css").read_text("utf-8")),
         script=Markup((folder / "page.js").read_text("utf-8")),
-        data=Markup(data),
+        data=Markup(_as_json({"figures": [f.plot for f in [*shown, *more]], "axes": axes})),
         link=link,
         library=Markup("" if link else _plotly_js()),
         what=what(histories[0]),
@@ -77,6 +75,11 @@ def _run(history: History, name: str, findings: list[Finding]) -> dict[str, Any]
         "crashed": bool(history.crashes),
         "gaps": curves.not_finite(history),
     }
+
+
+def _as_json(data: dict[str, Any]) -> str:
+    """Returns JSON without "<": the text "</script>" would end its element."""
+    return json.dumps(data).replace("<", "\\u003c")
 
 
 def _plotly_js() -> str:
