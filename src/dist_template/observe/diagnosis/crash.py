@@ -99,7 +99,7 @@ def _before_training(error: BaseException) -> str:
 
 
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:
-    """Whether this rank is the first with this error, so that it prints.
+    """Returns whether this rank is the first with this error, so that it prints.
 
     Digits are ignored, and so is the message of an out-of-memory error.
     """

@@ -105,7 +105,7 @@ def higher_rate(history: History) -> list[Change]:
 
 
 def rate_is_high(history: History) -> bool:
-    """Whether one step moves a weight by its own size, or the rate is ten times the usual one."""
+    """Returns whether one step moves a weight by its size, or the rate is 10 times the usual."""
     now = peak_rate(history)
     return bool(now and now > min(WEIGHT, 10 * usual_rate(history)))
 
@@ -117,7 +117,7 @@ def largest_move(history: History) -> float:
 
 
 def rate_is_low(history: History) -> bool:
-    """Whether all steps together cannot have moved a weight by a tenth of its size."""
+    """Returns whether all steps together cannot have moved a weight by a tenth of its size."""
     return len(history.metrics["train/learning_rate"]) > 0 and largest_move(history) < WEIGHT / 10
 
 

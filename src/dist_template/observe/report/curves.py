@@ -197,5 +197,5 @@ def _traces(
 
 
 def _rounded(values: np.ndarray) -> list[Any]:
-    """To six digits, as JSON has them: non-finite values are null."""
+    """Rounds to six digits; non-finite values become None, as JSON needs."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -30,12 +30,12 @@ def clock(seconds: float) -> str:
 
 
 def _last(name: str) -> Of:
-    """The last value, also if it is NaN."""
+    """Returns a function for the last value, also if it is NaN."""
     return lambda history: history.metrics[name].last if name in history.metrics else None
 
 
 def _over_all(name: str, what: Callable[[np.ndarray], float]) -> Of:
-    """What `what` returns for all finite values."""
+    """Returns a function that applies `what` to all finite values."""
 
     def of(history: History) -> float | None:
         values = history.metrics[name].finite().values
@@ -45,7 +45,7 @@ def _over_all(name: str, what: Callable[[np.ndarray], float]) -> Of:
 
 
 def _warm_median(values: np.ndarray) -> float:
-    """Without the first value, which includes the warm-up."""
+    """Returns the median without the first value, which includes the warm-up."""
     return float(np.median(values[1:] if len(values) > 1 else values))
 
 
@@ -81,7 +81,7 @@ IN_FIGURES = re.compile(
 
 
 def short(value: float) -> str:
-    """1234567 as "1.23 M"."""
+    """Formats 1234567 as "1.23 M"."""
     for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"

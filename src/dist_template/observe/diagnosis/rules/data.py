@@ -44,7 +44,7 @@ def labels_masked(history: History) -> Iterator[Finding]:
 
 
 def labels_not_shifted(history: History) -> Iterator[Finding]:
-    """The labels contain the token that the model is given."""
+    """Reports labels that equal the input token at the same position."""
     share = history.fact("data.unshifted_share")
     if not share or share < UNSHIFTED:
         return
@@ -90,7 +90,7 @@ def train_validation_overlap(history: History) -> Iterator[Finding]:
 
 
 def overfits(history: History) -> Iterator[Finding]:
-    """The validation loss rises while the training loss falls."""
+    """Reports a validation loss that rises while the training loss falls."""
     loss = expected.metric(history, "train/loss")
     # No checkpoint is kept of the validation before training.
     validation = robust.later(expected.metric(history, "eval/loss"), 0)

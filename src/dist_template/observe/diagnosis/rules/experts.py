@@ -58,7 +58,7 @@ def experts_unused(history: History) -> Iterator[Finding]:
 
 
 def experts_overloaded(history: History) -> Iterator[Finding]:
-    """The largest load is above the geometric mean of an even load (1) and the highest one."""
+    """Reports a load above the geometric mean of an even load (1) and the highest one."""
     load = expected.settled(history, "moe/expert_load_max_over_mean")
     experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
     if len(load) < MIN_POINTS or not experts or not chosen:

@@ -28,7 +28,7 @@ NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median; absolute: 0.1 
 
 
 def loss_diverges(history: History) -> Iterator[Finding]:
-    """The loss rose and stayed high, or is far above its first value."""
+    """Reports a loss that rose and stayed high, or is far above its first value."""
     loss = expected.metric(history, "train/loss")
     if len(loss) < MIN_POINTS:
         return
@@ -53,7 +53,7 @@ def loss_diverges(history: History) -> Iterator[Finding]:
 
 
 def early_loss_jump(history: History) -> Iterator[Finding]:
-    """The loss jumped in the first steps, even if it came down again."""
+    """Reports a jump of the loss in the first steps, even if it came down again."""
     loss = expected.metric(history, "train/loss")
     if len(loss) < MIN_POINTS:
         return
@@ -80,7 +80,7 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
-    """Single log steps are far above their neighbours."""
+    """Reports single log steps whose loss is far above their neighbours."""
     loss = expected.settled(history, "train/loss")
     if len(loss) < 2 * WIDTH:
         return
@@ -105,7 +105,7 @@ def loss_spikes(history: History) -> Iterator[Finding]:
 
 
 def loss_not_decreasing(history: History) -> Iterator[Finding]:
-    """The loss of an untrained model does not decrease."""
+    """Reports that the loss of an untrained model does not decrease."""
     loss, vocab_size = expected.metric(history, "train/loss"), history.fact("model.vocab_size")
     if len(loss) < MIN_POINTS or len(expected.settled(history, "train/loss")) < 3:
         return
@@ -167,7 +167,7 @@ def gradient_zero(history: History) -> Iterator[Finding]:
 
 
 def gradient_explodes(history: History) -> Iterator[Finding]:
-    """Single gradient norms are far above the usual ones."""
+    """Reports single gradient norms that are far above the usual ones."""
     norm = expected.settled(history, "train/grad_norm")
     if len(norm) < MIN_NORMS:
         return

@@ -59,7 +59,7 @@ def _overhead(
 
 
 def time_limit_too_short(history: History) -> Iterator[Finding]:
-    """The job ends before the last step."""
+    """Reports that the job ends before the last step."""
     loss, steps = history.metrics["train/loss"], expected.max_steps(history)
     limit = history.key("preemption.max_time") or history.key("trainer.max_time")
     started, ends = history.environment.get("job_started"), _job_ends(history, limit)

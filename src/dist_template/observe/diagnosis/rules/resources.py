@@ -49,7 +49,7 @@ def waits_for_data(history: History) -> Iterator[Finding]:
 
 
 def slow_rank(history: History) -> Iterator[Finding]:
-    """All ranks wait for one and the same rank."""
+    """Reports that all ranks wait for one and the same rank."""
     ratio = expected.steady(history, "rank/slowest_over_median")
     which = expected.steady(history, "rank/slowest")
     if len(ratio) < MIN_POINTS or len(which) != len(ratio):
