@@ -138,6 +138,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "num", "rank", "where"),
     tiers(CASES, daily=[("fsdp2", 2, 1, STEP), ("ddp", 2, 1, LOADER), ("zero2", 2, 0, STOP)]),
@@ -222,12 +223,13 @@ def no_limits_for_groups() -> None:
 OWN_LIMIT = "--trainer.strategy.init_args.timeout=00:03:20"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "extra", "expected"),
     [
         pytest.param("fsdp2", [], LIMIT_S + 60, id="a mesh's groups"),
-        pytest.param("zero2", [], LIMIT_S + 60, id="DeepSpeed's groups", marks=pytest.mark.slow),
-        pytest.param("fsdp2", [OWN_LIMIT], 200.0, id="the strategy's own key rules", marks=pytest.mark.slow),
+        pytest.param("zero2", [], LIMIT_S + 60, id="DeepSpeed's groups"),
+        pytest.param("fsdp2", [OWN_LIMIT], 200.0, id="the strategy's own key rules"),
     ],
 )
 def test_every_process_group_carries_the_limit(

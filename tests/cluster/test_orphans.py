@@ -58,6 +58,7 @@ def lives(pid: int) -> bool:
 
 
 @LINUX
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [WORKER_THAT_LOOPS, RANK_THAT_IS_STUCK], ids=["a worker", "a rank before its imports"])
 def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
     env = os.environ
