@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 
 class Exit(IntEnum):
-    """Exit codes; they tell a launcher or scheduler what to do next. Codes from 64 on are those of BSD's sysexits.h."""
+    """Exit codes, by which a launcher or scheduler decides. Codes from 64 on are those of BSD's sysexits.h."""
 
     DONE = 0
     FAILED = 1  # a bug; the log has a traceback. torchrun restarts it a few times
@@ -119,7 +119,7 @@ def reason(error: BaseException) -> str:
 
 
 def another_rank_is_gone(error: BaseException | str) -> bool:
-    """Returns whether the error only reports that another rank has exited, in gloo's or NCCL's words."""
+    """Returns whether the message of gloo or NCCL only reports that another rank has exited."""
     signs = ("closed by peer", "closed by remote peer", "Connection reset", "remote process exited")
     return any(sign in str(error) for sign in signs)
 

@@ -1,7 +1,8 @@
-"""Tensors that lie differently over the ranks: grouping them, and one norm over all of them.
+"""Tensors with different device meshes or placements: groups them, and computes one norm over all of them.
 
-Under tensor or expert parallelism some parameters are plain tensors and others DTensors on different meshes. torch's
-functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`) refuse the mixture: they get a group at a time.
+Under tensor or expert parallelism some parameters are plain tensors and others DTensors on different
+meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`) refuse such a
+mixture, so they are called for one group at a time.
 """
 
 from __future__ import annotations
@@ -18,33 +19,29 @@ from .errors import InputError
 
 
 def layout(tensor: Tensor) -> Hashable:
-    """What must be equal for two tensors to go into one call: the mesh and the placements; None for a plain tensor."""
+    """Returns the mesh and the placements, which must be equal in one call; None for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def whole_shape(tensor: Tensor) -> torch.Size:
-    """Of all ranks' parts together: under ZeRO-3 a parameter itself is empty, and its shape stands in `ds_shape`."""
+def full_shape(tensor: Tensor) -> torch.Size:
+    """Returns the unsharded shape: under ZeRO-3 a parameter is empty, and `ds_shape` has its shape."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def refuse_scalars(model: nn.Module, what: str) -> None:
-    """Refuse parameters of no dimension, which `what` cannot shard.
-
-    Raises:
-        InputError: there is one.
-    """
-    if name := next((name for name, p in model.named_parameters() if not whole_shape(p)), None):
-        raise InputError(
-            f"{name} of {type(model).__name__} is a scalar parameter, which {what} cannot shard: give it one dimension,"
-            " nn.Parameter(torch.ones(1)), or set trainer.strategy to ddp"
-        )
+    """Raises InputError if a parameter has no dimension: the strategy `what` cannot shard it."""
+    for name, parameter in model.named_parameters():
+        if not full_shape(parameter):
+            raise InputError(
+                f"{name} of {type(model).__name__} is a scalar parameter, which {what} cannot shard: give it"
+                " one dimension, nn.Parameter(torch.ones(1)), or set trainer.strategy to ddp"
+            )
 
 
-def by_layout(items: Iterable[Any], tensor: Callable[[Any], Tensor] = lambda item: item) -> list[list[Any]]:
-    """`items` in groups of equal layout, in the order of first appearance."""
-    items = list(items)
-    if not any(isinstance(tensor(item), DTensor) for item in items):
-        return [items] if items else []
+def by_layout(
+    items: Iterable[Any], tensor: Callable[[Any], Tensor] = lambda item: item
+) -> list[list[Any]]:
+    """Returns `items` in groups of equal layout, in the order of first appearance."""
     groups: dict[Hashable, list[Any]] = defaultdict(list)
     for item in items:
         groups[layout(tensor(item))].append(item)
@@ -52,21 +49,23 @@ def by_layout(items: Iterable[Any], tensor: Callable[[Any], Tensor] = lambda ite
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """() the joint 2-norm of tensors of any layouts: a plain tensor, equal on every rank, not read on the host."""
-    norms = [torch.nn.utils.get_total_norm(group) for group in by_layout(tensors)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    """Returns (): the joint 2-norm of tensors of any layouts, equal on every rank, without a device sync."""
+    norms = []
+    for group in by_layout(tensors):
+        norm = torch.nn.utils.get_total_norm(group)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor | None:
-    """Scale all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0 only measures.
+    """Scales all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0 only measures.
 
-    Own code because Lightning's clipping refuses a fused AdamW under bf16-mixed (2.6.6), hides the norm, and fails
-    where parameters live on different meshes.
+    Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm, and fails
+    for parameters on different meshes.
 
     Returns:
-        () the norm before clipping, on the gradients' device: reading it on the host would be a device sync. None where
-        no parameter holds a gradient, because the strategy keeps and clips them itself (DeepSpeed).
+        () the norm before clipping, on the gradients' device. None where no parameter has a gradient,
+        because the strategy keeps and clips them itself (DeepSpeed).
     """
     parameters = [p for p in parameters if p.grad is not None]
     if not parameters:

@@ -19,17 +19,11 @@ _program = __name__.split(".")[0]  # the started package, for messages only
 
 @dataclass(frozen=True)
 class Project:
-    """A user's package.
+    """A user's package. `module` and `data` are "module:Class"; a leading dot means inside the package."""
 
-    Args:
-        package: Its name, as in `python -m <package>`.
-        module: Its LightningModule as "module:Class"; a leading dot means inside the package.
-        data: Its LightningDataModule, likewise.
-    """
-
-    package: str
-    module: str = ".module:LanguageModule"
-    data: str = ".data:DataModule"
+    package: str  # as in `python -m <package>`
+    module: str = ".module:LanguageModule"  # the LightningModule
+    data: str = ".data:DataModule"  # the LightningDataModule
 
     def class_of(self, where: str) -> Any:
         """Imports and returns the class that `module` or `data` names.
@@ -68,12 +62,12 @@ def program_name() -> str:
 
 
 def has_command_line() -> bool:
-    """Whether a project was started; else a Trainer of somebody's own uses parts of this library."""
+    """Returns whether a project was started; otherwise a user's own Trainer uses parts of this library."""
     return _program != __name__.split(".")[0]
 
 
 def in_run(path: str | Path, trainer: Any) -> Path:
-    """Returns `path` with `{run}`, which the command line fills in, replaced by the Trainer's default_root_dir."""
+    """Returns `path` with `{run}` replaced by the Trainer's default_root_dir."""
     return Path(str(path).replace("{run}", trainer.default_root_dir))
 
 

@@ -11,12 +11,9 @@ GIB = 2**30  # bytes
 
 
 def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
-    """Write a text file completely or not at all.
+    """Writes a text file completely or not at all; its folder must exist.
 
-    Args:
-        path: Of the file; its folder must exist.
-        text: The new content.
-        keep_earlier: Whether an existing file is kept as `<name>.<n>.<ending>`, n counted from 0.
+    `keep_earlier` renames an existing file to `<name>.<n>.<ending>`, n counted from 0.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")

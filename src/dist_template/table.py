@@ -7,18 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-CELL = 60  # characters of a cell on a terminal; longer ones are cut
+CELL = 60  # characters of a cell on a terminal; longer ones are truncated
 
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows and columns.
+    """Text in rows and columns: `head` has a title per column; each row has as many cells as `head`.
 
-    Args:
-        title: May be empty.
-        head: Of each column; if all are empty, HTML shows none.
-        rows: Each with as many cells as `head`.
-        note: A sentence below the table; may be empty.
+    `title` and `note`, a sentence below the table, may be empty.
     """
 
     title: str
@@ -27,22 +23,22 @@ class Table:
     note: str = ""
 
     def as_text(self) -> str:
-        lines = [[_cut(cell) for cell in line] for line in (self.head, *self.rows)]
+        lines = [[_truncated(cell) for cell in line] for line in (self.head, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         texts = [in_columns(line, widths) for line in lines]
         return "\n".join(line for line in (self.title, *texts, self.note) if line)
 
 
 def in_columns(cells: Iterable[str], widths: Iterable[int]) -> str:
-    """One line of a table on a terminal."""
+    """Returns one line of a table on a terminal."""
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def shown(value: Any) -> str:
-    """A configuration's value as YAML has it on one line."""
+    """Returns a configuration's value as YAML writes it on one line."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _cut(cell: str) -> str:
+def _truncated(cell: str) -> str:
     line = " ".join(cell.split())
     return line if len(line) <= CELL else line[: CELL - 1] + "…"

@@ -1,4 +1,4 @@
-"""What a project's own tests are made of: its module on this CPU, its configurations, the same training on N ranks.
+"""Functions for a project's own tests: build its module on this CPU, check its configurations, train on N ranks.
 
     PROJECT = this_project(__file__)
     module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")

@@ -1,11 +1,11 @@
-"""Whole weights, and each rank's part of them.
+"""Distributes full (unsharded) weights from rank 0 over the ranks, and gathers them there.
 
-A model is built on rank 0, and as a skeleton without memory (torch's meta device) on every other rank; its tensors then
-go from rank 0 to wherever they belong, one by one. So a node's host memory holds one model, however many ranks the node
-has, and the starting weights do not depend on the strategy.
+Rank 0 builds the model, and every other rank builds it on torch's meta device, without memory; then each
+tensor is sent from rank 0 to the ranks that need it. So a node's host memory holds one model, and the
+starting weights do not depend on the strategy.
 
-torch's `set_model_state_dict(broadcast_from_rank0=True)` does this for plain and evenly sharded tensors; it knows
-neither non-persistent buffers, nor the interleaved shards of transformers' packed plans, nor DeepSpeed's partitions.
+torch's `set_model_state_dict(broadcast_from_rank0=True)` does not support non-persistent buffers, the
+interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
 """
 
 from __future__ import annotations
@@ -30,56 +30,58 @@ def is_alone() -> bool:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, shared ones once, buffers that no checkpoint holds too."""
+    """Returns parameters and buffers by name: shared ones once, non-persistent buffers too."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def take(module: nn.Module) -> dict[str, Tensor]:
-    """Take `module`'s weights out of it: what it held on rank 0, nothing elsewhere. It is a skeleton afterwards."""
-    whole = {name: tensor.detach() for name, tensor in named_tensors(module).items()} if is_rank_zero() else {}
+    """Moves `module` to the meta device; returns its weights on rank 0, {} on other ranks."""
+    full = {}
+    if is_rank_zero():
+        full = {name: tensor.detach() for name, tensor in named_tensors(module).items()}
     with kept_ties(module):
         module.to("meta")
-    return whole
+    return full
 
 
 def spread(module: nn.Module, device: torch.device) -> None:
-    """Whole weights on every rank, from rank 0, which alone has them."""
+    """Broadcasts rank 0's weights: every rank has the full ones afterwards."""
     if not is_alone():
         fill(module, take(module), device)
 
 
 @torch.no_grad()
-def fill(module: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
-    """Give a skeleton memory on `device`, and in it each rank's part of rank 0's `whole` tensors."""
+def fill(module: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
+    """Allocates a module of the meta device on `device` and loads rank 0's `full` tensors into it."""
     with kept_ties(module):
         module.to_empty(device=device)
-    load(module, whole)
+    load(module, full)
 
 
 @torch.no_grad()
-def load(module: nn.Module, whole: dict[str, Tensor]) -> None:
-    """Copy rank 0's `whole` tensors, by name, into `module`'s, each rank its part; names that `whole` lacks stay.
+def load(module: nn.Module, full: dict[str, Tensor]) -> None:
+    """Copies rank 0's `full` tensors by name into `module`, each rank its shard. Collective.
 
-    Collective; the other ranks' `whole` is not looked at.
+    Tensors whose names `full` lacks are unchanged; `full` of other ranks is ignored.
     """
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    for name in broadcast([name for name in tensors if name in whole]):
-        copy_part(tensors[name], whole.get(name))
+    for name in broadcast([name for name in tensors if name in full]):
+        copy_part(tensors[name], full.get(name))
 
 
 @torch.no_grad()
 def gather(module: nn.Module) -> dict[str, Tensor]:
-    """`module`'s state dict of whole tensors on the host on rank 0, nothing elsewhere. Collective."""
-    whole = {}
+    """Returns the state dict of full tensors on rank 0's host, {} on other ranks. Collective."""
+    state = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        full = _whole(tensor)
+        full = _full(tensor)
         if is_rank_zero():
-            whole[name] = full.detach().cpu().clone()
-    return whole
+            state[name] = full.detach().cpu().clone()
+    return state
 
 
 def from_all_ranks(value: Any, group: Any = None) -> list[Any]:
-    """Every rank's `value`, of plain types, by rank. Collective over `group`; None: all."""
+    """Returns every rank's `value`, of plain types, by rank. Collective over `group`; None: all ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -88,7 +90,7 @@ def from_all_ranks(value: Any, group: Any = None) -> list[Any]:
 
 
 def broadcast(value: Any) -> Any:
-    """Rank 0's `value`, of plain types, on every rank."""
+    """Returns rank 0's `value`, of plain types, on every rank."""
     if is_alone():
         return value
     box = [value]
@@ -96,7 +98,7 @@ def broadcast(value: Any) -> Any:
     return box[0]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     if is_partitioned_by_zero(tensor):
@@ -105,31 +107,31 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def copy_part(target: Tensor, whole: Tensor | None) -> None:
-    """Copy rank 0's `whole` into `target`, which holds this rank's part of it."""
+def copy_part(target: Tensor, full: Tensor | None) -> None:
+    """Copies rank 0's `full` into `target`, which is this rank's shard of it."""
     if is_partitioned_by_zero(target):
         with _gathered_from_zero(target):
-            if whole is not None:
-                target.copy_(whole)
+            if full is not None:
+                target.copy_(full)
         return
-    received = tensor_from_rank_zero(whole, target)
+    received = tensor_from_rank_zero(full, target)
     if isinstance(target, DTensor):
-        target.to_local().copy_(_part(received, target))
+        target.to_local().copy_(_shard(received, target))
     else:
         target.copy_(received)
 
 
-def _part(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's shard of `whole`, placed as `like` is."""
-    from transformers.distributed.sharding_utils import DtensorShardOperation  # knows interleaved shards
+def _shard(full: Tensor, like: DTensor) -> Tensor:
+    """Returns this rank's shard of `full`, with the placements of `like`."""
+    from transformers.distributed.sharding_utils import DtensorShardOperation  # supports interleaved shards
 
-    part = DtensorShardOperation(like).shard_tensor(whole)
-    assert part is not None  # it is None for single experts only
-    return part
+    shard = DtensorShardOperation(like).shard_tensor(full)
+    assert shard is not None  # it is None for single experts only
+    return shard
 
 
 def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Rank 0's `tensor` on every rank, of the shape and type of `like`, on a device that the process group reaches."""
+    """Returns rank 0's `tensor` on every rank, with the shape and type of `like`, on the group's device."""
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else like.device
     if tensor is None:
@@ -141,38 +143,38 @@ def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def is_partitioned_by_zero(tensor: Tensor) -> bool:
-    """Whether `tensor` is a parameter under ZeRO-3: it is empty, and its part lies in `ds_tensor`."""
+    """Returns whether `tensor` is a parameter under ZeRO-3: it is empty, and its shard is `ds_tensor`."""
     return hasattr(tensor, "ds_tensor")
 
 
 def _gathered_from_zero(parameter: Tensor) -> AbstractContextManager:
-    """Inside, `parameter` is whole; what rank 0 wrote into it is partitioned again at the end."""
+    """Inside, `parameter` is unsharded; at the end rank 0's values are partitioned again."""
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
 
 
-Ties = list[list[tuple[nn.Module, str]]]  # where each shared parameter is found
+Ties = list[list[tuple[nn.Module, str]]]  # the owners and names of each shared parameter
 
 
 def find_ties(module: nn.Module) -> Ties:
-    """The places of every parameter that is in more than one."""
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    """Returns the owners and names of every parameter that has more than one."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
-            places[id(parameter)].append((owner, name))
-    return [found for found in places.values() if len(found) > 1]
+            owners[id(parameter)].append((owner, name))
+    return [found for found in owners.values() if len(found) > 1]
 
 
 def tie(ties: Ties) -> None:
-    """Make what is in the first place of each tie the parameter of all its places."""
+    """Shares the first owner's parameter of each tie with the other owners."""
     for (first, first_name), *others in ties:
         for owner, name in others:
             setattr(owner, name, getattr(first, first_name))
 
 
 def untie(ties: Ties) -> None:
-    """Give each place a parameter of its own."""
+    """Gives each owner a parameter of its own."""
     for _, *others in ties:
         for owner, name in others:
             setattr(owner, name, nn.Parameter(getattr(owner, name).detach().clone()))
@@ -180,7 +182,7 @@ def untie(ties: Ties) -> None:
 
 @contextmanager
 def kept_ties(module: nn.Module) -> Generator[None]:
-    """Parameters that were one object before are one object after: moving to or from meta would make them two."""
+    """Restores shared parameters at the end: moving to or from the meta device would separate them."""
     ties = find_ties(module)
     yield
     tie(ties)

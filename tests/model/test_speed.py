@@ -39,7 +39,7 @@ def batch_of(document: int = 5) -> dict[str, Any]:
 def step(model: nn.Module, tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
     """What `LanguageModule.training_step` does."""
     chunked_loss = ChunkedLoss(model, LanguageModule().sums, chunk)
-    if chunked_loss.takes(tokens):
+    if chunked_loss.applies_to(tokens):
         sums = chunked_loss(hidden_states(model, lambda: model(tokens)), tokens)
     else:
         sums = LanguageModule().sums(model(tokens), tokens)

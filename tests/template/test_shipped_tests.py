@@ -21,7 +21,7 @@ MASK = 'batch["labels"]'
 EDITS = {  # what a user did wrong: file, text there, text in its place, the tests that are run, the one that must fail
     "a misspelt key": (
         "configs/strategy/fsdp2.yaml", "class_path: MeshStrategy", "class_path: MeshStrategie",
-        "tests/test_configs.py -k strategy", "test_a_configuration_to_add_can_run[strategy/fsdp2]",
+        "tests/test_configs.py -k strategy", "test_a_configuration_can_be_added[strategy/fsdp2]",
     ),
     "labels that are not shifted": (
         DATA, "        return batch\n", '        return batch | {"labels": batch["input_ids"].clone()}\n',
@@ -37,7 +37,7 @@ EDITS = {  # what a user did wrong: file, text there, text in its place, the tes
     ),
     "a loss with the wrong sign": (
         MODULE, "        return cross_entropy\n", "        return -cross_entropy\n",
-        "tests/test_model.py", "test_the_untrained_loss_is_that_of_a_uniform_guess",
+        "tests/test_model.py", "test_the_initial_loss_is_that_of_a_uniform_guess",
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Every configuration can run, and those to start from make their first steps."""
+"""Every configuration can run, and the main ones train for their first steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dist_template.testing import check_config, first_steps, this_project
 
 PROJECT = this_project(__file__)
 CONFIGS = Path(__file__).parents[1] / "configs"
-WHAT = sorted(CONFIGS.glob("*.yaml"))  # what is trained
+MAIN = sorted(CONFIGS.glob("*.yaml"))  # what is trained
 ADDED = sorted(CONFIGS.glob("*/*.yaml"))  # given after one of those
 
 
-@pytest.mark.parametrize("config", WHAT, ids=lambda path: path.stem)
-def test_a_configuration_to_start_from_can_run(config: Path) -> None:
+@pytest.mark.parametrize("config", MAIN, ids=lambda path: path.stem)
+def test_a_main_configuration_can_run(config: Path) -> None:
     assert check_config(PROJECT, f"--config={config}") == []
 
 
 @pytest.mark.parametrize("config", ADDED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_configuration_to_add_can_run(config: Path) -> None:
+def test_a_configuration_can_be_added(config: Path) -> None:
     machine = ["--trainer.accelerator=gpu", "--trainer.devices=8", "--trainer.num_nodes=2"]
     flags = [*machine, "--model.optim.warmup=0"]  # a preset may end before a warm-up would
     assert check_config(PROJECT, f"--config={CONFIGS}/pretrain.yaml", *flags, f"--config={config}") == []

@@ -1,4 +1,4 @@
-"""The model of module.py can learn: shown on this CPU, before a GPU hour is spent."""
+"""The model of module.py can learn: tested on this CPU, before it runs on GPUs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return build(PROJECT, f"--config={CONFIGS}/quickstart.yaml", *SMALL, f"--data.cache_dir={cache}")
 
 
-def test_the_untrained_loss_is_that_of_a_uniform_guess(built: tuple[Any, Any]) -> None:
-    """ln V nats; far above: the initialization is too wide; below: labels leak into the input."""
+def test_the_initial_loss_is_that_of_a_uniform_guess(built: tuple[Any, Any]) -> None:
+    """It is ln V nats. Far above, the initialization is too wide; below, labels leak into the input."""
     module, data = built
     loss = module.training_step(batches(data, 1)[0], 0).item()
     assert loss == pytest.approx(math.log(data.vocab_size), rel=0.05)
@@ -35,7 +35,7 @@ def test_every_trainable_parameter_gets_a_gradient(built: tuple[Any, Any]) -> No
     assert [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-def test_one_batch_is_learned_by_heart(built: tuple[Any, Any]) -> None:
+def test_one_batch_can_be_overfitted(built: tuple[Any, Any]) -> None:
     module, data = built
     batch = batches(data, 1)[0]
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)

@@ -1,9 +1,9 @@
-"""What the model is trained on. Edit this file, or only its keys in YAML.
+"""The training data. Edit this file, or only its keys in YAML.
 
     source -> documents -> train, validation and test split -> token ids -> rows of T + 1 tokens -> batches
 
-The base class does everything after `documents`: it splits by a hash of the text, tokenizes once into a memory-mapped
-cache, packs, orders by (seed, samples consumed) and resumes. A new source is one class with one method.
+A new source is one class with the method `documents`. The base class does the rest: it splits by a hash of the text,
+tokenizes once into a memory-mapped cache, packs the tokens into rows, and orders the rows by seed and consumed samples.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from dist_template.text import ByteBPE, PackedText, Source, StandardLibrary, Tok
 
 
 class Paragraphs(Source):
-    """A source of your own: each paragraph of the .txt files in a folder is a document.
+    """An example of a source of your own: each paragraph of the .txt files in a folder is a document.
 
     Select it with --data.source Paragraphs --data.source.folder FOLDER.
 
     Args:
-        folder: Where the .txt files are.
+        folder: The folder of the .txt files.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        """Pairs (name, text), in the same order each time."""
+        """Yields pairs (name, text), in the same order each time."""
         for path in self.files():
             for number, text in enumerate(path.read_text(encoding="utf-8").split("\n\n")):
                 yield f"{path.name}:{number}", text
 
     def files(self) -> list[Path]:
-        """The token cache is rebuilt when one of these changes."""
+        """Returns the files that are read: the token cache is rebuilt when one of them changes."""
         return sorted(Path(self.folder).glob("*.txt"))
 
 
 class DataModule(PackedText):
-    """Text as packed rows of tokens, resumable to the sample.
+    """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
         source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, or yours.
@@ -62,5 +62,5 @@ class DataModule(PackedText):
         super().__init__(source, tokenizer, seq_len, global_batch_size, micro_batch_size, **options)
 
     def transform(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Change a batch on the host: mask labels with -100, add tensors for `forward`."""
+        """Returns a changed batch, on the host: mask labels with -100, add tensors for `forward`."""
         return batch

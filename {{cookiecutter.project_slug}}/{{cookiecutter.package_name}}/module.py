@@ -1,12 +1,15 @@
-"""What is trained: the model, its loss and its metrics. Edit this file.
+"""The model, its loss and its metrics. Edit this file.
 
-    another model           `architecture` or `pretrained` in the YAML; `build_model` for a network of your own
-    other inputs/outputs    `forward`, and `transform` in data.py
-    another loss or metric  `loss` is minimized; `sums` has the metrics of tokens; `self.track` logs any other
-    another optimizer       `configure_optimizers`, or --optimizer and --lr_scheduler
+    to change               edit
+    the model               `model.architecture` or `model.pretrained` in YAML; `build_model` for your own network
+    inputs and outputs      `forward`, and `transform` in data.py
+    the loss                `loss`
+    a metric                `sums` for a mean per token; `self.track` in `training_step` for any other
+    the optimizer           `model.optim` in YAML, --optimizer and --lr_scheduler; or `configure_optimizers`
+    a callback of your own  `configure_callbacks`
 
-This file does not depend on the hardware: strategy, precision, devices and accumulation are set in YAML. Evaluation,
-generation and logging are in the base class, an ordinary LightningModule: override any of its methods here.
+This file is hardware-independent: strategy, precision, devices and accumulation are set in YAML. The base class, a
+LightningModule, has evaluation, generation and logging: override any of its methods here.
 
 Shapes: B sequences, T tokens of a sequence, V vocabulary.
 """
@@ -18,6 +21,7 @@ from typing import Any
 import torch.nn.functional as F
 from dist_template import BalanceConfig, BlockConfig, OptimConfig
 from dist_template.text import Attention, TextModule, causal_lm, causal_lm_config, known_documents
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 # DeepSeek-V3's architecture (multi-head latent attention, mixture of experts) at a size that learns on a CPU.
@@ -48,16 +52,16 @@ class LanguageModule(TextModule):
     """A transformers causal language model with next-token loss.
 
     Args:
-        architecture: A transformers configuration: `model_type` and any of its fields; under `extra`, keys that only
-            your own model reads. Vocabulary, sequence length and end-of-document token come from the data. Trained from
-            scratch. Not used when `pretrained` is set.
+        architecture: A transformers configuration, trained from scratch: `model_type` and any of its fields; under
+            `extra`, keys that only your own model reads. The data set the vocabulary, the sequence length and the EOS
+            token. Not used when `pretrained` is set.
         pretrained: A local folder or hub name to load weights from. null starts from scratch.
-        attention: The attention kernel; flash_attention_2 and 3 are packages of their own. null: sdpa where the model
-            supports it, else eager.
+        attention: The attention kernel; flash_attention_2 and 3 need packages of that name. null: sdpa where the
+            model supports it, else eager.
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
         balance: Load balancing of a mixture of experts.
-        options: loss_chunk, loss_kernel, sample_tokens, sample_temperature: see TextModule.
+        options: loss_chunk, sample_tokens, sample_temperature: see TextModule.
     """
 
     def __init__(
@@ -86,18 +90,18 @@ class LanguageModule(TextModule):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns (B, T, V) logits of (B, T) tokens.
 
-        `use_cache=False` and no attention mask: only then does transformers derive document boundaries from the
-        positions; with either, packed documents would attend to each other.
+        Keep `use_cache=False` and pass no attention mask: otherwise transformers ignores the document boundaries in
+        the positions, and packed documents attend to each other.
         """
         with known_documents(self.model, batch, self.blocks.compile) as known:
             tokens, positions = batch["input_ids"], batch["position_ids"]
             return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
 
     def loss(self, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
-        """Returns what training minimizes: (B*T,) values, 0 where the label is -100.
+        """Returns the values (B*T,) whose sum training minimizes, 0 where the label is -100.
 
-        Change it for label smoothing or a penalty on logits: train/loss, eval/loss, perplexity and bits per byte are
-        means of `cross_entropy` all the same; the mean of what is returned here is then train/objective.
+        Change it for label smoothing or a penalty on logits. Its mean is then logged as train/objective; train/loss,
+        eval/loss, perplexity and bits per byte remain those of `cross_entropy`.
         """
         return cross_entropy
 
@@ -105,7 +109,7 @@ class LanguageModule(TextModule):
         """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
 
         A further entry `"name": sum` is logged as its mean per token: train/name, eval/name, test/name. `labels` (B, T)
-        are already shifted, -100 where none counts.
+        are already shifted; -100 does not count.
         """
         cross_entropy = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
         minimized = self.loss(logits, labels, cross_entropy)
@@ -116,8 +120,8 @@ class LanguageModule(TextModule):
         }
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        # Every strategy averages over ranks and micro-batches, so divide by the mean token count of the global batch's
-        # micro-batches, not by this micro-batch's own: the result is the mean over all counted tokens.
+        # Every strategy averages gradients over ranks and micro-batches. Dividing by the mean token count of all
+        # micro-batches of the global batch, not by this one's, gives the mean over all counted tokens.
         num_tokens = batch["tokens_per_micro_batch"]
         means = {name: total / num_tokens for name, total in self.sums_of(batch).items()}
         for name, mean in means.items():
@@ -131,3 +135,7 @@ class LanguageModule(TextModule):
     def configure_optimizers(self) -> Any:
         """Returns the optimizer and schedule of `model.optim`; replace it for parameter groups of your own."""
         return super().configure_optimizers()
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Returns your own callbacks; those of `trainer.callbacks` in YAML are added to them."""
+        return []

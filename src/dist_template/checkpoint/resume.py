@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import weights
 from ..errors import InputError
-from ..layout import whole_shape
+from ..layout import full_shape
 from . import zero
 from .commit import agreed
 from .formats import (
@@ -127,7 +127,7 @@ def refuse_another_models(path: Path, state_dict: dict[str, Tensor], module: nn.
     own = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            own[name] = tuple(whole_shape(tensor))
+            own[name] = tuple(full_shape(tensor))
     saved = {name: tuple(one.shape) for name, one in state_dict.items() if isinstance(one, Tensor)}
     refuse_other_shapes(path, saved, own)
 

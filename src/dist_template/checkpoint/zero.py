@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .. import weights
 from ..compat import deepspeed as compat
-from ..layout import whole_shape
+from ..layout import full_shape
 from .optimizer import State, merge, without_moments
 from .untrusted import as_data
 
@@ -253,7 +253,7 @@ class Target:
         from deepspeed import utils
 
         parameter: Any = self.parameters[name]
-        like = torch.empty(whole_shape(parameter), device=self.device)
+        like = torch.empty(full_shape(parameter), device=self.device)
         value = weights.tensor_from_rank_zero(full, like)
         reach = "full"
         if weights.is_partitioned_by_zero(parameter):

@@ -1,7 +1,7 @@
-"""What the library asks of a module and its data beyond Lightning's own interface, with an answer for those without it.
+"""Optional features of a module and its data beyond Lightning's interface, and their fallbacks.
 
-A TrainingModule has a metric buffer, PackedText an order of samples. Any other LightningModule and LightningDataModule
-trains as well: this file is the only place that asks which of them a user has.
+A TrainingModule has a metric buffer, and PackedText an order of samples. Any other LightningModule and
+LightningDataModule trains as well: only this file distinguishes them.
 """
 
 from __future__ import annotations

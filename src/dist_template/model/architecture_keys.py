@@ -1,7 +1,7 @@
-"""Which keys `model.architecture` may have: those that the configuration class of its `model_type` or its model reads.
+"""Checks the keys of `model.architecture`: the configuration class of its `model_type` or its model must read them.
 
-transformers keeps any other key as an attribute that no model asks for, so a misspelt one would do nothing. A key for a
-model of your own goes under `extra`, whose keys are handed to the configuration unchecked.
+transformers keeps any other key as an attribute that no model reads, so a misspelt one would have no effect. Keys for a
+model of your own are given under `extra`; they are passed to the configuration unchecked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXTRA = "extra"
 
 
 def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration, those of `extra` among them, without `model_type`.
+    """Returns the fields of a configuration, with those of `extra` and without `model_type`.
 
     Raises:
         InputError: neither the configuration class nor the model reads such a key.
@@ -48,9 +48,9 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _known(config_class: Any) -> set[str]:
-    """Fields, their other names, properties, what a default configuration has, and the older names that it accepts.
+    """Returns a configuration's fields, aliases, properties, defaults and accepted older names.
 
-    And what only the model's code reads: Qwen3-MoE's `head_dim` is no field in transformers 5.23.
+    The keys that only the model's code reads are included: Qwen3-MoE's `head_dim` is no field in transformers 5.23.
     """
     classes = [one for one in config_class.__mro__ if one.__module__.startswith("transformers.")]
     known = {field.name for field in dataclasses.fields(config_class)}

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError, check_least
-from ..layout import whole_shape
+from ..layout import full_shape
 from .flops import find_experts, num_experts, text_config
 
 BIAS = "e_score_correction_bias"
@@ -89,7 +89,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def _is_router_weight(parameter: Tensor, num: int) -> bool:
-    shape = whole_shape(parameter)
+    shape = full_shape(parameter)
     return len(shape) == 2 and shape[0] == num
 
 

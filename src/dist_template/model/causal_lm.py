@@ -1,16 +1,23 @@
-"""Builds a causal language model of transformers, from scratch or from published weights."""
+"""Builds a causal language model of transformers, from scratch or from published weights.
+
+Weights are read from safetensors files alone: other formats can run code when they are read.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..errors import InputError, reason
 from .architecture_keys import checked_fields
 from .kernels import Attention, set_attention
-from .pretrained import check_files, load_pretrained
+
+INDEX = "model.safetensors.index.json"
 
 
 def causal_lm_config(
@@ -32,7 +39,7 @@ def causal_lm_config(
     if pretrained:
         try:
             config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
-            check_files(pretrained)
+            _check_files(pretrained)
             return set_attention(config, attention)
         except InputError:
             raise
@@ -59,8 +66,43 @@ def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module
     if not pretrained or torch.get_default_device().type == "meta":
         config.vocab_size = max(config.vocab_size, vocab_size)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = load_pretrained(pretrained, config)
+    model = _load_pretrained(pretrained, config)
     embeddings: Any = model.get_input_embeddings()
     if embeddings.num_embeddings < vocab_size:
         model.resize_token_embeddings(vocab_size)
     return model
+
+
+def _check_files(name: str) -> None:
+    """Checks the headers of a local folder's weights before any process is started; a hub name passes."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return
+    try:
+        files = {"model.safetensors"}
+        if (folder / INDEX).exists():
+            files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        for file in sorted(files):
+            if not (folder / file).is_file():
+                raise InputError(
+                    f"model.pretrained {name!r} has no {file}: give a complete folder in transformers' layout, with"
+                    " weights as safetensors (save_pretrained writes them)"
+                )
+            with safe_open(folder / file, framework="pt"):
+                pass  # opening compares the header's offsets with the file's size
+    except InputError:
+        raise
+    except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
+        sentence = f"model.pretrained {name!r} is damaged ({reason(error)}): copy or download it again"
+        raise InputError(sentence) from error
+
+
+def _load_pretrained(name: str, config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InputError(f"model.pretrained {name!r} cannot be loaded: {reason(error)}") from error

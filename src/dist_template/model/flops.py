@@ -1,16 +1,15 @@
-"""How many floating-point operations training needs, and how many a device can do: what MFU is made of.
+"""Floating-point operations of training, and the peak of a device: the two numbers of MFU.
 
     operations of a token = 6 N + 12 L d T
 
-6 N: each parameter that a token meets is multiplied and added, once forward and twice backward. 12 L d T: attention's
-scores and their products with the values, in L layers of width d over T tokens, causality not subtracted, nothing that
-is computed again counted. This is PaLM's convention (arXiv:2204.02311, appendix B), which nanoGPT and llm-foundry use
-too. d is the model's width (`hidden_size`); where heads x head size is more, as in latent attention, the true number is
-higher. Linear and windowed attention count as full attention.
+6 N: each active parameter is multiplied and added once in the forward and twice in the backward pass. 12 L d T:
+attention scores and their products with the values, in L layers of width d over T tokens, without subtracting the
+causal mask and without recomputation. This is PaLM's convention (arXiv:2204.02311, appendix B), as in nanoGPT and
+llm-foundry. d is `hidden_size`; where heads x head size is larger, as in latent attention, the true number is higher.
+Linear and windowed attention count as full attention.
 
-N is the parameters that are active for a token: of experts, the chosen and the shared ones. A table of embeddings is
-looked up, not multiplied: it counts where it is the output layer as well (as in PaLM and nanoGPT, which tie them).
-A frozen parameter has no gradient of its own: 4 instead of 6.
+N is the number of parameters active for a token: of experts, the chosen and the shared ones. An embedding table counts
+only where it is the output layer too (tied). A frozen parameter has no gradient of its own: 4 instead of 6.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..layout import whole_shape
+from ..layout import full_shape
 
 
 class Peak(NamedTuple):
-    """Dense operations per second, without structured sparsity, which datasheets like to include: halved there."""
+    """Dense operations per second; datasheet figures with structured sparsity are halved."""
 
-    devices: str  # a regular expression of whole names, as torch.cuda.get_device_name tells them
+    devices: str  # a regular expression for the full names of torch.cuda.get_device_name
     bf16: float | None  # TFLOP/s, sums in float32
     fp16: float | None
     source: str
@@ -38,8 +37,8 @@ _HOPPER = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu
 _H200 = "https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446"
 _VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
 
-# A slice of a GPU (MIG), a power-limited or a custom part has another name, and so no figure rather than a wrong one.
-# Lightning has a table too (2.6.6, fabric/utilities/throughput.py); H200 stands in it with sparsity, H100 NVL as two.
+# A slice of a GPU (MIG) or a custom part has another name and so no figure. Lightning's table (2.6.6,
+# fabric/utilities/throughput.py) has the H200 with sparsity and the H100 NVL as two devices.
 PEAKS = (
     Peak("NVIDIA B200", 2250, 2250, "https://nvdam.widen.net/s/wwnsxrhm2w/blackwell-datasheet-3384703"),
     Peak("NVIDIA H200", 989.4, 989.4, _H200),
@@ -67,25 +66,26 @@ PEAKS = (
 
 
 def peak(device: str, precision: str) -> tuple[float, str] | None:
-    """TFLOP/s of one device in a precision of Lightning's, and where that stands; None where it is not known.
+    """Returns the TFLOP/s of one device in a precision of Lightning, and its source; None if it is not known.
 
-    Half precision only. In float32 a matrix product runs at one of several speeds (TF32 or not, by torch's settings and
-    by shape), so a share of "the" peak would say nothing: `perf/model_tflops` is there all the same.
+    Half precision only: in float32 a matrix product has one of several speeds (TF32 or not, by torch's settings and
+    by shape).
     """
     for row in PEAKS:
         if re.fullmatch(row.devices, device):
-            figure = row.bf16 if precision.startswith("bf16") else row.fp16 if precision.startswith("16") else None
+            figures = {"bf16": row.bf16, "16": row.fp16}
+            figure = figures.get(precision.partition("-")[0])
             return (figure, row.source) if figure else None
     return None
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model in numbers; None where its configuration does not tell, as that of your own model need not."""
+    """A model's sizes; None where its configuration does not have the number, as for a model of your own."""
 
     total: int
     trainable: int
-    active: int | None  # for one token, tables of embeddings included, as published counts have it ("37B active")
+    active: int | None  # for one token, with embeddings, as in published counts ("37B active")
     embedding: int
     layers: int | None
     width: int | None
@@ -100,22 +100,22 @@ class Size:
 
     @classmethod
     def of(cls, model: nn.Module) -> Size:
-        """Whole sizes, however the model is cut over ranks; each shared parameter once. Without communication."""
+        """Returns unsharded sizes under any strategy, each shared parameter once. Without communication."""
         config = text_config(model)
         experts = find_experts(model)
         of_experts = {id(p) for module in experts for p in module.parameters(recurse=False)}
         chosen, share = getattr(config, "num_experts_per_tok", None), 1.0
-        told = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        num = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         if experts:
-            told = num_experts(experts[0])
-            share = chosen / told if isinstance(chosen, int) else 0.0
-        knows = bool(share) and bool(experts or not told or told == 1)  # experts that are not stacked are not found
+            num = num_experts(experts[0])
+            share = chosen / num if isinstance(chosen, int) else 0.0
+        is_known = bool(share) and bool(experts or not num or num == 1)  # only stacked experts are found
         tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         used = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
         total = trainable = embedding = 0
         active = multiplied = 0.0
         for parameter in model.parameters():
-            size = whole_shape(parameter).numel()
+            size = full_shape(parameter).numel()
             meets = size * (share if id(parameter) in of_experts else 1.0)
             total += size
             trainable += size * parameter.requires_grad
@@ -126,35 +126,35 @@ class Size:
         return cls(
             total=total,
             trainable=trainable,
-            active=round(active) if knows else None,
+            active=round(active) if is_known else None,
             embedding=embedding,
             layers=getattr(config, "num_hidden_layers", None),
             width=getattr(config, "hidden_size", None),
-            experts=told,
-            experts_per_token=chosen if told else None,
-            _multiplied=multiplied if knows else None,
+            experts=num,
+            experts_per_token=chosen if num else None,
+            _multiplied=multiplied if is_known else None,
         )
 
 
 def text_config(model: nn.Module) -> Any:
-    """The transformers configuration of its language model, if it has one."""
+    """Returns the transformers configuration of the model's language part, if it has one."""
     config = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold a layer's routed experts as stacked tensors (experts, …), as transformers 5 has them.
+    """Returns the modules that store a layer's routed experts as stacked tensors (experts, ...), as in transformers 5.
 
-    A router of your own that calls its experts one by one is not among them.
+    Experts that a router of your own calls one by one are not found.
     """
     return [
         module
         for module in model.modules()
         if isinstance(getattr(module, "num_experts", None), int)
-        and any(len(whole_shape(p)) == 3 for p in module.parameters(recurse=False))
+        and any(len(full_shape(p)) == 3 for p in module.parameters(recurse=False))
     ]
 
 
 def num_experts(experts: nn.Module) -> int:
-    """Of all ranks: under expert parallelism the module's own attribute tells this rank's."""
-    return next(whole_shape(p)[0] for p in experts.parameters(recurse=False) if len(whole_shape(p)) == 3)
+    """Returns the number over all ranks; under expert parallelism the module's attribute is this rank's number."""
+    return next(full_shape(p)[0] for p in experts.parameters(recurse=False) if len(full_shape(p)) == 3)

@@ -1,25 +1,23 @@
-"""Loss over a large vocabulary, chunk by chunk: the (B, T, V) logits of a micro-batch are never all in memory.
+"""Loss in chunks of tokens: the (B, T, V) logits of a micro-batch are never all in memory.
 
-Logits and what backward makes of them take 12 bytes for each token and vocabulary entry: 51 GB for 32,768 tokens and a
-vocabulary of 131,072. Here the backbone runs first and the output layer afterwards, on one chunk of tokens at a time:
-logits, loss and at once the gradients. Only the gradients are kept. A sum of losses has one gradient to come, a number
-that backward multiplies them by, so nothing is computed twice (the idea of Liger, arXiv:2410.10989, in plain torch).
+Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and a
+vocabulary of 131,072. Here the backbone runs first, and the output layer afterwards on one chunk at a time:
+logits, loss and gradients. Only the gradients are kept. The backward pass multiplies them by the gradient
+of the sum, one number, so nothing is computed twice (the idea of Liger, arXiv:2410.10989, in plain torch).
 
-`torch.nn.functional.linear_cross_entropy` (torch 2.13) also takes the loss in chunks, but it returns cross entropy
-alone: no accuracy, no edited `loss` or `sums`.
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns cross entropy
+alone: no accuracy, no customised `loss` or `sums`.
 
-The weight's gradient is added up over the chunks in float32. Results differ from those of all tokens at once by
-rounding.
+The weight's gradient is accumulated over the chunks in float32. Results differ from those of all tokens at
+once by rounding.
 
 Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of a chunk, S sums.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,29 +28,16 @@ from ..errors import InputError
 from ..weights import is_partitioned_by_zero
 
 Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
-Kernel = Literal["torch", "liger"]
-
-
-def check_kernel(kernel: Kernel, device: torch.device) -> None:
-    """Checks the key `model.loss_kernel` before a model is built.
-
-    Raises:
-        InputError: Liger is not installed, or has no kernels for `device`.
-    """
-    if kernel == "liger" and not find_spec("liger_kernel"):
-        raise InputError("model.loss_kernel liger needs a package: pip install 'dist-template[liger]', or set torch")
-    if kernel == "liger" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
-        raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 
 
 def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
     """Runs `forward`, which calls `model`, without its output layer; returns that layer's input, (B, T, D).
 
-    The layer's hooks run as ever, so FSDP2 and ZeRO see a normal forward pass. The layer computes one token, and a
+    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one token, and a
     hook returns its input in place of the logits.
 
     Raises:
-        InputError: `forward` does something with the logits, which would be missing from the loss.
+        InputError: `forward` changes the logits, and the loss would not contain the change.
     """
     given: list[Tensor] = []
 
@@ -73,7 +58,7 @@ def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
     if [_state(hidden) for hidden in given] != [_state(returned)]:
         raise InputError(
             f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
-            " set model.loss_chunk null and model.loss_kernel torch"
+            " set model.loss_chunk null"
         )
     return returned
 
@@ -84,56 +69,46 @@ def _state(tensor: Tensor) -> tuple[int, int]:
 
 
 class ChunkedLoss(nn.Module):
-    """The output layer and the sums of the loss, on one chunk of tokens at a time.
+    """Runs the output layer and `sums` on one chunk of tokens at a time.
 
-    It is a module, without parameters of its own, because ZeRO-3 gathers the "external parameters" of a module around
-    its forward and backward pass. It must be part of the LightningModule before DeepSpeed's engine is made.
+    It is a module, without parameters of its own, because ZeRO-3 gathers the "external parameters" of a module
+    around its forward and backward pass. The LightningModule must contain it before DeepSpeed's engine is made.
 
     Args:
         model: A model with an output layer (`get_output_embeddings`) or without.
-        sums: Of logits (1, N, V) and labels (1, N), to () each by name. The first is minimized; the others are metrics
-            and get no gradient. What the first depends on beside the output layer's input and weights has none either.
+        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized; the others are
+            metrics without a gradient. Only the output layer's input and weights get a gradient from the first.
         size: N. None: all tokens are computed at once.
-        kernel: liger computes cross entropy and accuracy itself, in chunks of its choice, and does not call `sums`.
-
-    Raises:
-        InputError: Liger is asked for, and the model has no output layer.
     """
 
-    def __init__(self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch") -> None:
+    def __init__(self, model: nn.Module, sums: Sums, size: int | None) -> None:
         super().__init__()
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-        if kernel == "liger" and not hasattr(head, "weight"):
-            raise InputError(
-                f"model.loss_kernel liger needs an output layer, {type(model).__name__} has none: set torch"
-            )
         self._unregistered = (head,)  # as a submodule its weights would get a second name in checkpoints
-        self.sums, self.size, self.kernel = sums, size, kernel
+        self.sums, self.size = sums, size
         for weight in [] if head is None else head.parameters():
             if is_partitioned_by_zero(weight):
                 import deepspeed
 
                 deepspeed.zero.register_external_parameter(self, weight)
 
-    def takes(self, labels: Tensor) -> bool:
-        """Whether a micro-batch with these labels has more tokens than a chunk."""
+    def applies_to(self, labels: Tensor) -> bool:
+        """Returns whether a micro-batch with these labels has more tokens than a chunk."""
         (head,) = self._unregistered
-        return self.kernel == "liger" or bool(head is not None and self.size and labels.numel() > self.size)
+        return bool(head is not None and self.size and labels.numel() > self.size)
 
     def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """`hidden` (B, T, D), from `hidden_states`, and labels (B, T) to the sums by name."""
+        """Returns the sums by name of `hidden` (B, T, D), from `hidden_states`, and labels (B, T)."""
         (head,) = self._unregistered
         if isinstance(head, FSDPModule):
-            head.unshard()  # does nothing if the forward pass kept the weights, as transformers' plans ask
-        if self.kernel == "liger":
-            return _by_liger(head, hidden, labels)
+            head.unshard()  # does nothing if the forward pass kept the weights, as with transformers' plans
         num = -(-labels.numel() // (self.size or labels.numel()))  # of equal size: compiled for one shape
         rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
         chunks = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
         names: list[str] = []
 
-        def values(part: Tensor, of_it: Tensor) -> tuple[Tensor, ...]:
-            named = self.sums(head.forward(part), of_it)  # `forward`: the hooks' work is done, for all chunks
+        def values(part: Tensor, part_labels: Tensor) -> tuple[Tensor, ...]:
+            named = self.sums(head.forward(part), part_labels)  # without hooks: they ran once for all chunks
             names[:] = named
             return tuple(named.values())
 
@@ -145,24 +120,14 @@ class ChunkedLoss(nn.Module):
         return dict(zip(names, totals.unbind(), strict=True))
 
 
-def _by_liger(head: Any, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    from liger_kernel.transformers import functional  # ty: ignore[import-not-found]
-
-    flat = labels.flatten()
-    options = {"reduction": "sum", "accum_dtype": torch.float32, "return_predicted_tokens": True}
-    result = functional.liger_fused_linear_cross_entropy(
-        hidden.flatten(0, -2), head.weight, flat, getattr(head, "bias", None), **options
-    )
-    return {"loss": result.loss, "token_accuracy": (result.predicted_tokens == flat).sum()}
-
-
 def _total(results: Iterable[tuple[Tensor, ...]]) -> Tensor:
-    """(S,) in float32, over all chunks."""
-    return torch.stack([torch.stack([each.float() for each in sums]) for sums in results]).sum(0)
+    """Returns (S,) in float32: the sums over all chunks."""
+    chunks = [torch.stack([each.float() for each in sums]) for sums in results]
+    return torch.stack(chunks).sum(0)
 
 
 class _GradientsAtOnce(torch.autograd.Function):
-    """(S,) sums of which only the first has a gradient, computed on the way."""
+    """Returns (S,) sums, and computes the gradient of the first in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, sums: Any, chunks: Any, hidden: Tensor, *weights: Tensor) -> Tensor:

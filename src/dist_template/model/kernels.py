@@ -1,10 +1,10 @@
-"""Which kernels a transformers model ends in: attention over packed documents, and products of experts.
+"""Selects kernels of a transformers model: attention over packed documents, and products of experts.
 
-transformers 5.23 chooses well and asks late: whether rows hold several documents it reads off the device, once a
-forward (FlashAttention: once a layer, and only for a single row: in a batch of several rows documents would see each
-other). Here it is told by the data, which know on the host.
+transformers 5.23 reads from the device in each forward pass whether rows hold several documents (FlashAttention: in
+each layer, and only for a single row: in a batch of several rows documents would attend to each other). Here the data
+module passes it, which knows it on the host.
 
-    attention            several documents in a row, kept apart     one document a row, or cross_document_attention
+    attention            several separate documents in a row        one document per row, or cross_document_attention
     sdpa (null)          a (B, 1, T, T) mask: efficient, cuDNN      causal, no mask: flash, cuDNN
     flex_attention       block-sparse, compiled                     the same
     flash_attention_2    varlen                                     flash
@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from ..compat import transformers as compat
 from ..errors import InputError
 
-# (documents + 1,) int32: where each begins among the B*T tokens, and B*T; (0,) where they may see each other.
+# (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for cross-document attention.
 BOUNDS = "cu_seq_lens"
 
 Attention = Literal["sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "eager"]
 
 
 def set_attention(config: Any, attention: Attention | None) -> Any:
-    """`config`, of transformers, with that kernel; None leaves it to the model.
+    """Returns the transformers configuration `config` with that kernel; None: the model's default.
 
     Raises:
-        InputError: it is not installed, or needs a GPU.
+        InputError: the kernel is not installed, or needs a GPU.
     """
     from transformers import utils
 
@@ -47,16 +47,16 @@ def set_attention(config: Any, attention: Attention | None) -> Any:
 
 @contextmanager
 def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = False) -> Generator[dict[str, Any]]:
-    """Inside, transformers need not look for documents; yields further keyword arguments of the model's `forward`.
+    """Inside, transformers does not search for documents; yields keyword arguments for the model's `forward`.
 
     Args:
-        model: Of transformers.
-        batch: With `BOUNDS`; without, transformers looks itself.
-        compiled: Its blocks are: then a batch in which every row happens to be one document gets a mask all the same,
-            so that no second version of them is compiled in the middle of training.
+        model: A model of transformers.
+        batch: A batch with `BOUNDS`; without them, transformers searches itself.
+        compiled: Whether its blocks are compiled. A batch in which every row is one document then gets a mask too, so
+            that no second version is compiled during training.
 
     Raises:
-        InputError: the batch does not say where documents begin, and the kernel would let them see each other.
+        InputError: the batch has no `BOUNDS`, and with this kernel documents would attend to each other.
     """
     bounds, (num_rows, seq_len) = batch.get(BOUNDS), batch["input_ids"].shape
     is_flash = "flash" in (compat.attention_of(model) or "")
@@ -72,21 +72,21 @@ def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = Fa
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """(B, T) the number of each token's document in its row: transformers' own function, but for its look."""
+    """Returns (B, T): each token's document number in its row, as transformers does, but without a device sync."""
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)
 
 
 def _none(position_ids: Tensor) -> None:
-    """What it answers for one document a row."""
+    """Returns transformers' result for one document per row."""
 
 
 @cache
 def cast_experts() -> None:
-    """Let autocast reach the experts' grouped products, as it reaches every other product.
+    """Applies autocast to the experts' grouped products, as to every other product.
 
-    torch's autocast does not know `grouped_mm` (pytorch#174763), and transformers follows the weights: under bf16-mixed
-    experts would multiply in float32, for which a GPU has no grouped kernel, and wait for the device in each layer.
+    torch's autocast does not support `grouped_mm` (pytorch#174763), and transformers uses the weights' type: under
+    bf16-mixed experts would multiply in float32, for which a GPU has no grouped kernel, and wait for the device.
     """
 
     def casting(grouped_mm: Any) -> Any:

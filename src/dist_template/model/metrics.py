@@ -1,7 +1,7 @@
-"""One buffer for training metrics: they stay on the device, and are read once, at log steps.
+"""A buffer for training metrics: they stay on the device and are read once, at log steps.
 
-`self.log` in a training step costs some 350 µs of CPU a value and can read the device each step; adding to this
-buffer keeps a reference. Validation keeps `self.log`, so that ModelCheckpoint and schedulers can monitor it.
+`self.log` in a training step takes about 350 µs of CPU per value and may wait for the device in each step; this buffer
+keeps a reference. Validation uses `self.log`, so that ModelCheckpoint and schedulers can monitor its metrics.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from ..compat.torch import version_of
 from ..errors import InputError
 
-FOLD = 64  # values of a metric that are kept apart at most; a GPU lends each 512 bytes
+FOLD = 64  # values of a metric that are kept before they are summed; each takes 512 bytes of GPU memory
 
 
 class MetricBuffer:
-    """What was measured since the last `read`: means over time and ranks, and numbers that ranks know on the host.
+    """Collects metrics between two calls of `read`, which returns their means over time and ranks.
 
-    Every rank must add the same names between two reads: they travel as one vector.
+    Every rank must add the same names between two reads: they are reduced as one vector.
     """
 
     def __init__(self) -> None:
@@ -54,29 +54,29 @@ class MetricBuffer:
             kept[:] = [(total, version_of(total))]
 
     def put(self, name: str, value: float) -> None:
-        """Note what this rank knows on the host (a time, a count); rank 0's newest value is written, not reduced."""
+        """Records a number on the host (a time, a count): rank 0's newest value is logged, without a reduction."""
         self._host[name] = value
 
     def put_of_rank(self, name: str, value: float) -> None:
-        """Note what differs between ranks; `read` leaves all ranks' newest values in `of_ranks`. NaN: not known."""
+        """Records a number per rank; `read` stores all ranks' newest values in `of_ranks`. NaN: not known."""
         self._own[name] = value
 
     def put_counts(self, name: str, counts: Tensor) -> None:
-        """Note counts, (n,) on the device; `read` leaves their sums over ranks in `totals`."""
+        """Records counts (n,) on the device; `read` stores their sums over ranks in `totals`."""
         self._counts[name] = counts
 
     def read(
         self, all_reduce: Callable[[Tensor], Tensor], device: torch.device, rank: int = 0, num_ranks: int = 1
     ) -> dict[str, float]:
-        """Mean over ranks and time of every metric, then empty: one collective, one device-to-host transfer.
+        """Returns the mean over ranks and time of every metric, and clears the buffer.
 
-        Sums are taken in float64, where the device has it: no digit of float32 values is lost.
+        It takes one collective and one device-to-host transfer. Sums are in float64 where the device supports it.
 
         Args:
-            all_reduce: (n,) of each rank to their sum.
-            device: Where the collective is done.
-            rank: This process's.
-            num_ranks: Of all.
+            all_reduce: Maps (n,) of each rank to their sum.
+            device: Device of the collective.
+            rank: Rank of this process.
+            num_ranks: Number of ranks.
         """
         host, self._host = self._host, {}
         own, self._own = self._own, {}
@@ -106,10 +106,10 @@ class MetricBuffer:
         return means | host
 
     def _sums(self, names: list[str]) -> dict[str, Tensor]:
-        """() of what is kept of each; by one sum, and on a GPU so few kernels, for all that are equally many.
+        """Returns the sum () of each metric's values; metrics with equally many values share a GPU kernel.
 
         Raises:
-            InputError: a value is no longer what it was.
+            InputError: a value was changed in place.
         """
         alike: dict[Any, list[str]] = defaultdict(list)
         for name in names:
@@ -127,18 +127,18 @@ class MetricBuffer:
 
 
 class SplitMeans:
-    """Means per token over a whole split. Sums come first, over all ranks: the split's distribution has no effect."""
+    """Means per token over a full split: the sums over all ranks, divided by the tokens of all ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
-        """Add a micro-batch's sums, () each, and the number of its tokens that count, without reading them."""
+        """Adds a micro-batch's sums, () each, and the number of its counted tokens, without a device sync."""
         for name, value in {"": tokens, **sums}.items():
             self._sums[name] = self._sums.get(name, 0) + value.detach().to(_sum_dtype(value.device))
 
     def read(self, strategy: Any) -> dict[str, float]:
-        """One collective, one device-to-host transfer. NaN where no token counts: nothing was measured."""
+        """Returns the means, by one collective and one device-to-host transfer. NaN where no token counts."""
         tokens, *totals = strategy.reduce(torch.stack([*self._sums.values()]), reduce_op="sum").tolist()
         return {name: total / (tokens or math.nan) for name, total in zip([*self._sums][1:], totals, strict=True)}
 

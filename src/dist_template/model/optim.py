@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import InputError, reason
-from ..layout import by_layout, whole_shape
+from ..layout import by_layout, full_shape
 
 Class = dict[str, Any]  # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
@@ -76,9 +76,9 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
-    # Stacked expert biases are matrices by shape, hence the look at the name as well.
-    decayed = [p for name, p in trainable if len(whole_shape(p)) >= 2 and not name.endswith("bias")]
-    kept = [p for name, p in trainable if len(whole_shape(p)) < 2 or name.endswith("bias")]
+    # Stacked expert biases are matrices by shape, so the name is checked too.
+    decayed = [p for name, p in trainable if len(full_shape(p)) >= 2 and not name.endswith("bias")]
+    kept = [p for name, p in trainable if len(full_shape(p)) < 2 or name.endswith("bias")]
     fused = not scaled and all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
     groups: list[dict[str, Any]] = [{"params": group} for group in (decayed, kept) if group]
     arguments: dict[str, Any] = {
@@ -133,7 +133,7 @@ def build_schedule(
 ) -> dict[str, Any]:
     """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no end is set).
 
-    `batches_per_validation` (of a rank) is when reduce_on_plateau looks at its metric; None: at the end of each epoch.
+    reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
 
     Raises:
         InputError: the schedule needs an end and training has none, or the warm-up is longer than training.
@@ -183,7 +183,7 @@ def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
 
 
 def _transformers_schedule(config: OptimConfig, warmup_steps: int, num_steps: float) -> tuple[str, dict[str, Any]]:
-    """`config.schedule` as transformers names it, with the keyword arguments that only this schedule takes."""
+    """Returns transformers' name of `config.schedule` and the keyword arguments of this schedule alone."""
     floor = config.min_learning_rate_share
     if config.schedule == "cosine":
         return "cosine_with_min_lr", {"min_lr_rate": floor}

@@ -55,7 +55,7 @@ class TrainingModule(L.LightningModule):
         return None
 
     def configure_model(self) -> None:
-        """Builds the model once, when the data are known, and shards it as the strategy wants it."""
+        """Builds the model once, when the data are known, and shards it for the strategy."""
         if not hasattr(self, "model"):
             cast_experts()
             self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
@@ -64,14 +64,14 @@ class TrainingModule(L.LightningModule):
     # ---- metrics -------------------------------------------------------------------------------------------------
 
     def track(self, name: str, value: Tensor) -> None:
-        """Log the mean of `value` over ranks and the steps since the last log step; costs no device sync."""
+        """Logs the mean of `value` over ranks and the steps since the last log step, without a device sync."""
         self.metrics.add(name, value)
 
     def derive(self, metrics: dict[str, float]) -> None:
-        """Add metrics that follow from the means, at a log step."""
+        """Adds metrics that are computed from the means, at a log step."""
 
     def log_eval(self, metrics: dict[str, float]) -> None:
-        """Log the results of a validation or test, by full name ("eval/loss"), to loggers and for callbacks."""
+        """Logs the results of a validation or test, by full name ("eval/loss"), to loggers and for callbacks."""
         self.eval_metrics = metrics
         self.log_dict(metrics, logger=False)  # for callbacks to monitor; Lightning would log it a step early
         if not self.trainer.sanity_checking or self.trainer.num_sanity_val_batches == self.trainer.num_val_batches:

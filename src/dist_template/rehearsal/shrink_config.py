@@ -126,8 +126,6 @@ def shrink(
     chunk = given["model"].get("loss_chunk")
     if chunk and given["data"]["micro_batch_size"] * given["data"]["seq_len"] > chunk:
         config["model"]["loss_chunk"] = config["data"]["seq_len"]  # so that the loss is computed in chunks here too
-    if "loss_kernel" in config["model"]:
-        config["model"]["loss_kernel"] = "torch"  # Liger's kernels need a GPU
     if "watchdog" in config:
         config["watchdog"] |= {"timeout_s": 0, "start_timeout_s": 0}  # worker.py detects hangs itself
     if "every_n_steps" in config.get("last_checkpoint", {}):

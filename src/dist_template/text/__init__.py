@@ -1,6 +1,6 @@
 """Language models: where text comes from, how it becomes batches, and the module that is trained on them.
 
-    datamodule.py   PackedText: the whole way from a source to batches       sources.py      documents
+    datamodule.py   PackedText: from a source of documents to batches        sources.py      documents
     module.py       TextModule: loss, evaluation and generation              tokenizers.py   text to token ids
     build.py, cache.py   the token cache                                     order.py, rows.py, loader.py   batches
 

@@ -1,12 +1,12 @@
-"""The token cache: one folder that one process writes once (`build.py`) and every rank maps into memory.
+"""The token cache: a folder that one process writes once (`build.py`) and every rank maps into memory.
 
     <cache_dir>/<source>-<hash of the recipe>/
         train.bin validation.bin test.bin   token ids, uint16 where they fit, EOS after each document
         tokenizer/                          in transformers' layout
         manifest.json                       the recipe, fingerprints of the files read, counts, checksums
 
-Documents go to a split by a hash of their text: the splits do not depend on the order of files, and no
-duplicates straddle them.
+A hash of its text assigns a document to a split: the splits do not depend on the order of files, and exact
+duplicates are in one split.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FULL_CHECK_BYTES = 2**28  # larger files are checksummed by `prepare` alone, not
 
 
 class CacheError(InputError):
-    """The cache cannot be used; another `prepare` helps."""
+    """The cache cannot be used; running `prepare` again replaces it."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a cache is made from; its hash names the folder."""
+    """The configuration that determines a cache; its hash names the folder."""
 
     source: Source
     tokenizer: TokenizerSpec
@@ -71,7 +71,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A cache that is there."""
+    """A complete cache."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -101,13 +101,13 @@ class Corpus:
 
 
 def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False) -> Corpus:
-    """The prepared cache.
+    """Returns the prepared cache.
 
     Args:
-        recipe: What it was made from.
+        recipe: The configuration that determines it.
         cache_dir: The folder of the caches.
         check_source: Refuse it when the files that it was made from have changed.
-        every_byte: Check the sums of large files too.
+        every_byte: Verify the checksums of large files too.
 
     Raises:
         CacheError: it is missing, stale or damaged.
@@ -137,7 +137,7 @@ def sha256(path: Path) -> str:
 
 
 def _read_manifest(folder: Path, every_byte: bool) -> tuple[dict[str, Any], str | None]:
-    """The manifest, and what is wrong with the files that it lists."""
+    """Returns the manifest, and what is wrong with the files that it lists."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         width = np.dtype(manifest["dtype"]).itemsize
@@ -156,7 +156,7 @@ def _read_manifest(folder: Path, every_byte: bool) -> tuple[dict[str, Any], str 
 
 
 def _first_change(recorded: list[dict[str, Any]], files: list[Path]) -> str | None:
-    """What differs; a file that was only touched or copied counts as the same, because its content is."""
+    """Returns the first difference; a file with another time and the same content is unchanged."""
     if [r["path"] for r in recorded] != [str(p) for p in files]:
         differing = {r["path"] for r in recorded} ^ {str(p) for p in files}
         return f"{min(differing)} came or went" if differing else "its files are in another order"

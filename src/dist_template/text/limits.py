@@ -1,4 +1,4 @@
-"""Numbers that cannot work together, told before anything is started."""
+"""Checks the sizes and shares of a data module before anything is started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_numbers(data: Any, world_size: int) -> None:
-    """Refuse sizes and shares that no corpus could satisfy on `world_size` data-parallel ranks."""
+    """Refuses sizes and shares that no corpus can satisfy on `world_size` data-parallel ranks."""
     for name in ("seq_len", "global_batch_size", "micro_batch_size"):
         if getattr(data, name) < 1:
             raise InputError(f"data.{name} is {getattr(data, name)}: it must be 1 or more")
@@ -35,7 +35,7 @@ def check_numbers(data: Any, world_size: int) -> None:
 
 
 def check_rows(data: Any, corpus: Corpus) -> Corpus:
-    """Refuse a corpus in which a split that is wanted has too few rows."""
+    """Returns the corpus; refuses one in which a requested split has too few rows."""
     wanted = {
         "train": (data.global_batch_size, "data.global_batch_size"),
         "validation": (int(data.validation_share > 0), "data.validation_share"),
@@ -46,7 +46,7 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
         if max(tokens - 1, 0) // data.seq_len < rows:
             raise InputError(
                 f"the {split} split has {tokens:,} tokens in {documents:,} documents, and {rows} sequences of"
-                f" data.seq_len {data.seq_len} need {rows * data.seq_len + 1:,}: give more text, or cut it"
-                f" into more documents (TextFiles has `separator`), or edit data.seq_len or {key}"
+                f" data.seq_len {data.seq_len} need {rows * data.seq_len + 1:,}: give more text, or split"
+                f" it into more documents (TextFiles has `separator`), or edit data.seq_len or {key}"
             )
     return corpus

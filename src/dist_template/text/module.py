@@ -1,4 +1,4 @@
-"""TextModule: what a language model adds to a TrainingModule: loss in chunks, evaluation by tokens, generation.
+"""TextModule: a TrainingModule for language models, with loss in chunks, evaluation and generation.
 
 Shapes: B sequences, T tokens of a sequence, V vocabulary.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
-from ..model.head import ChunkedLoss, Kernel, check_kernel, hidden_states
+from ..model.head import ChunkedLoss, hidden_states
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 
@@ -22,50 +22,45 @@ class TextModule(TrainingModule):
     """Base class of a language model's module: `forward` gives logits, `loss` a value per token.
 
     Args:
-        loss_chunk: Tokens whose logits are in memory at a time, in micro-batches of more tokens. null: all, for a model
-            that changes its logits after the output layer.
-        loss_kernel: What computes the loss. liger: Liger's fused kernel, a package of its own for GPUs, in chunks that
-            it chooses; it computes cross entropy itself and does not call `loss` and `sums`.
-        sample_tokens: Tokens that `generate` writes for a prompt.
-        sample_temperature: Randomness of `generate`. 0 takes the likeliest token each time.
+        loss_chunk: Tokens whose logits are in memory at a time. null: those of the micro-batch, for a model that
+            changes its logits after the output layer.
+        sample_tokens: Tokens that `generate` appends to a prompt.
+        sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
         options: See TrainingModule.
     """
 
     def __init__(
         self,
         loss_chunk: int | None = 4096,
-        loss_kernel: Kernel = "torch",
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.loss_chunk = loss_chunk
-        self.loss_kernel: Kernel = loss_kernel
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            check_kernel(self.loss_kernel, self.device)
             super().configure_model()
             if self.blocks.compile:  # one pass over the logits forward, one backward, instead of a dozen
                 self.sums = torch.compile(self.sums)
-            self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk, self.loss_kernel)
+            self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk)
 
     # ---- loss and metrics ----------------------------------------------------------------------------------------
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
 
-        `labels` (B, T) are already shifted, -100 where none counts.
+        `labels` (B, T) are already shifted; -100 does not count.
         """
         cross_entropy = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
         return {"loss": cross_entropy.sum(), "token_accuracy": (logits.detach().argmax(-1) == labels).sum()}
 
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns `sums` over all tokens of a micro-batch. Only the first is differentiable."""
-        if not self.chunked_loss.takes(batch["labels"]):
+        if not self.chunked_loss.applies_to(batch["labels"]):
             return self.sums(self(batch), batch["labels"])
         hidden = hidden_states(self.model, lambda: self(batch))
         return self.chunked_loss(hidden, batch["labels"])
@@ -102,7 +97,7 @@ class TextModule(TrainingModule):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
-        """Continue (1, T) tokens by up to `sample_tokens`, within `seq_len`; keeps training's random state."""
+        """Returns (1, T + n) tokens, n up to `sample_tokens`, within `seq_len`; keeps training's random state."""
         if not hasattr(self.model, "generate"):
             raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
         sampling = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}

@@ -1,4 +1,4 @@
-"""Text to token ids. A class is a recipe; its `fit` makes the tokenizer that is saved beside the tokens."""
+"""Tokenizers: a class describes one; its `fit` makes the tokenizer that is saved with the tokens."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ EOS = "<|endoftext|>"
 
 
 class TokenizerSpec(ABC):
-    """How text becomes token ids."""
+    """Base class of a tokenizer's description."""
 
     @abstractmethod
     def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
-        """The tokenizer, learned from the train split's `texts` where there is something to learn."""
+        """Returns the tokenizer, trained on the train split's `texts` if it is trainable."""
 
     def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, without special tokens; an EOS that is spelled in a text stays text."""
+        """Returns the token ids of each text, without special tokens: an EOS written in a text is encoded as text."""
         backend = tokenizer.backend_tokenizer
         backend.encode_special_tokens = True
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(e.ids, dtype=np.int64) for e in encodings]
 
     def files(self) -> list[Path]:
-        """The local files that it reads: a change in one makes the cache stale."""
+        """Returns the local files that it reads: a change in one makes the cache stale."""
         return []
 
     def spec(self) -> dict[str, Any]:
-        """What tells one tokenizer from another, in plain types."""
+        """Returns what identifies the tokenizer, in plain types."""
         return {"class": type(self).__name__, **vars(self)}
 
 
 class Bytes(TokenizerSpec):
-    """UTF-8 bytes as they are: id = byte, and 256 ends a document. Nothing to learn; sequences are long."""
+    """UTF-8 bytes: id = byte, and 256 is EOS. It needs no training; sequences are long."""
 
     def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
         from tokenizers import Tokenizer, models
@@ -51,7 +51,7 @@ class Bytes(TokenizerSpec):
         return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), use_regex=False)
 
     def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
-        # What the tokenizer would give, some 50 times faster.
+        # The same ids as the tokenizer's, about 50 times faster.
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
@@ -84,7 +84,7 @@ class ByteBPE(TokenizerSpec):
 
 
 class Pretrained(TokenizerSpec):
-    """The tokenizer that belongs to published or own weights; it must know an EOS token.
+    """The tokenizer of published or own weights; it must have an EOS token.
 
     Args:
         path: A local folder, or a name on the Hugging Face hub.
@@ -98,12 +98,12 @@ class Pretrained(TokenizerSpec):
 
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
-        except Exception as error:  # OSError, ValueError, KeyError: there are many ways to be no tokenizer
+        except Exception as error:  # OSError, ValueError, KeyError and others
             raise InputError(f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}") from error
         if not tokenizer.is_fast:
             raise InputError(f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json")
         if tokenizer.eos_token_id is None:
-            raise InputError(f"data.tokenizer.path {self.path!r} has no EOS token, which has to end each document")
+            raise InputError(f"data.tokenizer.path {self.path!r} has no EOS token, which must end each document")
         return tokenizer
 
     def files(self) -> list[Path]:
@@ -112,7 +112,7 @@ class Pretrained(TokenizerSpec):
 
 
 def _wrap(backend: Any, use_regex: bool) -> PreTrainedTokenizerFast:
-    """A `tokenizers` byte-level model as transformers' kind."""
+    """Returns a byte-level model of `tokenizers` as a transformers tokenizer."""
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -122,7 +122,7 @@ def _wrap(backend: Any, use_regex: bool) -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """Returns the printable character of each byte in byte-level vocabularies (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(256)
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

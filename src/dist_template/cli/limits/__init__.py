@@ -29,7 +29,6 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.callbacks,
     options.batch_norm,
     training.precision,
-    training.loss_kernel,
     mesh.sizes,
     mesh.plans,
     mesh.heads,

@@ -52,14 +52,6 @@ def other_strategies(setup: Setup) -> Iterator[str]:
         yield f"trainer.strategy {name!r} would lose the model's trainer on the way to its processes: set ddp"
 
 
-def loss_kernel(setup: Setup) -> Iterator[str]:
-    if getattr(setup.module, "loss_kernel", "torch") == "liger" and setup.mesh is not None and setup.mesh.tp > 1:
-        yield (
-            "model.loss_kernel liger needs the whole output layer, and tensor parallelism"
-            f" (tp_size {setup.mesh.tp}) cuts it: set torch"
-        )
-
-
 def precision(setup: Setup) -> Iterator[str]:
     given = setup.machine.precision
     if given.startswith("transformer-engine") and not find_spec("transformer_engine"):
