@@ -23,6 +23,7 @@ from dist_template.rehearsal.interventions import KillAt
 from dist_template.rehearsal.record import RunRecord
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 STEPS, EVERY = 8, 4  # optimizer steps: of the run, between two checkpoints
@@ -137,7 +138,10 @@ def difference(expected: Path, got: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    [*((strategy, write_late) for strategy in STRATEGIES), ("fsdp2", stage_nothing)],
+    [
+        *((strategy, write_late) for strategy in STRATEGIES),
+        pytest.param("fsdp2", stage_nothing, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
     train: Trainings, strategy: str, fault: Any
@@ -152,7 +156,7 @@ def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2"], daily=["fsdp2"]))
 def test_a_kill_during_a_write_leaves_the_one_before(train: Trainings, strategy: str) -> None:
     name = f"{strategy}-killed"
     more = f"--trainer.max_steps={STEPS + 3}"
@@ -167,7 +171,7 @@ def test_a_kill_during_a_write_leaves_the_one_before(train: Trainings, strategy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["continue", "stop"])
+@pytest.mark.parametrize("then", tiers(["continue", "stop"], daily=["continue"]))
 def test_a_disk_that_is_full_for_one_rank_is_reported_on_all_when_the_next_is_due(train: Trainings, then: str) -> None:
     policy = f"--last_checkpoint.on_failed_save={then}"
     record = train(f"full-{then}", "fsdp2", policy, prelude=disk_full_on_rank_1)

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch import Callback
 from dist_template.checkpoint import commit, manifest
 from tests.support.runs import disk
 from tests.support.saves import Trainings
+from tests.support.tiers import tiers
 
 pytestmark = pytest.mark.slow
 
@@ -57,15 +59,20 @@ def refuse_rank_1() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
-def untold() -> None:
+def not_gathered() -> None:
     """In each worker: what the disk refuses is not gathered."""
     code: Any = commit
     code.disk_error = lambda write: write()
 
 
-@pytest.mark.parametrize("choice", ["continue", "stop"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2"])
-def test_on_a_full_disk_training_goes_on_or_stops_and_the_older_checkpoint_stands(
+@pytest.mark.parametrize(
+    ("strategy", "choice"),
+    tiers(
+        product(["ddp", "fsdp2", "zero2"], ["continue", "stop"]),
+        daily=[("fsdp2", "continue"), ("ddp", "stop")],
+    ),
+)
+def test_on_a_full_disk_training_continues_or_stops_and_the_older_checkpoint_stays(
     train: Trainings, small_disk: Path, strategy: str, choice: str
 ) -> None:
     flags = [f"--last_checkpoint.dirpath={small_disk}", f"--last_checkpoint.on_failed_save={choice}"]
@@ -84,9 +91,9 @@ def test_on_a_full_disk_training_goes_on_or_stops_and_the_older_checkpoint_stand
         assert left == [first.name] and commit.verify(first) is None
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero1", "zero3"], daily=["zero3"]))
 def test_what_one_rank_cannot_write_ends_on_all_ranks_alike(train: Trainings, strategy: str) -> None:
-    """DeepSpeed's save has barriers after the writing, at which the others would wait for ever."""
+    """DeepSpeed's save has barriers after the writing, at which the other ranks would wait forever."""
     record = train.run(strategy, f"refused-{strategy}", "--trainer.max_steps=2", prelude=refuse_rank_1)
     assert not list((record.run / "checkpoints").iterdir())
     assert record.log(0).count("step00000001.ckpt was not saved, rank 1: ") == 1
@@ -94,7 +101,8 @@ def test_what_one_rank_cannot_write_ends_on_all_ranks_alike(train: Trainings, st
         assert answer.startswith("Ended: step00000002.ckpt was not saved, rank 1: "), record.answers
 
 
+@pytest.mark.nightly
 def test_without_the_guard_a_full_disk_ends_training(train: Trainings, small_disk: Path) -> None:
     flags = [f"--last_checkpoint.dirpath={small_disk}", "--trainer.max_steps=5"]
-    record = train.run("ddp", "full-untold", *flags, callbacks=[Ballast(small_disk)], prelude=untold)
+    record = train.run("ddp", "full-not-gathered", *flags, callbacks=[Ballast(small_disk)], prelude=not_gathered)
     assert not record.ok and "was not saved" not in record.error

@@ -75,7 +75,7 @@ def unverified() -> None:
     code.agreed = lambda path: manifest.found(path)[0]
 
 
-@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("guarded", tiers([True, False], daily=[True]))
 def test_all_ranks_skip_a_damaged_checkpoint_together(train: Trainings, guarded: bool) -> None:
     """One bit of a weight is changed; without the guard training resumes from it."""
     expected = train.uninterrupted("ddp")

@@ -44,7 +44,8 @@ class WithAPeak(Callback):
 
 @pytest.fixture(scope="module", params=tiers(["ddp", "fsdp2_ep", "zero2"], daily=["fsdp2_ep", "zero2"]))
 def run(request: pytest.FixtureRequest, train: Trainings) -> RunRecord:  # noqa: F811
-    return train.run("fit", "deepseek_v3", request.param, callbacks=[WithAPeak()])
+    flags = [f"--trainer.max_steps={ALL_STEPS}", "--trainer.val_check_interval=10"]
+    return train.run("fit", "deepseek_v3", request.param, *flags, callbacks=[WithAPeak()])
 
 
 @pytest.mark.slow

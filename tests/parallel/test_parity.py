@@ -1,7 +1,7 @@
 """Every strategy trains to the same numbers as one process.
 
-Each training runs once, on CPU processes, and several tests look at what it recorded. Labels are masked unevenly over
-rows, so that a loss averaged per rank or per micro-batch would show.
+Each training runs once, on CPU processes, and several tests read its record. Labels are masked unevenly over rows, so
+that a loss averaged per rank or per micro-batch would be detected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dist_template.checkpoint.formats import read_full
-from tests.support.parity import CLIP, PROCESSES, SHORT, PauseAfter, Trainings, assert_close
+from tests.support.parity import CLIP, PROCESSES, SHORT, STEPS, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.tiers import tiers
 
@@ -34,8 +34,8 @@ CASES = tiers(
 @pytest.mark.parametrize(("model", "strategy"), CASES)
 def test_a_strategy_trains_to_the_numbers_of_one_process(train: Trainings, model: str, strategy: str) -> None:
     one, many = train(model, "one"), train(model, strategy)
-    assert sum(norm > CLIP for norm in one.grad_norm.values()) >= 10, "clipping must have been at work"
-    assert list(one.loss) == list(range(1, 21))
+    assert sum(norm > CLIP for norm in one.grad_norm.values()) >= 6, "gradients must have been clipped"
+    assert list(one.loss) == list(range(1, STEPS + 1))
     assert many.loss == pytest.approx(one.loss, rel=1e-5)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
     assert many.learning_rate == pytest.approx(one.learning_rate, rel=1e-12)
@@ -55,7 +55,7 @@ def test_initial_weights_are_bit_identical(train: Trainings, model: str, strateg
 @pytest.mark.parametrize(("model", "strategy"), CASES)
 def test_validation_covers_every_sample_once(train: Trainings, model: str, strategy: str) -> None:
     one, many = train(model, "one").eval(), train(model, strategy).eval()
-    assert list(one) == [10, 20]
+    assert list(one) == [STEPS // 2, STEPS]
     for step, metrics in one.items():
         assert many[step] == pytest.approx(metrics, rel=1e-5)
 
@@ -86,11 +86,11 @@ def test_accumulation_equals_one_big_batch(train: Trainings) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_legs", tiers([5, 10], daily=[5]))
+@pytest.mark.parametrize("num_legs", tiers([5, STEPS // 2], daily=[5]))
 def test_a_training_continues_from_strategy_to_strategy(train: Trainings, num_legs: int) -> None:
-    """Weights, moments, schedule and samples: each leg has the losses of the training that was never stopped."""
+    """Weights, moments, schedule and samples: each leg has the losses of an uninterrupted training."""
     expected = train("deepseek_v3", "one").loss
-    legs = ["ddp", "fsdp2", "zero2", "tp", "zero3", "fsdp2_ep", "zero1", "one", "zero3", "ddp"]
+    legs = ["ddp", "fsdp2", "zero2", "tp", "zero3", "one"]
     checkpoint: list[str] = []
     for number, strategy in enumerate(legs[:num_legs]):
         leg = train.run("fit", "deepseek_v3", strategy, *checkpoint, callbacks=[PauseAfter(2 * number + 2)])

@@ -1,4 +1,4 @@
-"""Trainings of one model under every strategy, each done once: what several test modules compare."""
+"""Trainings of one model under every strategy, each run once, for several test modules."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ PROCESSES = dict.fromkeys(NAMES, 2)
 PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library
 GLOBAL_BATCH, ACCUMULATION = 8, 2
+STEPS = 12
 CLIP = 0.8
 
 
 def mask_labels() -> None:
-    """In each worker: how many of a row's labels count follows from the sum of its tokens."""
+    """In each worker: the number of counted labels of a row depends on the sum of its tokens."""
     from dist_template.text.rows import PackedRows
 
     read = PackedRows.__getitems__
@@ -47,7 +48,7 @@ def mask_labels() -> None:
 
 
 class PauseAfter(Callback):
-    """Ends training in good order after `step`, as a job's time limit does; the schedule stays the whole one's."""
+    """Stops training after `step`, as a job's time limit does; the schedule does not change."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -57,7 +58,7 @@ class PauseAfter(Callback):
 
 
 class Trainings:
-    """Trainings by what was asked of them, each done once."""
+    """Trainings by their arguments, each run once."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self.folder = folder
@@ -94,7 +95,7 @@ class Trainings:
         num = processes or PROCESSES.get(strategy, 1)
         data_parallel = num // (2 if "tp" in strategy else 1)
         flags = [] if strategy == "one" else flags_of(strategy)
-        if strategy.startswith("zero3"):  # or so small a model would stay whole on every rank
+        if strategy.startswith("zero3"):  # else so small a model would not be sharded
             flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]
         flags += [f"--model.architecture={MODELS[model]}", f"--trainer.devices={num}"]
         flags += [f"--data.micro_batch_size={GLOBAL_BATCH // data_parallel // accumulation}"]
@@ -111,8 +112,9 @@ def train(tmp_path_factory: pytest.TempPathFactory, corpus: Path, cache: Path) -
     flags = [
         f"--run.root={folder / 'runs'}", "--data.source=TextFiles", f"--data.source.paths=[{corpus}/*.txt]",
         "--data.tokenizer=Bytes", f"--data.cache_dir={cache}", "--data.seq_len=32", "--data.validation_share=0.15",
-        "--data.test_share=0.15", "--model.sample_tokens=4", "--trainer.accelerator=cpu", "--trainer.max_steps=20",
-        "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=10", "--trainer.logger=false",
+        "--data.test_share=0.15", "--model.sample_tokens=4", "--trainer.accelerator=cpu",
+        f"--trainer.max_steps={STEPS}",
+        "--trainer.log_every_n_steps=1", f"--trainer.val_check_interval={STEPS // 2}", "--trainer.logger=false",
     ]  # fmt: skip
     with Workers(1) as workers:
         workers.run(["prepare", *flags], folder / "prepare").check()
