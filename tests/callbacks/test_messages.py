@@ -59,12 +59,6 @@ def test_a_crash_flushes_the_buffer() -> None:
     assert "rank 1: UserWarning: w" in printed and "RuntimeError: dead" in printed
 
 
-def test_the_buffer_is_flushed_after_a_while() -> None:
-    wait = "import dist_template.cluster.messages as m; m.HOLD_S = 0.1\n"
-    printed = process(wait + WARN + "import time; time.sleep(0.5); os._exit(0)", RANK="1")
-    assert "rank 1: UserWarning: w" in printed
-
-
 def test_a_forked_process_prints_its_own_warnings() -> None:
     code = "import os\nif not os.fork():\n    " + WARN + "    os._exit(0)\nos.wait(); os._exit(0)"
     printed = process(code, RANK="1")

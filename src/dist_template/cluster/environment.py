@@ -1,4 +1,4 @@
-"""Describes what a process runs on: command, packages, git commit, hardware, the variables that libraries read."""
+"""Describes what a process runs on: command, packages, git commit, hardware, variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "git_changes": git("status", "--short"),
         "job_started": job_started(),  # Unix time, as job_ends
-        "job_ends": float(os.environ["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in os.environ else None,
+        "job_ends": float(job_ends) if (job_ends := os.environ.get("SLURM_JOB_END_TIME")) else None,
         **comparable(),
     }
 
@@ -55,18 +55,18 @@ def comparable() -> dict[str, Any]:
 def packages() -> dict[str, str]:
     """Returns the versions of the installed packages.
 
-    They are read from the names of their folders, `<name>-<version>.dist-info` by the packaging specification, in 2 ms;
-    importlib.metadata reads a file of each package, in 76 ms.
-    """
+    They are read from the names of their folders, `<name>-<version>.dist-info` by the packaging
+    specification, in 2 ms; importlib.metadata reads a file of each package, in 76 ms."""
     found: dict[str, str] = {}
     for folder in sys.path:
         try:
-            names = sorted(entry.name for entry in os.scandir(folder or ".") if entry.name.endswith(".dist-info"))
+            names = sorted(os.listdir(folder or "."))
         except OSError:  # the entry is a zip file, or does not exist
             continue
         for name in names:
-            package, _, version = name.removesuffix(".dist-info").partition("-")
-            found.setdefault(normalized(package), version)
+            if name.endswith(".dist-info"):
+                package, _, version = name.removesuffix(".dist-info").partition("-")
+                found.setdefault(normalized(package), version)
     return dict(sorted(found.items()))
 
 
@@ -85,9 +85,11 @@ def driver() -> str | None:
 def _git_state() -> dict[str, str | None]:
     """Returns the commit, and a digest of the changes to tracked files (None without changes)."""
     lines = (git("status", "--porcelain=v2", "--branch", "--untracked-files=no") or "").splitlines()
-    commit = next((line.removeprefix("# branch.oid ") for line in lines if line.startswith("# branch.oid ")), None)
+    head = "# branch.oid "
+    commits = [line.removeprefix(head) for line in lines if line.startswith(head)]
     has_changes = any(not line.startswith("#") for line in lines)
-    return {"git_commit": commit, "git_diff": digest(git("diff", "HEAD")) if has_changes else None}
+    diff = digest(git("diff", "HEAD")) if has_changes else None
+    return {"git_commit": next(iter(commits), None), "git_diff": diff}
 
 
 def digest(value: Any) -> str:
@@ -97,7 +99,8 @@ def digest(value: Any) -> str:
 def git(*arguments: str) -> str | None:
     """Returns the output of a git command, or None without git or a repository."""
     try:
-        result = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
+        command = ["git", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() if result.returncode == 0 else None
@@ -107,17 +110,20 @@ def machine() -> str:
     """Identifies where a process id is valid: this boot of this machine, and the container."""
     namespace = Path("/proc/self/ns/pid")  # Linux, as the boot's id
     known = [platform.node(), _read(Path("/proc/sys/kernel/random/boot_id")).strip()]
-    return " ".join([*filter(None, known), *([os.readlink(namespace)] if namespace.is_symlink() else [])])
+    if namespace.is_symlink():
+        known.append(os.readlink(namespace))
+    return " ".join(filter(None, known))
 
 
 def memory_limit() -> int:
-    """Returns the bytes that the processes of this control group, or of the machine, may use together."""
+    """Returns the bytes that this control group's, or the machine's, processes may use."""
     import psutil
 
     limits = [psutil.virtual_memory().total]
-    own = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)  # version 2 has one line, "0::"
+    # Version 2 has one line, "0::". A parent's limit applies to its children.
+    own = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
     group = CGROUPS / own.group(1) if own else CGROUPS
-    for folder in (group, *group.parents, CGROUPS / "memory"):  # a parent's limit applies to its children
+    for folder in (group, *group.parents, CGROUPS / "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
             if folder.is_relative_to(CGROUPS) and (text := _read(folder / name).strip()).isdigit():
                 limits.append(int(text))

@@ -1,13 +1,11 @@
 """Exits a process: destroys its process groups, and skips the interpreter's finalization.
 
-A worker thread of gloo (torch 2.13, `ProcessGroupGloo::runLoop`) releases a collective's tensors after it has reported
-the collective as finished. On a loaded machine that can happen during the interpreter's finalization, which ends every
-thread that requests the GIL by `pthread_exit`; C++ then aborts the process with "terminate called without an active
-exception" and exit code 134, after a finished run (pytorch issue 190489; pull request 179291 was closed).
+A worker thread of gloo (torch 2.13) can release a collective's tensors during the interpreter's
+finalization, which ends every thread that requests the GIL; C++ then aborts the process with exit
+code 134, after a finished run (pytorch issue 190489).
 
-`destroy_process_group` alone does not prevent it: it joins these threads only when nothing refers to the group any
-more, and under FSDP2 DTensor's caches do.
-"""
+`destroy_process_group` alone does not prevent it: it joins these threads only when nothing refers
+to the group any more, and under FSDP2 DTensor's caches do."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ _codes: list[int] = []  # the exit code, once it is decided
 
 
 def skip_finalization() -> None:
-    """Registers the last exit function. They run in reverse order: call this before libraries are imported."""
+    """Registers the last exit function: call it first, because they run in reverse order."""
     atexit.register(_exit)
 
 
 def exit_process(code: int) -> NoReturn:
     """Exits with `code`, after all non-daemon threads and all exit functions."""
-    if code == Exit.DONE:  # after a failure other ranks may be in a collective, which destroying would wait for
+    if code == Exit.DONE:  # after a failure, destroying would wait for other ranks' collectives
         _destroy_process_groups()
     _codes.append(code)
     sys.exit(code)
@@ -54,6 +52,6 @@ def _destroy_process_groups() -> None:
 def _exit() -> None:
     if _codes:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the reading process has exited, or the stream is closed
+            with contextlib.suppress(OSError, ValueError):  # the reader has exited, or it is closed
                 stream.flush()
         os._exit(_codes[0])

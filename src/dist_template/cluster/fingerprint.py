@@ -1,8 +1,7 @@
-"""Compares the environment of all ranks before the first collective, and prints one table of the differences."""
+"""Compares the environment of all ranks before the first collective."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,12 @@ NOTHING = "-"
 
 
 class SameEnvironment(Callback):
-    """Exits with code 78 on every rank if packages, Python, CUDA, NCCL, driver, GPUs, git commit and changes,
-    configuration, data or environment variables differ between ranks.
+    """Exits with code 78 on every rank if packages, Python, CUDA, NCCL, driver, GPUs, git commit
+    and changes, configuration, data or environment variables differ between ranks.
 
     Args:
-        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as `variables`.
+        ignore: What may differ: a key of the table, as `packages.numpy`, or a group of them, as
+            `variables`.
     """
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
@@ -33,19 +33,19 @@ class SameEnvironment(Callback):
         self.refusal: str | None = None  # why rank 0 may not start; all ranks then stop
 
     def begin(self, trainer: Any, run: Path, config: dict[str, Any], timeout_s: float) -> None:
-        """Schedules the comparison for when all ranks are started.
+        """Schedules the comparison for when all ranks are started, before the first collective.
 
-        Args:
-            trainer: Its first collective comes after the comparison.
-            run: The run's folder; ranks that were started manually may have chosen different ones.
-            config: The resolved configuration, of plain types.
-            timeout_s: Seconds to wait for all ranks. 0: the default.
+        `run`, the run's folder, and `config` may differ between ranks that were started manually.
+        `timeout_s` 0 is the default.
         """
-        act = partial(self._act, trainer, run, config)
+
+        def act(rendezvous: Rendezvous) -> None:
+            self.compare(rendezvous, own_facts(run, config, trainer.datamodule))
+
         before_first_collective(trainer, timeout_s or START_TIMEOUT_S, act)
 
     def lock(self, trainer: Any, run: Path, started_by_a_launcher: bool) -> None:
-        """Locks the run's folder on rank 0. If other ranks are started, they learn of a refusal in the comparison.
+        """Locks the run's folder on rank 0. Other ranks learn of a refusal in the comparison.
 
         Raises:
             InputError: another launch holds the lock.
@@ -55,15 +55,10 @@ class SameEnvironment(Callback):
                 raise InputError(refusal)
             self.refusal = refusal
 
-    def _act(self, trainer: Any, run: Path, config: dict[str, Any], rendezvous: Rendezvous) -> None:
-        self.compare(rendezvous, own_facts(run, config, trainer.datamodule))
-
     def compare(self, rendezvous: Rendezvous, own: dict[str, Any]) -> None:
-        """Compares digests of all ranks, then gathers the values of what differs. Collective, through the store.
+        """Compares digests of all ranks, and gathers the values that differ. Collective.
 
-        Args:
-            rendezvous: Of all ranks.
-            own: This rank's facts: group -> value, or group -> name -> value.
+        `own` has this rank's facts: group -> value, or group -> name -> value.
 
         Raises:
             InputError: on every rank, if rank 0 was refused the run's folder.
@@ -74,7 +69,10 @@ class SameEnvironment(Callback):
         if rendezvous.rank == 0:
             refusal, digests = self.refusal, [] if self.refusal else rendezvous.gather("digests")
             groups = sorted(set().union(*digests))
-            differ = [group for group in groups if len({of_rank.get(group) for of_rank in digests}) > 1]
+            differ = []
+            for group in groups:
+                if len({of_rank.get(group) for of_rank in digests}) > 1:
+                    differ.append(group)
             rendezvous.broadcast("outcome", [refusal, differ])
         else:
             refusal, differ = rendezvous.receive("outcome")
@@ -87,41 +85,45 @@ class SameEnvironment(Callback):
             return
         rendezvous.publish("values", {group: own.get(group) for group in differ})
         if rendezvous.rank:
-            raise Ended(Exit.MISMATCH, f"rank {rendezvous.rank}: environments differ; rank 0 prints the table")
+            sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
+            raise Ended(Exit.MISMATCH, sentence)
         raise Ended(Exit.MISMATCH, table(rendezvous.gather("values")))
 
     def _without_ignored(self, facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         kept = {name: value for name, value in facts.items() if prefix + name not in self.ignore}
-        if prefix:
-            return kept
-        return {g: self._without_ignored(v, f"{g}.") if isinstance(v, dict) else v for g, v in kept.items()}
+        for name, value in kept.items():
+            if isinstance(value, dict) and not prefix:
+                kept[name] = self._without_ignored(value, f"{name}.")
+        return kept
 
 
 def own_facts(run: Path, config: dict[str, Any], datamodule: Any) -> dict[str, Any]:
     """Returns what this rank runs. `datamodule` has opened its token cache."""
     leaves = {key: str(value).replace(str(run), "{run}") for key, value in flatten(config).items()}
     manifest = getattr(getattr(datamodule, "corpus", None), "manifest", None)
-    return {**comparable(), "run_folder": str(run), "config": leaves, "data": flatten(manifest or {})}
+    data = flatten(manifest or {})
+    return {**comparable(), "run_folder": str(run), "config": leaves, "data": data}
 
 
 def table(values: list[dict[str, Any]]) -> str:
-    """Returns a table of key, ranks and value, for the keys that differ.
-
-    Args:
-        values: Each rank's: group -> value, or group -> name -> value.
-    """
+    """Returns a table of key, ranks and value, for the keys that differ in each rank's `values`."""
     rows = []
     for group in values[0]:
         of_ranks = [value[group] for value in values]
         columns = {group: of_ranks}
         if all(isinstance(value, dict) for value in of_ranks):
             names = sorted(set().union(*of_ranks))
-            columns = {f"{group}.{name}": [value.get(name, NOTHING) for value in of_ranks] for name in names}
+            columns = {}
+            for name in names:
+                columns[f"{group}.{name}"] = [value.get(name, NOTHING) for value in of_ranks]
         for key, column in columns.items():
             ranks: dict[str, list[int]] = {}
             for rank, value in enumerate(column):
                 ranks.setdefault(str(value), []).append(rank)
             if len(ranks) > 1:
                 rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
-    title = "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore '[KEY, …]'"
+    title = (
+        "the ranks' environments differ; make them equal, or allow it:"
+        " --same_environment.ignore '[KEY, …]'"
+    )
     return Table(title, ["key", "ranks", "value"], rows).as_text()

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# (part of a file's path, function, phase): the innermost frame of the main thread that matches gives the phase.
+# (part of a file's path, function, phase): the innermost frame of the main thread that matches
+# gives the phase.
 PHASES = (
     ("loops/fetchers.py", "", "in its data loader"),
     ("torch/utils/data/dataloader.py", "", "in its data loader"),
@@ -31,29 +32,37 @@ PHASES = (
     ("/loop.py", "advance", "between micro-batches"),
     ("<frozen importlib", "", "importing"),
 )
-# A process waits for other ranks if one of these is in its stack, with only frames of torch and DeepSpeed below it.
+# A process waits for other ranks if one of these is in its stack, with only frames of torch and
+# DeepSpeed below it.
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/deepspeed/comm/")
 
 
 def locate(frame: FrameType | None) -> tuple[str, str, bool]:
-    """Returns what the thread with this innermost frame is doing, the file and line, and whether it waits for ranks."""
+    """Returns a thread's phase, file and line, and whether it waits for other ranks."""
     files, line, phase = [], "?", ""
     while frame is not None:
         code = frame.f_code
         if not files:
             line = f"{'/'.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno}"
         files.append(code.co_filename)
-        matches = (words for part, name, words in PHASES if part in files[-1] and name in ("", code.co_name))
-        phase = phase or next(matches, "")
+        phase = phase or _phase(code.co_filename, code.co_name)
         frame = frame.f_back
     inner = takewhile(lambda file: "/torch/" in file or "/deepspeed/" in file, files)
     return phase or "elsewhere", line, any(part in file for file in inner for part in WAITING)
 
 
-def find_stalled(statuses: dict[int, dict[str, Any]], silent: list[int]) -> dict[str, Any]:
-    """Returns the `sentence` that names the stalled rank, the `silent` ranks, and the rank that prints it (`by`).
+def _phase(file: str, function: str) -> str:
+    for part, name, phase in PHASES:
+        if part in file and name in ("", function):
+            return phase
+    return ""
 
-    Ranks that do not answer are stalled; else those with the least progress which do not wait for another rank.
+
+def find_stalled(statuses: dict[int, dict[str, Any]], silent: list[int]) -> dict[str, Any]:
+    """Returns the `sentence` that names the stalled rank, the `silent` ranks, and who prints (`by`).
+
+    Ranks that do not answer are stalled; else those with the least progress which do not wait for
+    another rank.
 
     Args:
         statuses: `WatchdogThread.status` of the ranks that answer.
@@ -65,12 +74,15 @@ def find_stalled(statuses: dict[int, dict[str, Any]], silent: list[int]) -> dict
     behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind
     waiting: list[int] = []
     if silent:
-        cause = "its process is stopped or its node is lost" if len(silent) == 1 else "stopped processes or lost nodes"
-        parts, waiting = [f"{ranks_text(silent)} {'is' if len(silent) == 1 else 'are'} unresponsive: {cause}"], list(at)
+        causes = "are unresponsive: stopped processes or lost nodes"
+        if len(silent) == 1:
+            causes = "is unresponsive: its process is stopped or its node is lost"
+        parts, waiting = [f"{ranks_text(silent)} {causes}"], list(at)
     elif len(at) == 1:
         parts = list(at.values())
     elif len(behind) == len(at):
-        parts = ["no rank is behind the others", *(f"{ranks_text([rank])}: {place}" for rank, place in at.items())]
+        parts = ["no rank is behind the others"]
+        parts += [f"{ranks_text([rank])}: {place}" for rank, place in at.items()]
     else:
         parts = [f"{ranks_text([rank])} is stalled: {at[rank]}" for rank in behind]
         waiting = [rank for rank in at if rank not in behind]

@@ -1,9 +1,9 @@
 """Buffers warnings on ranks other than 0, so that rank 0 prints each once for all ranks.
 
-Otherwise 64 ranks print the same line 64 times. A warning is a message of Python's `warnings`, or of `logging` at level
-WARNING to a terminal. callbacks/messages.py sends them to rank 0. Every rank prints errors at once, and so do libraries
-in C++. Outside training each process flushes its own buffer: at its exit, in a hang, and after two minutes. Only a
-SIGKILL loses warnings.
+Otherwise 64 ranks print the same line 64 times. A warning is a message of Python's `warnings`, or
+of `logging` at level WARNING to a terminal. callbacks/messages.py sends them to rank 0. Every rank
+prints errors at once, and so do libraries in C++. Outside training each process flushes its own
+buffer, at its exit and in a hang. Only a SIGKILL loses warnings.
 
 No slow imports here: libraries also warn while they are imported.
 """
@@ -15,12 +15,9 @@ import logging
 import os
 import re
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-HOLD_S = 120.0
-LONGEST = 2000  # characters of a warning
 MOST = 1000  # distinct warnings of a process; it prints further ones itself
 
 
@@ -31,7 +28,6 @@ class Messages:
         self.reported: set[str] = set()  # printed here or by rank 0, or buffered
         self._buffer: list[str] = []
         self._process = 0
-        self._timer: threading.Timer | None = None
 
     @property
     def num_buffered(self) -> int:
@@ -42,7 +38,7 @@ class Messages:
         if not self._process:
             atexit.register(self.flush)
         self._process = os.getpid()
-        logging.captureWarnings(False)  # a `catch_warnings` block elsewhere may have ended the capture
+        logging.captureWarnings(False)  # a `catch_warnings` block may have ended the capture
         logging.captureWarnings(True)
         python = logging.getLogger("py.warnings")
         if not any(isinstance(handler, WarningPrinter) for handler in python.handlers):
@@ -51,10 +47,10 @@ class Messages:
         python.setLevel(logging.WARNING)
         if not issubclass(logging.getLoggerClass(), FilteredLogger):
             logging.setLoggerClass(FilteredLogger)
-        known = [logging.root, *logging.root.manager.loggerDict.values()]  # some are placeholders
-        handlers = [handler for logger in known if isinstance(logger, logging.Logger) for handler in logger.handlers]
-        for handler in [logging.lastResort, *handlers]:
-            filter_warnings_of(handler)
+        filter_warnings_of(logging.lastResort)
+        for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+            for handler in getattr(logger, "handlers", ()):  # some are placeholders
+                filter_warnings_of(handler)
 
     def buffer(self, text: str) -> bool:
         """Buffers `text` and returns True, or returns False if this process must print it."""
@@ -67,30 +63,24 @@ class Messages:
         if is_rank_zero():
             return False
         if is_new:
-            self._buffer.append(text[:LONGEST])
-            if self._timer is None:
-                self._timer = threading.Timer(HOLD_S, self.flush)
-                self._timer.daemon = True
-                self._timer.start()
+            self._buffer.append(text[:2000])
         return True
 
     def take(self) -> list[str]:
         """Returns the buffered warnings and empties the buffer."""
         buffer, self._buffer = self._buffer, []
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         return buffer
 
     def flush(self) -> None:
-        """Prints the buffered warnings; from any thread, also while another holds Python's stderr lock."""
-        rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_PROCID")
+        """Prints the buffered warnings, also while another thread holds Python's stderr lock."""
+        names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+        rank = next((os.environ[name] for name in names if os.environ.get(name)), None)
         for text in self.take():
             os.write(2, f"rank {rank}: {text}\n".encode())
 
 
 def is_rank_zero() -> bool:
-    """Returns whether this is rank 0, from the launchers' variables in Lightning's order, without imports."""
+    """Returns whether this is rank 0, by the launchers' variables in Lightning's order."""
     environment = os.environ
     if "RANK" in environment:
         return environment["RANK"] == "0"
@@ -128,17 +118,20 @@ class NotBuffered(logging.Filter):
         self.handler = handler
 
     def filter(self, record: logging.LogRecord) -> bool:
-        is_warning = logging.WARNING <= record.levelno < logging.ERROR and _is_terminal(self.handler.stream)
-        return not (is_warning and MESSAGES.buffer(f"{record.name}: {record.getMessage()}"))
+        is_warning = logging.WARNING <= record.levelno < logging.ERROR
+        if not is_warning or not _is_terminal(self.handler.stream):
+            return True
+        return not MESSAGES.buffer(f"{record.name}: {record.getMessage()}")
 
 
 def filter_warnings_of(handler: logging.Handler | None) -> None:
-    if isinstance(handler, logging.StreamHandler) and not any(isinstance(one, NotBuffered) for one in handler.filters):
-        handler.addFilter(NotBuffered(handler))
+    if isinstance(handler, logging.StreamHandler):
+        if not any(isinstance(one, NotBuffered) for one in handler.filters):
+            handler.addFilter(NotBuffered(handler))
 
 
 def _without_source(formatted: str) -> str:
-    """Returns "Category: message (folder/file.py:line)" from the output of `warnings.formatwarning`."""
+    """Returns "Category: message (folder/file.py:line)" from a formatted warning."""
     found = re.match(r"(.+?):(\d+): (.*?)(?:\n  [^\n]*)?\s*\Z", formatted, re.DOTALL)
     if found is None:
         return formatted.strip()

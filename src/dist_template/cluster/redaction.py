@@ -1,8 +1,8 @@
-"""Keeps secrets out of what a run records: config.yaml, environment.json, the report, loggers, tables of differences.
+"""Keeps secrets out of what a run records and prints.
 
-Only the environment variables that are listed here are recorded, and none whose name suggests a secret. In the
-configuration and in the command line, text below a key such as `api_key` or `password` is replaced.
-"""
+Only the environment variables that are listed here are recorded, and none whose name suggests a
+secret. In the configuration and in the command line, text below a key such as `api_key` or
+`password` is replaced."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
-# By prefix, variables of the libraries that training depends on: for reports, and for the comparison between ranks.
-# Excluded: torchrun's own (TORCHELASTIC_*), which differ by rank and restart; CUDA_VISIBLE_DEVICES, because a scheduler
-# may assign each process its own devices; OMP_NUM_THREADS, which by default depends on the number of processes.
+# By prefix, variables of the libraries that training depends on: for reports, and for the
+# comparison between ranks. Excluded: torchrun's own (TORCHELASTIC_*), which differ by rank and
+# restart; CUDA_VISIBLE_DEVICES, because a scheduler may assign each process its own devices;
+# OMP_NUM_THREADS, which by default depends on the number of processes.
 RECORDED = {
     "NCCL_": "ALGO BUFFSIZE COLLNET_ENABLE COMM_BLOCKING CROSS_NIC CUMEM_ENABLE DEBUG DEBUG_SUBSYS GRAPH_FILE"
     " IB_DISABLE IB_GID_INDEX IB_HCA IB_QPS_PER_CONNECTION IB_RETRY_CNT IB_SL IB_TC IB_TIMEOUT LAUNCH_MODE MAX_CTAS"
@@ -37,22 +38,28 @@ RECORDED = {
 }
 NAMES = frozenset(prefix + name for prefix, names in RECORDED.items() for name in names.split())
 
-# Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`, `text_key`.
-SECRET_KEYS = frozenset("apikey credential credentials key pass passphrase passwd password pw pwd secret token".split())
+# Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`,
+# `text_key`.
+WORDS = "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
+SECRET_KEYS = frozenset(WORDS.split())
 NO_SECRETS = frozenset("bos cls eos image label mask pad sep sort text unk".split())
 PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that may be recorded, by name."""
-    allowed = (name for name in sorted(environment) if name in NAMES and not SECRET_VARIABLE.search(name))
-    return {name: redacted(environment[name]) for name in allowed}
+    recorded = {}
+    for name in sorted(NAMES & environment.keys()):
+        if not SECRET_VARIABLE.search(name):
+            recorded[name] = redacted(environment[name])
+    return recorded
 
 
 def redacted(value: Any, is_secret: bool = False) -> Any:
     """Returns a configuration of plain types, with the text below each secret key replaced."""
     if isinstance(value, dict):
-        return {key: redacted(one, is_secret or names_a_secret(str(key))) for key, one in value.items()}
+        secrets = {key: is_secret or names_a_secret(str(key)) for key in value}
+        return {key: redacted(one, secrets[key]) for key, one in value.items()}
     if isinstance(value, list):
         return [redacted(one, is_secret) for one in value]
     if not isinstance(value, str):
@@ -67,13 +74,15 @@ def names_a_secret(key: str) -> bool:
 
 
 def redacted_command(words: Iterable[str]) -> list[str]:
-    """Returns a command line with secrets replaced after `--key=`, after `--key`, and inside YAML values."""
+    """Returns a command line without secrets after `--key=`, after `--key`, and in YAML values."""
     found, is_secret = [], False
     for word in words:
         flag, has_value, value = word.partition("=") if word.startswith("--") else ("", "", word)
         if flag:
             is_secret = names_a_secret(flag)
-        found.append(word if flag and not has_value else f"{flag}{has_value}{_redacted_text(value, is_secret)}")
+        if not flag or has_value:
+            word = f"{flag}{has_value}{_redacted_text(value, is_secret)}"
+        found.append(word)
         is_secret = is_secret and bool(flag) and not has_value
     return found
 
@@ -88,4 +97,6 @@ def _redacted_text(text: str, is_secret: bool) -> str:
     except yaml.YAMLError:
         value = text
     hidden = redacted(value)
-    return text if hidden == value else hidden if isinstance(hidden, str) else json.dumps(hidden, default=str)
+    if hidden == value:
+        return text
+    return hidden if isinstance(hidden, str) else json.dumps(hidden, default=str)

@@ -1,9 +1,9 @@
-"""Rendezvous of all ranks before their first collective, in the store that the process group will be built with.
+"""Rendezvous of all ranks before their first collective, in the process group's store.
 
-A collective fails obscurely, or never returns, when a rank is missing or differs. A store knows which ranks have
-connected, and their values can be compared in it. torch creates it in `init_process_group`; here it is created a moment
-earlier at the same address, and torch shares it. This works under every launcher that Lightning supports.
-"""
+A collective fails obscurely, or never returns, when a rank is missing or differs. A store knows
+which ranks have connected, and their values can be compared in it. torch creates it in
+`init_process_group`; here it is created a moment earlier at the same address, and torch shares it.
+This works under every launcher that Lightning supports."""
 
 from __future__ import annotations
 
@@ -29,19 +29,12 @@ from .watchdog import WATCHDOG
 
 @dataclass
 class Rendezvous:
-    """The store that all ranks of a training share.
+    """The store that all ranks of a training share."""
 
-    Args:
-        store: In rank 0's process, or in torchrun's agent.
-        rank: Of this process.
-        world_size: Number of ranks.
-        timeout_s: How long a rank waits for another.
-    """
-
-    store: Any
+    store: Any  # in rank 0's process, or in torchrun's agent
     rank: int
     world_size: int
-    timeout_s: float
+    timeout_s: float  # how long a rank waits for another
 
     def publish(self, key: str, value: Any) -> None:
         """Stores this rank's `value`, of plain types."""
@@ -84,35 +77,39 @@ class Rendezvous:
         return json.loads(self.store.get("rendezvous/" + key))
 
 
-def before_first_collective(trainer: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
+Act = Callable[[Rendezvous], None]
+
+
+def before_first_collective(trainer: Any, timeout_s: float, act: Act) -> None:
     """Has `act` called when all ranks of `trainer` are started and none has communicated yet."""
-    trainer.strategy.setup_environment = partial(_setup_environment, trainer.strategy, timeout_s, act)
+    strategy = trainer.strategy
+    strategy.setup_environment = partial(_setup_environment, strategy, timeout_s, act)
 
 
-def _setup_environment(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
+def _setup_environment(strategy: Any, timeout_s: float, act: Act) -> None:
     if getattr(strategy, "cluster_environment", None) is not None and not dist.is_initialized():
         strategy.set_world_ranks()
         if strategy.world_size > 1:
             if strategy.root_device.type == "cuda":
-                torch.cuda.set_device(strategy.root_device)  # else querying the GPUs would allocate on the first
+                torch.cuda.set_device(strategy.root_device)  # else queries allocate on the first GPU
             _connect(strategy, timeout_s, act)
     type(strategy).setup_environment(strategy)
 
 
-def _connect(strategy: Any, timeout_s: float, act: Callable[[Rendezvous], None]) -> None:
+def _connect(strategy: Any, timeout_s: float, act: Act) -> None:
     rank, world_size = strategy.global_rank, strategy.world_size
     with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
         store = _store(strategy, rank, world_size, timeout_s)
         store.set(f"process/{rank}", f"{machine()} {os.getpid()}")
         act(Rendezvous(store, rank, world_size, timeout_s))
         first = rank - strategy.local_rank
-        neighbours = [r for r in range(first, min(first + strategy.num_processes, world_size)) if r != rank]
-        peers = _open_processes(store, neighbours)
+        of_node = set(range(first, min(first + strategy.num_processes, world_size)))
+        peers = _open_processes(store, sorted(of_node - {rank}))
     WATCHDOG.connect(store, rank, world_size, peers)
 
 
 def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Creates the store as torch.distributed.rendezvous does, without waiting for all ranks: the missing are named.
+    """Creates the store as torch does, but does not wait for all ranks: missing ones are named.
 
     Raises:
         Ended: rank 0 is missing.
@@ -132,11 +129,13 @@ def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
             raise
         raise lost from error
     # The agent's store outlives a restart, with the keys of the attempt before.
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store) if in_agent else store
+    if not in_agent:
+        return store
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
 
 
 def _accepts_connections(address: str, port: int, timeout_s: float) -> bool:
-    """Returns whether a server listens there within the limit. torch's client gives up later, with C++ frames."""
+    """Returns whether a server listens there. torch's client gives up later, with C++ frames."""
     deadline = time.monotonic() + timeout_s
     while (rest := deadline - time.monotonic()) > 0:
         with suppress(OSError):  # refused, or the host name is not known yet
@@ -148,18 +147,20 @@ def _accepts_connections(address: str, port: int, timeout_s: float) -> bool:
 
 def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:
     """On rank 0's own node another rank must print it."""
-    return Ended(Exit.HUNG, f"{_missing([0], world_size, timeout_s)}{at}", local_rank=int(rank == local_rank() > 0))
+    sentence = f"{_missing([0], world_size, timeout_s)}{at}"
+    return Ended(Exit.HUNG, sentence, local_rank=int(rank == local_rank() > 0))
 
 
 def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
     return (
-        f"{ranks_text(ranks)} of {world_size} did not connect within {timeout_s:g} s: check the end of their logs, and"
-        " whether their nodes reach rank 0's; watchdog.start_timeout_s is the limit"
+        f"{ranks_text(ranks)} of {world_size} did not connect within {timeout_s:g} s: check the end"
+        " of their logs, and whether their nodes reach rank 0's; watchdog.start_timeout_s is the"
+        " limit"
     )
 
 
 def _open_processes(store: Any, ranks: list[int]) -> dict[int, int]:
-    """Returns rank -> file descriptor of its process, on this host; unlike an id it is never reused."""
+    """Returns rank -> file descriptor of its process, on this host; ids may be reused."""
     peers: dict[int, int] = {}
     for rank in ranks if hasattr(os, "pidfd_open") else ():
         host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")

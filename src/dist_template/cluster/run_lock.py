@@ -1,13 +1,13 @@
 """A lock on a run's folder: one launch at a time writes into it.
 
-`lock.json` names its holder: rank 0's host and process, and the launch. A thread of the holder renews the file every
-BEAT_S seconds. `flock` is not used: not every network file system shares it between hosts. A launch that finds the file
-compares it with itself:
+`lock.json` names its holder: rank 0's host and process, and the launch. A thread of the holder
+renews the file every BEAT_S seconds. `flock` is not used: not every network file system shares it
+between hosts. A launch that finds the file compares it with itself:
 
-    the holder's process is on this host   alive: refused; dead: taken over; both at once. If its launcher has
-                                           exited, the holder is about to save and exit: waited for
-    the holder belongs to the same launch  taken over at once: torchrun and Slurm end it before a restart
-    otherwise                              renewed within LEASE_S: refused; not renewed: taken over
+    the holder's process is on this host   alive: refused; dead: taken over; both at once. If its
+                                           launcher has exited, it is about to save: waited for
+    the holder belongs to the same launch  taken over: torchrun and Slurm end it before a restart
+    otherwise                              renewed within LEASE_S: refused; else taken over
 
 Clocks are not compared: a launch watches whether the file changes.
 """
@@ -44,7 +44,7 @@ class RunLock:
         self._released = threading.Event()
 
     def take(self, folder: Path) -> str | None:
-        """Locks a run's folder; for rank 0. Returns why it is refused, or None if this process now holds it."""
+        """Locks a run's folder; for rank 0. Returns why it is refused, or None."""
         self.release()
         path, own = folder / FILE, _own()
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +54,12 @@ class RunLock:
             if _read(path) != holder:  # another launch was faster
                 continue
             write_atomically(path, json.dumps(own))
-            time.sleep(SETTLE_S)  # of several launches that take it over at the same moment, the last holds it
+            time.sleep(SETTLE_S)  # of several launches that take it over at once, the last holds it
             if _read(path) == own:
                 break
         self._path, self._released = path, threading.Event()
-        threading.Thread(target=_renew, args=(path, own, self._released), name="run lock", daemon=True).start()
+        arguments = (path, own, self._released)
+        threading.Thread(target=_renew, args=arguments, name="run lock", daemon=True).start()
         return None
 
     def __enter__(self) -> None:
@@ -81,9 +82,10 @@ RUN_LOCK = RunLock()
 
 
 def launch() -> str:
-    """Returns an identifier that a restart or a requeue keeps; "" if there is no launcher or scheduler."""
+    """Returns an identifier that a restart or a requeue keeps, or ""."""
     job = os.environ.get("SLURM_JOB_ID")
-    return os.environ.get(LAUNCH) or (f"slurm {job}.{os.environ.get('SLURM_STEP_ID')}" if job else "")
+    of_slurm = f"slurm {job}.{os.environ.get('SLURM_STEP_ID')}" if job else ""
+    return os.environ.get(LAUNCH) or of_slurm
 
 
 def _own() -> dict[str, Any]:
@@ -122,7 +124,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _refusal(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str | None:
     process = f"process {holder.get('pid')} on {holder.get('host')}"
-    sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another {RUN_ID} or run.name"
+    sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
+    sentence += f" {RUN_ID} or run.name"
     deadline = time.monotonic() + LEASE_S
     if holder.get("machine") == own["machine"]:
         while holder["pid"] != own["pid"] and (parent := _living_parent(holder)) is not None:
@@ -132,7 +135,8 @@ def _refusal(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str | N
         return None
     if own["launch"] and holder.get("launch") == own["launch"]:
         return None
-    print(f"{path} is held by {process}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
+    held = f"{path} is held by {process}"
+    print(f"{held}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
     before = _modified(path)
     while time.monotonic() < deadline and (now := _modified(path)) is not None:
         if now != before:
@@ -150,13 +154,14 @@ def _living_parent(holder: dict[str, Any]) -> int | None:
     """Returns the parent of the holder's process, or None if the holder has exited."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(holder["pid"])
-        if process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - holder["since"]) < 2:
+        is_holder = abs(process.create_time() - holder["since"]) < 2
+        if is_holder and process.status() != psutil.STATUS_ZOMBIE:
             return process.ppid()
     return None
 
 
 def _modified(path: Path) -> int | None:
-    """Returns when the file was renewed. It is opened, because a network file system may answer `stat` from a cache."""
+    """Returns when the file was renewed. Opening it bypasses caches of network file systems."""
     try:
         with path.open() as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -166,7 +171,7 @@ def _modified(path: Path) -> int | None:
 
 def _renew(path: Path, own: dict[str, Any], released: threading.Event) -> None:
     while not released.wait(BEAT_S):
-        with contextlib.suppress(OSError):  # a file server that does not answer: the next renewal may succeed
+        with contextlib.suppress(OSError):  # the file server does not answer: try again
             holder = _read(path)
             if holder and holder != own and not released.is_set():
                 print(f"{path.parent} was taken over by another launch: this one exits", flush=True)

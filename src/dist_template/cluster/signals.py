@@ -1,11 +1,12 @@
 """SIGTERM and SIGUSR1 ask a run to stop; they are recorded from the process's first moment on.
 
-A process with nothing to save, because it still starts or has finished, exits at once with Exit.REQUEUE. A process that
-trains continues to the next step boundary, where callbacks/preemption.py makes all ranks decide together.
+A process with nothing to save, because it still starts or has finished, exits at once with
+Exit.REQUEUE. A process that trains continues to the next step boundary, where
+callbacks/preemption.py makes all ranks decide together.
 
-No Python handler does any work. CPython's C handler writes the signal's number into a pipe, also while the main thread
-waits inside a library, for example in the rendezvous; a thread reads it. No slow imports here.
-"""
+No Python handler does any work. CPython's C handler writes the signal's number into a pipe, also
+while the main thread waits inside a library, for example in the rendezvous; a thread reads it. No
+slow imports here."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from ..errors import Exit, is_first_on_node
 from .messages import MESSAGES
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
-STARTED = "DIST_JOB_STARTED"  # Unix time at which the first process of this job started; set by launchers
+STARTED = "DIST_JOB_STARTED"  # Unix time of the first start of this job; set by launchers
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: not between fork and exec
 
@@ -41,7 +42,7 @@ def job_started() -> float:
 
 
 def listen() -> None:
-    """Handles signals for the rest of the process. Call it in the main thread, before the slow imports."""
+    """Handles signals from here on. Call it in the main thread, before the slow imports."""
     if signal.getsignal(signal.SIGTERM) is _nothing:
         return  # already
     job_started()
@@ -53,12 +54,13 @@ def listen() -> None:
         signal.signal(number, _nothing)
     os.register_at_fork(after_in_child=_forget)
     if "LOCAL_RANK" in os.environ:  # started by a launcher
-        # If the launcher is killed, a relaunch must not find this process still writing: it saves and exits.
+        # If the launcher is killed, a relaunch must not find this process still writing: it saves
+        # and exits.
         end_with_parent(signal.SIGTERM)
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Asks the kernel to send this process a signal when the thread that started it exits. Linux only."""
+    """Lets Linux send this process a signal when the thread that started it exits."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, number)
 
@@ -70,19 +72,20 @@ def ignore() -> None:
 
 
 def isolate_worker(_: int) -> None:
-    """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit when it exits.
+    """A DataLoader's worker_init_fn: workers ignore signals to their rank's process group, and exit
+    when it exits.
 
-    They cannot ignore SIGTERM, by which the DataLoader ends them. torch's workers notice the exit of their rank only
-    between two requests: a worker that is busy forever would outlive it.
-    """
+    They cannot ignore SIGTERM, by which the DataLoader ends them. torch's workers notice the exit
+    of their rank only between two requests: a worker that is busy forever would outlive it."""
     os.setpgid(0, 0)
-    # The kernel watches the thread that forked. The main thread lives as long as its process; another may not.
+    # The kernel watches the thread that forked. The main thread lives as long as its process;
+    # another may not.
     if threading.main_thread().name == "MainThread":
         import multiprocessing
 
         end_with_parent()
         parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():  # it exited before the request to the kernel
+        if parent is not None and not parent.is_alive():  # it exited before the request
             os._exit(Exit.FAILED)
 
 
@@ -93,8 +96,8 @@ def _read_signals(read: int) -> None:
                 continue
             if not stop_request.is_handled:
                 if is_first_on_node():
-                    name = signal.Signals(number).name
-                    os.write(2, f"\n{name}: stopped with nothing to save; the same command resumes\n".encode())
+                    sentence = "stopped with nothing to save; the same command resumes"
+                    os.write(2, f"\n{signal.Signals(number).name}: {sentence}\n".encode())
                 MESSAGES.flush()
                 os._exit(Exit.REQUEUE)
             stop_request.number = stop_request.number or number
@@ -105,7 +108,7 @@ def _nothing(number: int, frame: object) -> None:
 
 
 def _forget() -> None:
-    """Resets a forked child, for example a data worker: it takes no part in decisions, and shares the pipe."""
+    """Resets a forked child, for example a data worker, which shares the pipe."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """Exit codes for Lightning's own launcher, which `python -m <package> fit` uses.
 
-Lightning's first process checks its children every 5 s. When one has failed, it kills all processes, itself included,
-without a message and without an exit code that a scheduler could act on.
-"""
+Lightning's first process checks its children every 5 s. When one has failed, it kills all
+processes, itself included, without a message and without an exit code that a scheduler could act
+on."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 
 
 def terminate(children: list[subprocess.Popen]) -> None:
-    """Waits for the child processes after one has failed, then ends this process with a code made of all of theirs."""
+    """Waits for the child processes after one has failed, then exits with a code of all theirs."""
     time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
     codes = [child.poll() for child in children]
     for child in children:
         child.kill()
     failed = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes, 1) if code)
-    print(f"processes exited ({failed}) and rank 0 did not: terminating all", file=sys.stderr, flush=True)
+    sentence = f"processes exited ({failed}) and rank 0 did not: terminating all"
+    print(sentence, file=sys.stderr, flush=True)
     os._exit(Exit.of_all(code for code in codes if code))
 
 
 def start(*args: Any, **options: Any) -> subprocess.Popen:
-    """Starts a rank that the kernel kills when this process exits, until the rank asks for SIGTERM (signals.listen).
+    """Starts a rank that the kernel kills when this process exits, until the rank asks for SIGTERM
+    (signals.listen).
 
-    Otherwise a rank that hangs in the interpreter's start or in an import would outlive this process.
-    """
-    is_main = threading.current_thread() is threading.main_thread()  # the kernel signals when the starting thread exits
+    Otherwise a rank that hangs in the interpreter's start or in an import would outlive this
+    process."""
+    # The kernel sends the signal when the thread that starts the rank exits.
+    is_main = threading.current_thread() is threading.main_thread()
     return subprocess.Popen(*args, **options, preexec_fn=end_with_parent if is_main else None)
 
 

@@ -1,14 +1,14 @@
-"""torchrun with exit codes that tell the caller what to do next; launch/torchrun.sh runs it with torchrun's flags.
+"""torchrun with exit codes for schedulers; launch/torchrun.sh runs it with torchrun's flags.
 
     python -m dist_template.cluster.torchrun --nproc-per-node=2 --max-restarts=3 -m <package> fit …
 
 torchrun restarts its workers whatever they exit with, and then exits with 1. This launcher
 
 - does not restart workers that exited by decision (errors.DECIDED), and exits with their code;
-- without restarts left, exits with REQUEUE if workers were killed or hung, with FAILED if they failed;
+- without restarts left, exits with REQUEUE if workers were killed or hung, else with FAILED;
 - exits with REQUEUE if the rendezvous or its host is lost: a restart on this machine cannot help;
 - passes SIGTERM and SIGUSR1 to the workers, which save, and exits with their code;
-- lets the other workers exit when one has: torchrun terminates them at once, while they write or save.
+- lets the other workers exit when one has: torchrun terminates them while they write or save.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import signals
 from .launch import LAUNCH
 
 if __name__ == "__main__":
-    for _number in signals.STOP:  # nothing to save until the workers run; then torchrun installs its own handler
+    for _number in signals.STOP:  # nothing to save until torchrun installs its own handler
         signal.signal(_number, lambda *_: os._exit(Exit.REQUEUE))
 
 from torch.distributed import DistError
@@ -39,9 +39,10 @@ from torch.distributed.run import parse_args, run
 
 from ..compat.torchrun import OpenAgent, use
 
-PEERS_S = 3.0  # for the other workers to print their errors after one has failed; they cannot save any more
+PEERS_S = 3.0  # for the other workers to print their errors after one has failed
 LOST_S = 20.0  # the rendezvous is lost if it does not answer for so long
-# The other nodes must rejoin within this time after a restart; their ranks first exit, within SHUTDOWN_TIMEOUT.
+# The other nodes must rejoin within this time after a restart; their ranks first exit, within
+# SHUTDOWN_TIMEOUT.
 REJOIN_S = float(os.environ.get("REJOIN_TIMEOUT", "90"))
 
 
@@ -77,13 +78,15 @@ class Agent(OpenAgent):
             self._report(worker_group, first)
         result = super().monitor(worker_group)
         if result.state == WorkerState.HEALTHY:
-            self._set_deadline("the rendezvous does not answer", LOST_S)  # torchrun asks it for new nodes next
+            # torchrun queries the rendezvous for new nodes next.
+            self._set_deadline("the rendezvous does not answer", LOST_S)
         return result
 
     def rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Joins the rendezvous. After a restart torchrun would wait 10 minutes for a node behind a broken link."""
+        """Joins the rendezvous. After a restart torchrun would wait 10 minutes for a lost node."""
         if self._has_joined:
-            self._set_deadline(f"not all nodes rejoined within {REJOIN_S:g} s (REJOIN_TIMEOUT)", REJOIN_S)
+            sentence = f"not all nodes rejoined within {REJOIN_S:g} s (REJOIN_TIMEOUT)"
+            self._set_deadline(sentence, REJOIN_S)
         super().rendezvous(worker_group)
         self._deadline, self._has_joined = float("inf"), True
 
@@ -95,7 +98,7 @@ class Agent(OpenAgent):
         while len(self.codes) < len(workers):
             if Exit.REQUEUE in self.codes and not terminated:
                 terminated = True
-                for worker in workers:  # the one that exited had not started training: these may be waiting for it
+                for worker in workers:  # they may wait for the one that exited before training
                     worker.terminate()
             if time.monotonic() - start > (self.shutdown_timeout_s if self._decided else PEERS_S):
                 for worker in workers:
@@ -107,8 +110,12 @@ class Agent(OpenAgent):
         code, left = self.workers()[first].returncode, self.restarts_left
         if self._decided and self.workers()[0].returncode in DECIDED:
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        then = "" if self._decided else f"; restarting, {left - 1} more left" if left else "; no restart is left"
+        how = f"exited with code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        then = f"; restarting, {left - 1} more left" if left else "; no restart is left"
+        if self._decided:
+            then = ""
         self._print(f"rank {worker_group.workers[first].global_rank} {how}{then}")
 
     def shut_down(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
@@ -116,7 +123,7 @@ class Agent(OpenAgent):
         super().shut_down(death_sig)  # torchrun passes its own option only in some cases
 
     def _watch_rendezvous(self) -> None:
-        """Exits at the deadline: a broken link closes no connection, and the agent would wait in the store forever."""
+        """Exits at the deadline: behind a broken link the agent would wait forever."""
         while time.monotonic() < self._deadline:
             time.sleep(1)
         self._print(f"{self._overdue}; relaunch the same command on every node to resume")
@@ -136,7 +143,7 @@ def _stop_once(number: int, frame: Any) -> None:
 
 
 def _launch(arguments: Any) -> str:
-    """Returns an identifier of this launch, the same on all nodes. On one node the port may be any free one."""
+    """Returns an identifier of this launch, the same on all nodes."""
     if str(arguments.nnodes) == "1":
         return f"{platform.node()} {os.getpid()}"
     return f"{arguments.rdzv_endpoint} {arguments.rdzv_id}"
@@ -150,9 +157,11 @@ def main(argv: list[str]) -> int:
     signals.job_started()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, without its banner
     if "LOGLEVEL" not in os.environ:
-        for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    # If this launcher is killed, so is a rank that hangs in an import; a rank that trains saves (signals.listen).
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    # If this launcher is killed, so is a rank that hangs in an import; a rank that trains saves
+    # (signals.listen).
     use(Agent, on_signal=_stop_once, preexec_fn=signals.end_with_parent)
     try:
         arguments = parse_args(argv)
@@ -167,7 +176,8 @@ def main(argv: list[str]) -> int:
         code = Exit.of_all(_codes() or [Exit.REQUEUE])
         return Exit.REQUEUE if code == Exit.FAILED else code
     except (RendezvousError, DistError) as error:
-        Agent._print(f"the rendezvous is lost ({type(error).__name__}); relaunch the same command to resume")
+        lost = f"the rendezvous is lost ({type(error).__name__})"
+        Agent._print(f"{lost}; relaunch the same command to resume")
         return Exit.REQUEUE
 
 

@@ -1,9 +1,10 @@
 """Watchdog thread: detects a hang, reports the stalled rank, and ends all ranks with Exit.HUNG.
 
-Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none for `limit_s`
-seconds, each rank prints the stacks of its threads and publishes its status in the store of rendezvous.py; rank 0
-prints which rank is behind. A rank that does not answer is stopped or its node is lost: if it is on the same host it is
-killed, because a launcher waits half a minute for a stopped process.
+Training reports progress with `WATCHDOG.beat()`, which sets two attributes. When a rank makes none
+for `limit_s` seconds, each rank prints the stacks of its threads and publishes its status in the
+store of rendezvous.py; rank 0 prints which rank is behind. A rank that does not answer is stopped
+or its node is lost: if it is on the same host it is killed, because a launcher waits half a minute
+for a stopped process.
 
 faulthandler's own timer, a thread in C, is the fallback for code that never releases the GIL.
 """
@@ -31,7 +32,7 @@ START_TIMEOUT_S = 1800.0  # until the configuration has been read
 POLL_S = 0.1
 FALLBACK_S = 0.5  # between two settings of faulthandler's timer: each starts a thread
 ANSWER_S = 0.3  # rank 0 waits this long for the others' statuses
-VERDICT_S = 0.6  # the others wait this long for rank 0's sentence: it may detect the hang one poll later
+VERDICT_S = 0.6  # the others wait this long for rank 0, which may detect it one poll later
 EXIT_S = 0.1  # every rank stays this long, for the others to read the store and for the disk
 
 
@@ -48,7 +49,7 @@ class WatchdogThread:
         self._store: Any = None
         self._peers: dict[int, int] = {}
         self._last = time.monotonic()
-        self._fallback: tuple[float, float] | None = None  # progress and limit that faulthandler's timer was set for
+        self._fallback: tuple[float, float] | None = None  # progress and limit of the timer in C
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._query: threading.Thread | None = None
@@ -60,7 +61,7 @@ class WatchdogThread:
         self._last = time.monotonic()
 
     def keep_alive(self) -> None:
-        """Reports progress of this process alone: it resets the limit, and ranks are not compared by it."""
+        """Reports progress of this process alone, by which ranks are not compared."""
         self._last = time.monotonic()
 
     def report(self, text: str) -> None:
@@ -99,13 +100,10 @@ class WatchdogThread:
             self.limit_s = limit_s
 
     def connect(self, store: Any, rank: int, world_size: int, peers: dict[int, int]) -> None:
-        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at the same point.
+        """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at
+        the same point.
 
-        Args:
-            store: Shared by all ranks.
-            rank: Of this process.
-            world_size: Number of ranks.
-            peers: For the ranks on this host, rank -> a file descriptor of its process.
+        `peers` has a file descriptor of the process of each other rank on this host.
         """
         for descriptor in self._peers.values():
             os.close(descriptor)
@@ -121,7 +119,7 @@ class WatchdogThread:
             place = phase
         return {"beats": self.beats, "place": place, "line": line, "waits": waits}
 
-    # ---- the thread --------------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while True:
@@ -149,7 +147,7 @@ class WatchdogThread:
             faulthandler.cancel_dump_traceback_later()
 
     def _check_call(self) -> bool:
-        """Returns whether another rank has detected the hang. The store's host may be the one that hangs."""
+        """Returns whether another rank has detected the hang. The store's host may hang itself."""
         if self._store is not None and (self._query is None or not self._query.is_alive()):
             self._query = _start_thread(self._ask_store)
             self._query.join(POLL_S / 2)
@@ -164,12 +162,15 @@ class WatchdogThread:
         MESSAGES.flush()
         faulthandler.cancel_dump_traceback_later()
         own = self.status()
-        head = f"\nno progress for {limit_s:g} s; rank {self.rank}: {own['place']}, {own['line']}; its stacks:\n"
+        place = f"rank {self.rank}: {own['place']}, {own['line']}"
+        head = f"\nno progress for {limit_s:g} s; {place}; its stacks:\n"
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
-        # In the background: a file server that hangs, which may be the cause, must not block the exit.
+        # In the background: a file server that hangs, which may be the cause, must not block the
+        # exit.
         writer = _start_thread(self._write, f"rank{self.rank}.txt", head, True)
-        verdict = self._exchange(own) if self._store is not None else find_stalled({self.rank: own}, [])
+        alone = self._store is None
+        verdict = find_stalled({self.rank: own}, []) if alone else self._exchange(own)
         if verdict["by"] == self.rank:
             sentence = f"no progress for {limit_s:g} s: {verdict['sentence']}\n"
             os.write(2, f"\n{sentence}".encode())
@@ -200,7 +201,7 @@ class WatchdogThread:
 
     def _ask_ranks(self, own: dict[str, Any], found: list[dict[str, Any]]) -> None:
         store, keys = self._store, [f"hung/{rank}" for rank in range(self.world_size)]
-        with contextlib.suppress(RuntimeError):  # torch's DistStoreError: rank 0 or the store does not answer
+        with contextlib.suppress(RuntimeError):  # torch's DistStoreError: no answer
             store.set(keys[self.rank], json.dumps(own))
             store.set("hung", "")
             if self.rank:
@@ -209,10 +210,13 @@ class WatchdogThread:
                 return
             with contextlib.suppress(RuntimeError):  # not all ranks have answered
                 store.wait(keys, timedelta(seconds=ANSWER_S))
-            silent = [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
+            silent = []
+            if not store.check(keys):
+                silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             ranks = [rank for rank in range(self.world_size) if rank not in silent]
             statuses = zip(ranks, store.multi_get([keys[rank] for rank in ranks]), strict=True)
-            found.append(find_stalled({rank: json.loads(status) for rank, status in statuses}, silent))
+            known = {rank: json.loads(status) for rank, status in statuses}
+            found.append(find_stalled(known, silent))
             store.set("hung/verdict", json.dumps(found[0]))
 
 

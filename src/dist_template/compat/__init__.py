@@ -1,4 +1,5 @@
-"""Everything that depends on private names of other libraries, or replaces a part of them; nothing else may.
+"""Everything that depends on private names of other libraries, or replaces a part of them; nothing
+else may.
 
 lightning.py             state of the Trainer and its strategies, the launcher, loggers
 lightning_cli.py         LightningCLI and its parser

@@ -12,7 +12,8 @@ def replaced(owner: Any, **values: Any) -> Generator[None]:
     """Inside, `owner` has these attributes; afterwards the ones that it had before.
 
     Raises:
-        AttributeError: `owner` has no such attribute, so that another version of its library would not read it.
+        AttributeError: `owner` has no such attribute, so that another version of its library would
+            not read it.
     """
     before = {name: getattr(owner, name) for name in values}
     own = {name for name in values if name in vars(owner)}

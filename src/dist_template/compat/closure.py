@@ -1,4 +1,5 @@
-"""What an optimizer step calls: `training_step`, `backward`, and clearing the gradients between them."""
+"""What an optimizer step calls: `training_step`, `backward`, and clearing the gradients between
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class StepClosure(Closure):
 
 
 def with_loss(output: Any, trainer: Any) -> tuple[Tensor | None, dict[str, Any]]:
-    """What `training_step` returned: the loss, divided by the accumulation, and what callbacks are given."""
+    """What `training_step` returned: the loss, divided by the accumulation, and what callbacks are
+    given."""
     if output is None and trainer.world_size > 1:
         raise RuntimeError("`training_step` returned None: a rank cannot pass over a step, others wait for it")
     if isinstance(output, Tensor) and trainer.accumulate_grad_batches == 1:

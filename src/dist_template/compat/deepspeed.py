@@ -1,8 +1,8 @@
-"""Private names of DeepSpeed, and what it changes for the whole process. Verified on deepspeed 0.19.
+"""Private names of DeepSpeed, and what it changes for the whole process. Verified on deepspeed
+0.19.
 
-tests/compat/test_names.py checks the names. Where one is gone, its function raises AttributeError or ImportError,
-unless its docstring names a fallback. DeepSpeed is imported when it is needed.
-"""
+tests/compat/test_names.py checks the names. Where one is gone, its function raises AttributeError
+or ImportError, unless its docstring names a fallback. DeepSpeed is imported when it is needed. """
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from .attributes import replaced
 
 
 def without_shared_memory_collectives() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, for a minute or two; it takes gloo's.
+    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, for a minute or two;
+    it takes gloo's.
 
-    No setting turns the build off: DeepSpeed asks whether the operation is compatible, and remembers the answer.
-    """
+    No setting turns the build off: DeepSpeed asks whether the operation is compatible, and
+    remembers the answer. """
     import deepspeed
 
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
@@ -29,7 +30,8 @@ def without_shared_memory_collectives() -> None:
 
 
 def undo_process_patches() -> None:
-    """Undoes what ZeRO-3 and DeepSpeed's autocast change for the whole process, and never change back."""
+    """Undoes what ZeRO-3 and DeepSpeed's autocast change for the whole process, and never change
+    back."""
     from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
 
@@ -38,14 +40,15 @@ def undo_process_patches() -> None:
 
 
 def trace_full_forwards(engine: Any) -> None:
-    """Lets ZeRO-3 start its trace of the modules' order at the beginning of a micro-batch, and only there.
+    """Lets ZeRO-3 start its trace of the modules' order at the beginning of a micro-batch, and only
+    there.
 
-    DeepSpeed (0.19.8) starts it whenever the LightningModule is called, and Lightning (2.6.6) calls it twice: once as
-    what `training_step` is called through, and then `training_step` calls `self(batch)`. A trace that starts in the
-    middle does not fit the next micro-batch and is made anew for ever: nothing is prefetched, and each time all ranks
-    compare their traces on the host. Measured on two processes: 84 all-gathers and 16 broadcasts in a step that
-    otherwise has 21 and none (tests/parallel/test_collectives.py).
-    """
+    DeepSpeed (0.19.8) starts it whenever the LightningModule is called, and Lightning (2.6.6) calls
+    it twice: once as what `training_step` is called through, and then `training_step` calls
+    `self(batch)`. A trace that starts in the middle does not fit the next micro-batch and is made
+    anew for ever: nothing is prefetched, and each time all ranks compare their traces on the host.
+    Measured on two processes: 84 all-gathers and 16 broadcasts in a step that otherwise has 21 and
+    none (tests/parallel/test_collectives.py). """
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     offload.fwd_pre_hook.remove()
     offload.fwd_pre_hook = engine.register_forward_pre_hook(lambda *_: offload.get_param_coordinator().reset_step())
@@ -60,11 +63,12 @@ def is_partitioned_in_half(parameter: Any) -> bool:
 
 
 def can_veto_steps(optimizer: Any) -> bool:
-    """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an overflow.
+    """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an
+    overflow.
 
-    The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update. BF16_Optimizer, of stage 1
-    that accumulates in fp32, checks nothing but the norm. If the name is gone: False, and gradients become NaN instead.
-    """
+    The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update.
+    BF16_Optimizer, of stage 1 that accumulates in fp32, checks nothing but the norm. If the name is
+    gone: False, and gradients become NaN instead. """
     if not hasattr(optimizer, "_update_scale"):
         return False
     if not hasattr(optimizer, "vetoed"):
@@ -73,7 +77,8 @@ def can_veto_steps(optimizer: Any) -> bool:
 
 
 def _with_veto(optimizer: Any, update_scale: Callable[[bool], None]) -> Callable[[bool], None]:
-    """`_update_scale`, by which an optimizer of ZeRO's learns of an overflow, with `optimizer.vetoed` counted as one.
+    """`_update_scale`, by which an optimizer of ZeRO's learns of an overflow, with
+    `optimizer.vetoed` counted as one.
 
     The loss scale is not lowered for it: a spike is not the scale's fault.
     """
@@ -91,11 +96,11 @@ def _with_veto(optimizer: Any, update_scale: Callable[[bool], None]) -> Callable
 
 @contextmanager
 def redirected_saves(engine: Any, take: Callable[[Any, Path], None]) -> Generator[None]:
-    """Inside, `engine.save_checkpoint` gives each file's content and path to `take` and writes nothing itself.
+    """Inside, `engine.save_checkpoint` gives each file's content and path to `take` and writes
+    nothing itself.
 
-    DeepSpeed's checkpoint engines are chosen by its JSON and cannot be passed in. The recovery script is not copied:
-    `export` does what it does.
-    """
+    DeepSpeed's checkpoint engines are chosen by its JSON and cannot be passed in. The recovery
+    script is not copied: `export` does what it does. """
     files = engine.checkpoint_engine
     with (
         replaced(files, save=lambda state_dict, path: take(state_dict, Path(path)), makedirs=lambda *_, **__: None),

@@ -1,13 +1,15 @@
-"""Resuming at any step: a resumed training continues right after the batch at which its checkpoint was written.
+"""Resuming at any step: a resumed training continues right after the batch at which its checkpoint
+was written.
 
-Lightning derives from its counters where a checkpoint was written, and errs (read and tried in lightning 2.6.6,
-fit_loop.py and training_epoch_loop.py): a stop by `max_steps` inside an epoch counts as a finished epoch; a resume from
-an epoch's last batch skips the end of that epoch and starts the next one without counting it, so that a second resume
-trains it twice; with `max_steps`, a resume from a finished epoch takes a step with one micro-batch. Here:
+Lightning derives from its counters where a checkpoint was written, and errs (read and tried in
+lightning 2.6.6, fit_loop.py and training_epoch_loop.py): a stop by `max_steps` inside an epoch
+counts as a finished epoch; a resume from an epoch's last batch skips the end of that epoch and
+starts the next one without counting it, so that a second resume trains it twice; with `max_steps`,
+a resume from a finished epoch takes a step with one micro-batch. Here:
 
-    an epoch that was stopped early is written as unfinished
-    the checkpoint says which part of the loop has run: see `Point`
-    a resume continues with the next part: validation where it is due, the end of the epoch, the next batch
+    an epoch that was stopped early is written as unfinished the checkpoint says which part of the
+    loop has run: see `Point` a resume continues with the next part: validation where it is due, the
+    end of the epoch, the next batch
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class ResumableEpochLoop(_TrainingEpochLoop):
 
 
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:
-    """Gives `trainer` loops that write and read their counters as this file does, before its first step."""
+    """Gives `trainer` loops that write and read their counters as this file does, before its first
+    step."""
     given = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
     trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)

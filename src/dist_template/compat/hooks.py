@@ -1,4 +1,5 @@
-"""What loop.py asks of a hook of Lightning's: whether somebody has it; and how a module's is called."""
+"""What loop.py asks of a hook of Lightning's: whether somebody has it; and how a module's is
+called."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Private names of Lightning that the library needs. Verified on lightning 2.6; tests/compat/test_names.py checks them.
+"""Private names of Lightning that the library needs. Verified on lightning 2.6;
+tests/compat/test_names.py checks them.
 
-Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names a fallback.
-loop.py, epochs.py and hooks.py hold what concerns the training loop's speed and its position in an epoch.
-"""
+Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
+a fallback. loop.py, epochs.py and hooks.py hold what concerns the training loop's speed and its
+position in an epoch. """
 
 from __future__ import annotations
 
@@ -25,27 +26,31 @@ from lightning.pytorch.strategies.launchers import subprocess_script as trainers
 
 
 def accumulates(trainer: L.Trainer) -> bool:
-    """Whether the present micro-batch ends without an optimizer step. Lightning has no public name for it."""
+    """Whether the present micro-batch ends without an optimizer step. Lightning has no public name
+    for it."""
     return trainer.fit_loop._should_accumulate()
 
 
 def validation_may_follow(trainer: Any) -> bool:
-    """Whether a validation may follow the batch that ends; with a time between validations the time decides."""
+    """Whether a validation may follow the batch that ends; with a time between validations the time
+    decides."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     return trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher)
 
 
 def leave_signals_alone(trainer: L.Trainer) -> None:
-    """Keeps the Trainer from handling SIGTERM: callbacks/preemption.py stops all ranks together instead.
+    """Keeps the Trainer from handling SIGTERM: callbacks/preemption.py stops all ranks together
+    instead.
 
-    Lightning's own way costs a broadcast and a scalar read from the device before every micro-batch.
-    """
+    Lightning's own way costs a broadcast and a scalar read from the device before every
+    micro-batch. """
     vars(trainer._signal_connector)["register_signal_handlers"] = _nothing
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
 
 
 def checkpoint_of(trainer: L.Trainer) -> dict[str, Any]:
-    """Returns what `Trainer.save_checkpoint` would write: the public method writes it itself, then waits for all ranks.
+    """Returns what `Trainer.save_checkpoint` would write: the public method writes it itself, then
+    waits for all ranks.
 
     Collective.
     """
@@ -58,12 +63,14 @@ def timeout_of(strategy: Any) -> timedelta:
 
 
 def limit_threads(num_processes: int) -> None:
-    """Divides this machine's CPUs over its ranks, on each rank: Lightning does so in rank 0, for some strategies."""
+    """Divides this machine's CPUs over its ranks, on each rank: Lightning does so in rank 0, for
+    some strategies."""
     _set_num_threads_if_needed(num_processes)
 
 
 def unified_precision(precision: Any) -> str:
-    """Returns the precision as strategies call it: "bf16" and torch's numbers have long names of Lightning's."""
+    """Returns the precision as strategies call it: "bf16" and torch's numbers have long names of
+    Lightning's."""
     return _convert_precision_to_unified_args(precision) or "32-true"
 
 
@@ -73,7 +80,8 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def wandb_options(logger: Any) -> dict[str, Any]:
-    """Returns the arguments of `wandb.init`, to be changed until the run starts; the constructor takes them publicly.
+    """Returns the arguments of `wandb.init`, to be changed until the run starts; the constructor
+    takes them publicly.
 
     Whether W&B is reachable, and with it the mode, is known only then.
     """
@@ -89,11 +97,11 @@ def has_wandb_run(logger: Any) -> bool:
 
 
 def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]) -> None:
-    """Lets Lightning's launcher start ranks by `start`, as by Popen, and call `terminate` when one of them has failed.
+    """Lets Lightning's launcher start ranks by `start`, as by Popen, and call `terminate` when one
+    of them has failed.
 
-    Lightning checks every 5 s and then kills all ranks, the first too: without a message, and with no exit code that
-    says what to do. Its launcher looks both names up in its module only.
-    """
+    Lightning checks every 5 s and then kills all ranks, the first too: without a message, and with
+    no exit code that says what to do. Its launcher looks both names up in its module only. """
 
     class Observer(launcher._ChildProcessObserver):
         def _terminate_all(self) -> None:
@@ -109,15 +117,17 @@ def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[l
 
 
 def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
-    """Gives DistributedDataParallel these options where the configuration gives none, by whatever name it asks for DDP.
+    """Gives DistributedDataParallel these options where the configuration gives none, by whatever
+    name it asks for DDP.
 
-    The public way, arguments of `DDPStrategy(...)`, does not reach `strategy: ddp`, `auto` and the names beside them.
-    """
+    The public way, arguments of `DDPStrategy(...)`, does not reach `strategy: ddp`, `auto` and the
+    names beside them. """
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
 
 
 def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:
-    """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy makes next.
+    """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy
+    makes next.
 
     Args:
         strategy: Has to set `mesh` afterwards.
@@ -135,12 +145,14 @@ def set_mesh(strategy: ModelParallelStrategy, mesh: Any) -> None:
 
 
 def start_deepspeed(strategy: DeepSpeedStrategy) -> None:
-    """Starts DeepSpeed's process group; the public `setup_distributed` does so after it has refused CPUs."""
+    """Starts DeepSpeed's process group; the public `setup_distributed` does so after it has refused
+    CPUs."""
     strategy._init_deepspeed_distributed()
 
 
 def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[str, Any]]) -> None:
-    """Sets DeepSpeed's configuration to what `make` returns, once, before Lightning completes its own.
+    """Sets DeepSpeed's configuration to what `make` returns, once, before Lightning completes its
+    own.
 
     Lightning (2.6) puts the accumulation and clipping into it and has no hook for more.
     """
@@ -150,7 +162,8 @@ def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[st
 
 
 class EnginePrecision(DeepSpeedPrecision):
-    """Lightning's precision plugin for an engine that is called in every micro-batch, and clips by itself.
+    """Lightning's precision plugin for an engine that is called in every micro-batch, and clips by
+    itself.
 
     Lightning calls the hook `on_before_optimizer_step`, and clips, after every micro-batch.
     """
@@ -161,10 +174,12 @@ class EnginePrecision(DeepSpeedPrecision):
             super()._after_closure(model, optimizer)
 
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed clips what it has reduced. In stage 1, `.grad` holds this rank's shard until then."""
+        """DeepSpeed clips what it has reduced. In stage 1, `.grad` holds this rank's shard until
+        then."""
 
     def use_dtype(self, dtype: torch.dtype) -> None:
-        """Sets the type of inputs and of new tensors, which Lightning derives from the precision's name."""
+        """Sets the type of inputs and of new tensors, which Lightning derives from the precision's
+        name."""
         self._desired_dtype = dtype
 
 

@@ -1,7 +1,7 @@
 """Private names of LightningCLI and of its parser. Verified on lightning 2.6 and jsonargparse 4.53.
 
-Where a name is gone, the first call of its method raises AttributeError; tests/compat/test_names.py checks them.
-"""
+Where a name is gone, the first call of its method raises AttributeError; tests/compat/test_names.py
+checks them. """
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 
 class OpenCLI(LightningCLI):
-    """LightningCLI with public names for what a subclass needs, and without hyperparameters from checkpoints."""
+    """LightningCLI with public names for what a subclass needs, and without hyperparameters from
+    checkpoints."""
 
     def value(self, config: Any, key: str, default: Any = None) -> Any:
         """Returns `key` of the configuration of the verb that runs."""
@@ -27,11 +28,13 @@ class OpenCLI(LightningCLI):
         return self._parser(subcommand)
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would let the checkpoint's hyperparameters override the configuration: here the YAML rules."""
+        """Lightning would let the checkpoint's hyperparameters override the configuration: here the
+        YAML rules."""
 
 
 def keys_of(parser: LightningArgumentParser) -> list[Any]:
-    """Returns argparse's actions, one for each key, each with `dest` and `help`. argparse has no public list."""
+    """Returns argparse's actions, one for each key, each with `dest` and `help`. argparse has no
+    public list."""
     return parser._actions
 
 

@@ -1,18 +1,21 @@
-"""Lightning's training loop at a fraction of its cost: the same hooks in the same order, and the same state.
+"""Lightning's training loop at a fraction of its cost: the same hooks in the same order, and the
+same state.
 
-Read in lightning 2.6.6, loops/ and trainer/call.py. For each hook of each callback, empty ones too, Lightning formats a
-debug message, enters a profiler's context, and writes the hook's name to the module twice, through
-`nn.Module.__setattr__`: a hundred times a batch. It asks again in each batch what the batch cannot change: who has
-which hook, what arguments they take, whether there is validation. Here that is asked when an epoch begins.
+Read in lightning 2.6.6, loops/ and trainer/call.py. For each hook of each callback, empty ones too,
+Lightning formats a debug message, enters a profiler's context, and writes the hook's name to the
+module twice, through `nn.Module.__setattr__`: a hundred times a batch. It asks again in each batch
+what the batch cannot change: who has which hook, what arguments they take, whether there is
+validation. Here that is asked when an epoch begins.
 
-The classes below are subclasses of Lightning's. They leave to it what is rare: the first batch of a resumed epoch,
-validation, manual optimization, `dataloader_iter`, a schedule that is not stepped once per optimizer step. With a
-profiler (`--trainer.profiler simple`) all but epochs.py is Lightning's own, and on any Lightning but 2.6 everything is;
-tests/compat/test_step.py finds no other difference.
+The classes below are subclasses of Lightning's. They leave to it what is rare: the first batch of a
+resumed epoch, validation, manual optimization, `dataloader_iter`, a schedule that is not stepped
+once per optimizer step. With a profiler (`--trainer.profiler simple`) all but epochs.py is
+Lightning's own, and on any Lightning but 2.6 everything is; tests/compat/test_step.py finds no
+other difference.
 
-Tried and rejected: Lightning's own loop with one callback that calls all others. A step of a model of 0.1M parameters
-then took 3.4 % longer than Hugging Face's Trainer's in each of four rounds, with the classes here 0.3 %.
-"""
+Tried and rejected: Lightning's own loop with one callback that calls all others. A step of a model
+of 0.1M parameters then took 3.4 % longer than Hugging Face's Trainer's in each of four rounds, with
+the classes here 0.3 %. """
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_ba
 
 
 def lighten(trainer: Any) -> None:
-    """Gives `trainer` the loops of this folder; Lightning's own epoch loop if it has a profiler, which sees every call.
+    """Gives `trainer` the loops of this folder; Lightning's own epoch loop if it has a profiler,
+    which sees every call.
 
     On a Lightning that they were not verified on, it keeps its own and prints that in one line.
     """
@@ -68,7 +72,8 @@ def lighten(trainer: Any) -> None:
 
 
 def make_fit_resumable(trainer: Any) -> None:
-    """Gives a Trainer without the command line resumable loops, at `setup`; Lightning's own are kept as above."""
+    """Gives a Trainer without the command line resumable loops, at `setup`; Lightning's own are
+    kept as above."""
     if L.__version__.startswith(VERIFIED) and not isinstance(trainer.fit_loop, FitLoop):
         make_resumable(trainer)
 
@@ -118,7 +123,8 @@ class EpochLoop(ResumableEpochLoop):
         self._transfer = before, _to_device if is_default else transfer, after
 
     def _transfer_hook(self, name: str) -> Any:
-        """The hook of the data module or module; in the module's, `self.log` must know where it is called."""
+        """The hook of the data module or module; in the module's, `self.log` must know where it is
+        called."""
         selector: Any = self.trainer._data_connector._datahook_selector
         owner = selector.get_instance(name)
         hook = own(owner, name, L.LightningModule)
@@ -137,7 +143,8 @@ class EpochLoop(ResumableEpochLoop):
         return answer
 
     def advance(self, data_fetcher: Any) -> None:
-        """A batch. callbacks/preemption.py does what Lightning's look at SIGTERM, left out here, was for."""
+        """A batch. callbacks/preemption.py does what Lightning's look at SIGTERM, left out here,
+        was for."""
         if self.restarting or not self._is_ours:
             super().advance(data_fetcher)
             return
@@ -273,7 +280,8 @@ def _drop_gradients(optimizer: Any) -> None:
 
 
 def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
-    """As Lightning does it, which walks through any nesting and asks each leaf's class whether it can be moved."""
+    """As Lightning does it, which walks through any nesting and asks each leaf's class whether it
+    can be moved."""
     if type(batch) is not dict or not all(isinstance(value, Tensor) for value in batch.values()):
         return move_data_to_device(batch, device)
     blocks = device.type in ("cpu", "mps")  # as there

@@ -1,8 +1,8 @@
-"""Precision plugins that call a step's hooks by loop.py, where Lightning's own ask each callback, empty ones too.
+"""Precision plugins that call a step's hooks by loop.py, where Lightning's own ask each callback,
+empty ones too.
 
-Read in lightning 2.6.6, plugins/precision/. The second class has its name from Lightning's: under it a checkpoint holds
-the state of the loss scaler.
-"""
+Read in lightning 2.6.6, plugins/precision/. The second class has its name from Lightning's: under
+it a checkpoint holds the state of the loss scaler. """
 
 from __future__ import annotations
 

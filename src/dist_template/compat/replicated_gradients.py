@@ -1,9 +1,9 @@
-"""Replicated parameters under tensor parallelism whose gradient is a sum over ranks: Qwen3's query and key norms.
+"""Replicated parameters under tensor parallelism whose gradient is a sum over ranks: Qwen3's query
+and key norms.
 
-transformers 5.23 sums a parameter's accumulated gradient over the ranks after each micro-batch, the earlier ones' again
-each time: with accumulation the gradient is too large, and neither loss nor norm need show it. Here each micro-batch's
-gradient is summed as it comes.
-"""
+transformers 5.23 sums a parameter's accumulated gradient over the ranks after each micro-batch, the
+earlier ones' again each time: with accumulation the gradient is too large, and neither loss nor
+norm need show it. Here each micro-batch's gradient is summed as it comes. """
 
 from __future__ import annotations
 

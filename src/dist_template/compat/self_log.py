@@ -1,8 +1,8 @@
 """What a module logs by `self.log` is written at the optimizer step that it belongs to.
 
-Lightning 2.6.6 (`_LoggerConnector.log_metrics`) writes it under the number of steps before it, one less than
-`trainer.global_step`: beside other metrics of the same step it would stand in another line.
-"""
+Lightning 2.6.6 (`_LoggerConnector.log_metrics`) writes it under the number of steps before it, one
+less than `trainer.global_step`: beside other metrics of the same step it would stand in another
+line. """
 
 from __future__ import annotations
 

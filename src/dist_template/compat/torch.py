@@ -1,7 +1,8 @@
-"""Private names of torch that the library needs. Verified on torch 2.9 to 2.13; tests/compat/test_names.py checks them.
+"""Private names of torch that the library needs. Verified on torch 2.9 to 2.13;
+tests/compat/test_names.py checks them.
 
-Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names a fallback.
-"""
+Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
+a fallback. """
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
 
-# Operations whose results activation checkpointing keeps: torch has public names for the matrix products alone.
+# Operations whose results activation checkpointing keeps: torch has public names for the matrix
+# products alone.
 EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -38,7 +40,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def loss_scale(scaler: Any) -> Any:
-    """Returns a GradScaler's scale as a tensor on the device: the public `get_scale` waits for the device.
+    """Returns a GradScaler's scale as a tensor on the device: the public `get_scale` waits for the
+    device.
 
     If the name is gone: the public method, which waits once per micro-batch.
     """
@@ -47,7 +50,8 @@ def loss_scale(scaler: Any) -> Any:
 
 
 def without_profiler_range(batches: Any) -> Iterator[Any]:
-    """Returns a DataLoader's iterator without the profiler range around each batch, which took half of its time.
+    """Returns a DataLoader's iterator without the profiler range around each batch, which took half
+    of its time.
 
     Only for an iterator without workers. If the name is gone: `batches` itself.
     """
@@ -56,7 +60,8 @@ def without_profiler_range(batches: Any) -> Iterator[Any]:
 
 
 def compile_checkpointed_hooks() -> None:
-    """Lets torch.compile accept a checkpointed block in which a hook keeps a tensor, as balance.py keeps router logits.
+    """Lets torch.compile accept a checkpointed block in which a hook keeps a tensor, as balance.py
+    keeps router logits.
 
     torch 2.13 otherwise runs the block eagerly, and the hook again in the backward pass.
     """
@@ -64,7 +69,8 @@ def compile_checkpointed_hooks() -> None:
 
 
 def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
-    """Registers `hook` before each step; None for an object that only inherits from Optimizer, as DeepSpeed's do.
+    """Registers `hook` before each step; None for an object that only inherits from Optimizer, as
+    DeepSpeed's do.
 
     Those never ran Optimizer's constructor, and registering a hook would raise AttributeError.
     """
@@ -82,7 +88,8 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Sets how long a collective of an existing group may take. torch takes a limit publicly only for new groups."""
+    """Sets how long a collective of an existing group may take. torch takes a limit publicly only
+    for new groups."""
     dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -90,10 +97,11 @@ def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 
 def read_unsharded(reader: FileSystemReader) -> dict[str, Any]:
-    """Reads a distributed checkpoint as full tensors in one process, without a model that names its entries.
+    """Reads a distributed checkpoint as full tensors in one process, without a model that names its
+    entries.
 
-    The public way, `dcp_to_torch_save`, writes a file, and unpickles with whatever reader it makes itself.
-    """
+    The public way, `dcp_to_torch_save`, writes a file, and unpickles with whatever reader it makes
+    itself. """
     tensors: dict[str, Any] = {}
     _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return tensors

@@ -1,8 +1,9 @@
-"""Private names of transformers, and its functions that are replaced. Verified on transformers 5.23.
+"""Private names of transformers, and its functions that are replaced. Verified on transformers
+5.23.
 
-transformers changes them in minor versions; tests/compat/test_names.py checks them. Where a name is gone, its function
-raises AttributeError or ImportError, unless its docstring names a fallback. transformers is imported when it is needed.
-"""
+transformers changes them in minor versions; tests/compat/test_names.py checks them. Where a name is
+gone, its function raises AttributeError or ImportError, unless its docstring names a fallback.
+transformers is imported when it is needed. """
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from .attributes import replaced
 
 
 def attention_of(model: Any) -> str | None:
-    """Returns the attention kernel of a model or its configuration; None for a model that is not of transformers.
+    """Returns the attention kernel of a model or its configuration; None for a model that is not of
+    transformers.
 
     The argument `attn_implementation` of the constructors is public, reading it back is not.
     """
@@ -24,21 +26,24 @@ def attention_of(model: Any) -> str | None:
 
 
 def set_attention(config: Any, kernel: str) -> None:
-    """Sets the attention kernel before there is a model, whose `set_attn_implementation` is the public way."""
+    """Sets the attention kernel before there is a model, whose `set_attn_implementation` is the
+    public way."""
     config._attn_implementation = kernel
 
 
 def names_of_blocks(model: nn.Module) -> set[str]:
-    """Returns the class names of the model's repeated layers. If the name is gone: none, and ModuleLists are used."""
+    """Returns the class names of the model's repeated layers. If the name is gone: none, and
+    ModuleLists are used."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
 @contextmanager
 def finding_documents(find: Callable[[Tensor], Tensor | None]) -> Generator[None]:
-    """Inside, masks are made by `find(position_ids)`: (B, T) the number of each token's document, None for one a row.
+    """Inside, masks are made by `find(position_ids)`: (B, T) the number of each token's document,
+    None for one a row.
 
-    transformers' own function reads from the device in every forward pass whether a row holds several documents.
-    """
+    transformers' own function reads from the device in every forward pass whether a row holds
+    several documents. """
     from transformers import masking_utils
 
     masks: Any = masking_utils
@@ -53,8 +58,8 @@ def finding_documents(find: Callable[[Tensor], Tensor | None]) -> Generator[None
 def wrap_grouped_mm(wrap: Callable[[Any], Any]) -> None:
     """Replaces the experts' grouped product by `wrap` of it, for the whole process.
 
-    torch's autocast does not know `grouped_mm` (pytorch#174763), and transformers has no place to cast its operands.
-    """
+    torch's autocast does not know `grouped_mm` (pytorch#174763), and transformers has no place to
+    cast its operands. """
     from transformers.integrations import moe
 
     experts: Any = moe
@@ -63,10 +68,11 @@ def wrap_grouped_mm(wrap: Callable[[Any], Any]) -> None:
 
 @contextmanager
 def sharding(offload_policy: Callable[[], Any], prepare: Callable[[], None]) -> Generator[None]:
-    """Inside, `maybe_distribute_model` offloads with `offload_policy()`, and calls `prepare()` before FSDP2 wraps.
+    """Inside, `maybe_distribute_model` offloads with `offload_policy()`, and calls `prepare()`
+    before FSDP2 wraps.
 
-    transformers always pins offloaded memory, which fails without a GPU, and has no hook between tensor parallelism,
-    which needs each of the tied parameters, and FSDP2, which needs them tied.
+    transformers always pins offloaded memory, which fails without a GPU, and has no hook between
+    tensor parallelism, which needs each of the tied parameters, and FSDP2, which needs them tied.
     """
     from transformers.distributed import fsdp, mixin
 
