@@ -266,7 +266,7 @@ def test_an_interrupted_run_resumes_from_its_newest_valid_checkpoint(
     with pytest.warns(UserWarning, match="are skipped: step00000004.ckpt"):
         assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0
     shown = capfd.readouterr().out
-    assert "goes on from its newest" in shown
+    assert "resumes from its newest" in shown
     kept = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
     assert kept == ["step00000004.ckpt", "step00000006.ckpt"]
     assert commit.verify(only_run(tmp_path) / "checkpoints" / kept[0]) is None, "it was written again"
@@ -288,7 +288,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_in_one_sentence(
     assert "has 0 bytes of" in capfd.readouterr().err
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
     quick: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("DIST_RUN_ID", "job")
@@ -297,4 +297,4 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(
     with pytest.warns(UserWarning, match="there is no other"):
         assert main(["fit", *quick, "--trainer.max_steps=4"]) == 2
     error = capfd.readouterr().err
-    assert "are all damaged: step00000002.ckpt" in error and "begin anew" in error
+    assert "are all damaged: step00000002.ckpt" in error and "move the folder away" in error

@@ -1,4 +1,4 @@
-"""The command line: it answers quickly, composes files, and tells a mistake in one sentence."""
+"""The command line: it answers quickly, composes files, and reports bad input in one sentence."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_help_begins_with_the_verbs_own_flags(verb: str, capsys: pytest.CaptureF
     assert len(shown.split("\n\n")[0].splitlines()) < 9, "the usage is short"
     if verb not in ("fit", "validate", "test", "predict"):
         assert len(shown.splitlines()) < 50
-    if verb in ("prepare", "export", "bench", "rehearse", "deepspeed-config"):
+    if verb in ("prepare", "export", "rehearse", "deepspeed-config"):
         assert f"Every other key is fit's: see `python -m {PACKAGE} fit --help`" in " ".join(shown.split())
     assert verb != "export" or ("--checkpoint" in shown and "--dtype" in shown)
 
@@ -180,10 +180,10 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_a_mistake_is_told_in_one_sentence(
+def test_bad_input_is_reported_in_one_sentence(
     case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    wrong, told = BAD_INPUT[case]
+    wrong, expected = BAD_INPUT[case]
     try:
         code = run("fit", *flags, *wrong)
     except SystemExit as stopped:
@@ -191,7 +191,7 @@ def test_a_mistake_is_told_in_one_sentence(
     error = capfd.readouterr().err
     assert code == 2, error
     sentence = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert len(sentence) == 1 and re.search(told, sentence[0]), error
+    assert len(sentence) == 1 and re.search(expected, sentence[0]), error
     assert "Traceback" not in error and "usage:" not in error
     assert not (tmp_path / "runs").exists(), "a refused run leaves no folder"
 

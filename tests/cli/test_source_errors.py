@@ -27,16 +27,16 @@ class Mistaken(Source):
 
 
 @pytest.mark.parametrize("verb", ["fit", "prepare"])
-def test_a_mistake_in_a_source_is_told_with_its_line(
+def test_an_error_in_a_source_is_reported_with_its_line(
     verb: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = [flag for flag in flags if not flag.startswith(("--data.source.", "--data.cache_dir", "--trainer"))]
     flags = [verb, *flags, f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
     flags += ["--trainer.accelerator=cpu"]
     assert command(flags) == Exit.FAILED
-    told = capfd.readouterr().err
-    assert "Traceback" not in told and "error: while tokenizing, KeyError: 'text'\n" in told
-    assert """in documents: yield "second", {"body": "a text"}["text"]\n""" in told
+    error = capfd.readouterr().err
+    assert "Traceback" not in error and "error: while tokenizing, KeyError: 'text'\n" in error
+    assert """in documents: yield "second", {"body": "a text"}["text"]\n""" in error
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("TRACEBACK", "1")
     assert command(flags) == Exit.FAILED
@@ -48,6 +48,6 @@ def test_an_error_of_the_templates_own_before_there_is_a_run_is_a_traceback(
 ) -> None:
     monkeypatch.setattr(cache, "json", None)
     assert command(["fit", *flags]) == Exit.FAILED
-    told = capfd.readouterr().err
-    assert "Traceback" in told and "AttributeError" in told
+    error = capfd.readouterr().err
+    assert "Traceback" in error and "AttributeError" in error
     assert not (tmp_path / "runs").exists()

@@ -145,10 +145,8 @@ def test_it_is_rehearsed_at_its_own_size(module: str, strategy: str, tmp_path: P
 
 
 @pytest.mark.slow
-def test_verbs_for_text_refuse_other_data_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_accept_other_data(tmp_path: Path) -> None:
     given = flags(tmp_path, PLAIN)
-    assert command_line.run(["bench", *given], PLAIN) == 2
-    assert "`bench` needs a datamodule with micro_batch_size and seq_len" in capsys.readouterr().err
     assert command_line.run(["doctor", *given], PLAIN) in (0, 1) and command_line.run(["prepare", *given], PLAIN) == 0
 
 

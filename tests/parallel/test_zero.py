@@ -224,4 +224,4 @@ def test_nvme_refuses_asynchronous_checkpoints_before_anything_starts(
 ) -> None:
     strategy = [*flags_of("zero3_nvme"), f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
     assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
-    assert "last_checkpoint.asynchronous true cannot be had with state on NVMe" in capfd.readouterr().err
+    assert "last_checkpoint.asynchronous true does not work with state on NVMe" in capfd.readouterr().err

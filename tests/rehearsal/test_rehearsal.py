@@ -21,8 +21,9 @@ from dist_template.rehearsal.compare import gradients, relative_difference
 from dist_template.rehearsal.record import RunRecord
 from dist_template.rehearsal.report import Report, Result
 from dist_template.rehearsal.runs import RunFailed, Runs
-from dist_template.rehearsal.shrink_config import fewer, fold_strategy, shrink
+from dist_template.rehearsal.shrink_config import shrink
 from dist_template.rehearsal.shrink_model import dropouts, shrink_architecture
+from dist_template.rehearsal.shrink_strategy import halve, shrink_strategy
 from dist_template.tools.rehearse import main
 from tests.support.runs import CONFIGS, OURS, Workers
 from tests.support.strategies import flags_of
@@ -49,7 +50,8 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2_tp_ep", "hsdp", "zero2_offload", "zero3"])  # what the others are made of
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["fsdp2_tp_ep", "hsdp", "zero2_offload", "zero3"])
 def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", *flags_of(strategy)]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
@@ -59,14 +61,15 @@ def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
-    """Qwen3's query and key norms, which transformers 5.23 sums anew in each micro-batch (parallel/replicated.py)."""
+    """Qwen3's query and key norms, which transformers 5.23 sums again in each micro-batch (parallel/replicated.py)."""
     files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")]
     files += ["--model.architecture.model_type=qwen3", "--model.architecture.head_dim=32", "--devices=2"]
     assert rehearse(*files, "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
 
 
-def test_sizes_that_do_not_fit_are_told_without_running(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/tp.yaml"]
     heads = "{model_type: llama, hidden_size: 768, num_attention_heads: 12, num_key_value_heads: 12}"
     flags = [
@@ -123,7 +126,7 @@ def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "folded", "processes"),
+    ("sizes", "expected", "processes"),
     [
         ({"fsdp_size": "auto", "tp_size": 8, "ep_size": 8}, ("auto", 1, 2, 2), 4),
         ({"fsdp_size": 64, "ep_size": 16}, (4, 1, 1, 2), 4),  # experts' own FSDP has 2 ranks
@@ -134,24 +137,24 @@ def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
         ({"fsdp_size": 8, "dp_replicate_size": 4, "tp_size": 2}, (2, 1, 2, 1), 4),
     ],
 )
-def test_a_mesh_is_folded_to_two_by_two(sizes: dict[str, Any], folded: tuple, processes: int) -> None:
+def test_a_mesh_shrinks_to_two_by_two(sizes: dict[str, Any], expected: tuple, processes: int) -> None:
     strategy = MeshStrategy(**sizes)
     names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
     spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
-    small, num = fold_strategy(spec, strategy, None, [])
-    assert tuple(small["init_args"][name] for name in names) == folded
+    small, num = shrink_strategy(spec, strategy, None, [])
+    assert tuple(small["init_args"][name] for name in names) == expected
     assert num == processes
     assert strategy.tp_size == sizes.get("tp_size", 1), "the real strategy is not touched"
 
 
-def test_a_deepspeed_file_is_folded_too() -> None:
+def test_a_deepspeed_file_shrinks_too() -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 100_000, "offload_param": {"device": "nvme"}}
     config = {"train_batch_size": 256, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
     spec = {"class_path": "ZeroStrategy", "init_args": {"config": config}}
-    folded, num = fold_strategy(spec, object(), None, [])
+    small, num = shrink_strategy(spec, object(), None, [])
     assert num == 2
     zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "offload_param": {"device": "cpu"}}
-    assert folded["init_args"]["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
+    assert small["init_args"]["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
     assert spec["init_args"]["config"]["train_batch_size"] == 256, "what was given is not touched"
 
 
@@ -160,11 +163,14 @@ def test_half_of_the_processes_have_less_data_parallelism_and_the_same_tensor_pa
     strategy = MeshStrategy(fsdp_size=8, tp_size=8, ep_size=8)
     spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
     data = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4, "source": None, "tokenizer": None}
-    given = {"run": {}, "trainer": {"strategy": spec}, "data": data, "model": {}}
+    saves = {"dirpath": "/scratch/pretrain", "every_n_steps": 1000, "keep": 2, "asynchronous": True}
+    given = {"run": {}, "trainer": {"strategy": spec}, "data": data, "model": {}, "last_checkpoint": saves}
     small = shrink(given, None, strategy, tmp_path)
     assert (small.processes, small.data_parallel) == (4, 2)
     assert small.config["data"]["global_batch_size"] == 8  # 2 sequences x 2 ranks x 2 accumulated
-    half, num, _ = fewer(small, strategy)
+    saves = {"dirpath": "{run}/checkpoints", "every_n_steps": 2, "keep": 6, "asynchronous": False}
+    assert small.config["last_checkpoint"] == saves, "nothing is written into the production run's folder"
+    half, num, _ = halve(small.strategy, strategy, small.processes)
     assert num == 2
     assert half["init_args"] == {"fsdp_size": 1, "dp_replicate_size": 1, "tp_size": 2, "ep_size": 2}
     assert given["data"]["seq_len"] == 2048, "what was given is not touched"
@@ -204,8 +210,8 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(two: list[str
 @pytest.mark.slow
 def test_a_hang_ends_with_the_stacks_in_the_logs(two: list[str], tmp_path: Path) -> None:
     with Workers(2) as workers:
-        record = workers.run(two, tmp_path / "hung", callbacks=[HangOnRankOne()], timeout_s=20)
-    assert record.hung and record.error == "no end after 20 s"
+        record = workers.run(two, tmp_path / "hung", callbacks=[HangOnRankOne()], timeout_s=12)
+    assert record.hung and record.error == "no end after 12 s"
     assert "in on_train_start" in record.log(1)
 
 
@@ -214,7 +220,6 @@ def test_a_hang_ends_with_the_stacks_in_the_logs(two: list[str], tmp_path: Path)
 
 def test_the_report_is_a_line_per_check_and_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     report = Report("rehearsal of nothing", {"processes": 2})
-    report.begin()
     report.add(Result("loss curve", "within 1e-05", "1.0e-07", "pass", time_s=1.5))
     report.add(Result("gradient norm", "within 1e-04", "0.5", "FAIL", "from step 3 on: layer & more", 2.0))
     report.add(Result("resume on fewer", "within 1e-05", "not possible", "limit", "the format refuses"))

@@ -18,7 +18,7 @@ from dist_template.text.order import GlobalOrder
 
 
 def after_configure_model(change: Callable[[Any], None]) -> None:
-    """Call `change` with the module once its model is in place."""
+    """Calls `change` with the module once its model is in place."""
     configure = LanguageModule.configure_model
 
     def configure_model(self: Any) -> None:
@@ -140,7 +140,7 @@ def layer_detached() -> None:
 
 
 def layer_outside_of_fsdp() -> None:
-    """The second block's MLP stays whole on every rank, and nobody reduces its gradients."""
+    """The second block's MLP is unsharded on every rank, and its gradients are not reduced."""
     import transformers.distributed.fsdp as fsdp
 
     shard, left_out = fsdp.fully_shard, set()

@@ -21,7 +21,7 @@ from tests.support.faults import after_configure_model
 
 
 def on_rank_one(act: Any) -> None:
-    """Call `act` in rank 1's training step, in the second step."""
+    """Calls `act` in rank 1's training step, in the second step."""
     step = LanguageModule.training_step
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -72,7 +72,7 @@ def collective_on_one_rank() -> None:
 
 
 def random_state_not_saved() -> None:
-    """As Lightning leaves it: dropout starts anew after a resume."""
+    """As in Lightning: a resumed training draws other dropout masks."""
     for hook in ("on_save_checkpoint", "on_load_checkpoint"):
         setattr(RandomState, hook, getattr(Callback, hook))
 

@@ -1,4 +1,4 @@
-"""`doctor` finds each problem that is planted, says what to do, and ends with 1."""
+"""`doctor` finds each planted problem, names what to do, and exits with 1."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def where(tmp_path: Path) -> Where:
 
 
 def one(findings: doctor.Findings, verdict: str, found: str = "") -> str:
-    """What to do about the one finding that is not ok; `found` stands in its text."""
-    told = [finding for finding in findings if verdict == OK or finding[0] != OK]
-    assert [finding[0] for finding in told] == [verdict] * len(told) and told, told
-    assert any(found in finding[1] for finding in told), told
-    return told[0][2]
+    """Returns what to do about the one finding that is not ok; its text contains `found`."""
+    bad = [finding for finding in findings if verdict == OK or finding[0] != OK]
+    assert [finding[0] for finding in bad] == [verdict] * len(bad) and bad, bad
+    assert any(found in finding[1] for finding in bad), bad
+    return bad[0][2]
 
 
 def test_the_package_lock(where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_torch_and_the_driver(where: Where, monkeypatch: pytest.MonkeyPatch) -> 
         ("sleep 30", PROBLEM, "does not answer"),
     ],
 )
-def test_what_nvidia_smi_tells(
+def test_what_nvidia_smi_reports(
     script: str, verdict: str, found: str, where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -146,9 +146,9 @@ def test_a_problem_is_exit_code_1_and_json_has_the_environment(
     assert ended.value.code == 1 and capsys.readouterr().out == f"problem  disks          full\n{'':<23} -> free it\n"
     monkeypatch.setattr(doctor, "CHECKS", {"disks": lambda where: iter([(WARNING, "full", "free it")])})
     assert main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["findings"] == [{"check": "disks", "verdict": "warning", "found": "full", "todo": "free it"}]
-    assert told["environment"]["packages"]["torch"]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["findings"] == [{"check": "disks", "verdict": "warning", "found": "full", "todo": "free it"}]
+    assert printed["environment"]["packages"]["torch"]
 
 
 def test_it_looks_where_the_configuration_writes(flags: list[str], tmp_path: Path) -> None:

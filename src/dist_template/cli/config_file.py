@@ -1,9 +1,14 @@
-"""Reads and checks a --config file, before the slow imports."""
+"""Reads --config files, and finds configuration errors before torch is imported.
+
+These are unreadable files and unknown top-level keys; the parser checks the other keys later.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,46 +16,82 @@ from typing import Any
 import yaml
 
 from ..errors import InputError
+from .defaults import ALWAYS_ON
 
-MOST_VALUES = 100_000  # values in a file with its aliases expanded; a full configuration has 200
+TOP_LEVEL = {"trainer", "model", "data", "run", "optimizer", "lr_scheduler", *ALWAYS_ON}
+TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
+TOP_LEVEL |= {"ckpt_path", "weights_only", "verbose", "return_predictions"}
 SECTIONS = {  # keys that hold keys, and where their class is defined
     "trainer": "",
     "model": "; the model's class is LanguageModule of module.py: edit it there",
     "data": "; the data module's class is DataModule of data.py: edit it there",
 }
-REMOVED = {"follow_links": False, "loss_kernel": "torch"}  # keys of older runs, whose defaults are what is done now
+# Keys of older runs, and the value that is what happens without the key.
+REMOVED = {"follow_links": False, "loss_kernel": "torch"}
 # Names of environment variables from which Lightning could read keys; this command line does not.
-VARIABLE = re.compile(r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)")
+VARIABLE = re.compile(
+    r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)"
+)
+
+
+def check(argv: list[str]) -> None:
+    """Checks the flags and files of `argv`, a verb and what follows it.
+
+    Raises:
+        InputError: a file cannot be read, or a key is unknown.
+    """
+    for key, where in _given(argv[1:]):
+        if key not in TOP_LEVEL:
+            near = get_close_matches(key, TOP_LEVEL, 1)
+            hint = f"; did you mean {near[0]}?" if near else ";"
+            what = f"{where}{key} is not a key of this program"
+            raise InputError(f"{what}{hint} see --help for every key")
+
+
+def _given(flags: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields each top-level key and where it is given, as the beginning of a sentence."""
+    for word, following in zip(flags, [*flags[1:], ""], strict=False):
+        name, has_value, value = word.lstrip("-").partition("=")
+        if not has_value and not following.startswith("--"):
+            value = following
+        if word == "-c" or name == "config":
+            if "://" in value or value.startswith("{"):
+                continue  # jsonargparse reads addresses and mappings itself
+            for key in read(value):
+                yield str(key), f"--config {value}: "
+        elif word.startswith("--"):
+            is_mapping = value in ("", "null") or value.startswith("{")
+            check_section(name, {} if is_mapping else value, f"--{name}")
+            yield name.partition(".")[0], "--"
 
 
 def read(path: str) -> dict[str, Any]:
     """Returns the keys of the file at `path`.
 
     Raises:
-        InputError: it cannot be read, is not YAML, holds no keys, or far too many.
+        InputError: it cannot be read, is not YAML, or holds no keys.
     """
     where = f"--config {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
-        _check_size(yaml.compose(text, yaml.SafeLoader), where)
         content = yaml.safe_load(text)
     except OSError as error:
-        raise InputError(f"{where} cannot be read, seen from {Path.cwd()}: {error.strerror}") from error
+        why = f"seen from {Path.cwd()}: {error.strerror}"
+        raise InputError(f"{where} cannot be read, {why}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise InputError(
-            f"{where} is a {type(content).__name__}: give keys and values, as in `trainer: {{max_steps: 9}}`"
-        )
+        kind = type(content).__name__
+        raise InputError(f"{where} is a {kind}: give keys, as in `trainer: {{max_steps: 9}}`")
     for name, value in content.items():
         check_section(str(name), value, f"{where}: {name}")
     return content
 
 
 def with_classes_of_the_library(content: Any, package: str) -> Any:
-    """Returns a configuration in which a class path of `package` that is now the library's is the class's name alone.
+    """Returns a configuration in which class paths of old modules of `package` are class names.
 
     Older projects contained the library's modules, and the config.yaml of their runs names them.
     """
@@ -58,8 +99,10 @@ def with_classes_of_the_library(content: Any, package: str) -> Any:
         return [with_classes_of_the_library(item, package) for item in content]
     if not isinstance(content, dict):
         return content
-    kept = {key: value for key, value in content.items() if key not in REMOVED or value != REMOVED[key]}
-    found = {key: with_classes_of_the_library(value, package) for key, value in kept.items()}
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in REMOVED or value != REMOVED[key]:
+            found[key] = with_classes_of_the_library(value, package)
     if str(found.get("class_path")).startswith(f"{package}."):
         module, _, name = found["class_path"].rpartition(".")
         if not _exists(module):
@@ -80,9 +123,10 @@ def check_section(name: str, value: Any, where: str) -> None:
     Raises:
         InputError: it is neither keys nor a file of them.
     """
-    is_file = isinstance(value, str) and os.path.isfile(value)  # False for what is no name, where Path raises
+    is_file = isinstance(value, str) and os.path.isfile(value)  # Path raises for some texts
     if name in SECTIONS and value is not None and not isinstance(value, dict) and not is_file:
-        raise InputError(f"{where} is {value!r}: it takes keys, as in {name}.KEY, or a YAML file{SECTIONS[name]}")
+        allowed = f"it takes keys, as in {name}.KEY, or a YAML file{SECTIONS[name]}"
+        raise InputError(f"{where} is {value!r}: {allowed}")
 
 
 def refuse_variables() -> None:
@@ -94,20 +138,5 @@ def refuse_variables() -> None:
     for variable in sorted(os.environ):
         if found := VARIABLE.fullmatch(variable):
             key = found[1].lower().replace("__", ".").replace("trainer_", "trainer.", 1)
-            raise InputError(f"{variable} is set, and no key is read from the environment: unset it, and give --{key}")
-
-
-def _check_size(root: Any, where: str) -> None:
-    """Counts the values as if each alias (*name) were expanded, without expanding it."""
-    todo, count = [root], 0
-    while todo:
-        count += 1
-        if count > MOST_VALUES:
-            raise InputError(
-                f"{where} has over {MOST_VALUES:,} values when its aliases (*name) are expanded: remove some"
-            )
-        node = todo.pop()
-        if isinstance(node, yaml.SequenceNode):
-            todo += node.value
-        elif isinstance(node, yaml.MappingNode):
-            todo += [part for pair in node.value for part in pair]
+            why = "no key is read from the environment"
+            raise InputError(f"{variable} is set, and {why}: unset it, and give --{key}")

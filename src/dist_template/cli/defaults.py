@@ -1,4 +1,4 @@
-"""Defaults of every run: callbacks, Trainer settings, and filters for expected warnings. Imports nothing heavy."""
+"""Defaults of every run: callbacks, Trainer settings, filters for expected warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# Configuration key: callback, in the order in which Lightning calls them: measure, write, show, act.
+# Configuration key: callback, in the order of calls: measure, write, show, act.
 ALWAYS_ON = {
     "watchdog": "callbacks.watchdog.Watchdog",
     "same_environment": "cluster.fingerprint.SameEnvironment",
@@ -47,12 +47,15 @@ TRAINER_DEFAULTS = {
     "gradient_clip_val": 1.0,
     "enable_progress_bar": False,  # callbacks/console.py shows progress without a device sync
     "enable_model_summary": False,
-    "logger": [{"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}] if find_spec("tensorboard") else [],
+    "logger": [],
 }
+if find_spec("tensorboard"):
+    tensorboard = {"class_path": "TensorBoard", "init_args": {"save_dir": "{run}"}}
+    TRAINER_DEFAULTS["logger"] = [tensorboard]
 
 
 def hide_expected() -> None:
-    """Hides what Lightning logs about itself at every start, and warnings about what is intended here.
+    """Hides what Lightning logs about itself at every start, and warnings about intended settings.
 
     Call it after `import lightning`, which sets the level of its loggers.
     """
@@ -60,13 +63,13 @@ def hide_expected() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     for asked_for in ("profilers", "callbacks"):  # output that the user asks for
         logging.getLogger(f"lightning.pytorch.{asked_for}").setLevel(logging.INFO)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # torch 2.13 with lightning 2.6
     for expected in (
+        ".*LeafSpec.*",  # torch 2.13 with lightning 2.6
         ".*sync_dist=True.*",  # the module has already reduced them
-        ".*your dataloader is not resumable.*",  # the data module resumes by the number of samples consumed
-        ".*smaller than the logging interval.*",  # callbacks/training_log.py counts optimizer steps across epochs
+        ".*your dataloader is not resumable.*",  # the data module counts consumed samples
+        ".*smaller than the logging interval.*",  # training_log.py counts steps across epochs
         ".*exists and is not empty.*",  # a resumed run continues in its folder
     ):
         warnings.filterwarnings("ignore", message=expected)
-    if "SLURM_JOB_ID" not in os.environ:  # login node or workstation; inside a job the warning stays
-        warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
+    if "SLURM_JOB_ID" not in os.environ:  # on a login node; inside a job the warning stays
+        warnings.filterwarnings("ignore", message="The `srun` command is available on your system")

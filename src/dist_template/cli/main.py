@@ -1,6 +1,6 @@
-"""`python -m <package> VERB …`: runs the verb's module, and reports errors in the user's input in one sentence.
+"""`python -m <package> VERB …`: runs the verb's module, and reports bad input in one sentence.
 
-This module imports nothing heavy, so that `--help` answers at once, and a verb imports only what it needs.
+It imports nothing heavy, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
 from ..project import Project
 
-# torch reads this variable at its first allocation: tensors of 2 MiB and more in host memory then get huge pages.
-# Otherwise a 20 MB buffer that is allocated in each step costs 5,000 page faults, and glibc 2.36 fragments: 2.3 GB more
-# after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
+# Tensors of 2 MiB and more in host memory get huge pages; torch reads this at its first allocation.
+# Otherwise a 20 MB buffer that is allocated in each step costs 5,000 page faults, and glibc 2.36
+# fragments: 2.3 GB more after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 LIBRARY = __name__.split(".")[0]
@@ -31,13 +31,12 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "validate": (FIT, "evaluate a checkpoint on the validation split"),
     "test": (FIT, "evaluate a checkpoint on the test split"),
     "predict": (FIT, "generate texts from data.prompts with a checkpoint"),
-    "prepare": ("tools.prepare", "tokenize the data once, in one process, into the cache that training reads"),
+    "prepare": ("tools.prepare", "tokenize the data once, in one process, before training"),
     "doctor": ("tools.doctor", "check this machine for problems that would stop a training"),
-    "rehearse": ("tools.rehearse", "check a cluster's configuration on this machine's CPU, in minutes"),
-    "bench": ("tools.bench", "measure how fast your module trains on this device, and which flags make it faster"),
-    "export": ("tools.export", "convert a checkpoint of any strategy to a Hugging Face folder, and verify it"),
-    "diagnose": ("tools.diagnose", "report what is wrong with a run, the evidence, and which flag to change"),
-    "report": ("tools.report", "write a page about one or more runs: findings, curves, configuration, samples"),
+    "rehearse": ("tools.rehearse", "check a configuration for a cluster on this CPU, in minutes"),
+    "export": ("tools.export", "convert a checkpoint to a Hugging Face folder, and verify it"),
+    "diagnose": ("tools.diagnose", "report what is wrong with a run, and which flag to change"),
+    "report": ("tools.report", "write a page about runs: findings, curves, configuration, samples"),
     "compare": ("tools.report", "compare two or more runs: configuration and results"),
     "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON of a configuration"),
 }
@@ -55,9 +54,9 @@ verbs:
 
 Files given with --config compose from left to right; a --KEY VALUE after them overrides.
   python -m {program} fit --config configs/quickstart.yaml
-  python -m {program} fit --config configs/pretrain.yaml --config configs/strategy/ddp.yaml --trainer.max_steps 100
-  python -m {program} fit --config configs/quickstart.yaml --print_config     what would run, every key resolved
-  python -m {program} VERB --help                                             every key: meaning, unit, off value
+  python -m {program} fit --config configs/quickstart.yaml --trainer.max_steps 100
+  python -m {program} fit --config configs/quickstart.yaml --print_config     every key resolved
+  python -m {program} VERB --help                                             every key explained
 
 Documentation: docs/index.md.
 Set TRACEBACK=1 to see the Python traceback behind an error."""
@@ -67,7 +66,8 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
     """Runs the command line of a project in a process of its own; returns the exit code.
 
     Args:
-        module: The LightningModule as "module:Class"; a leading dot means inside `package`. Imported when needed.
+        module: The LightningModule as "module:Class", imported when needed; a leading dot means
+            inside `package`.
         data: The LightningDataModule, likewise.
         package: The project's package.
         argv: A verb and its flags. None: those of this process.
@@ -83,7 +83,7 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
 
 
 def run(argv: list[str], project: Project) -> int:
-    """Run a verb; returns the exit code. What is nobody's mistake is raised, for `command` to tell."""
+    """Runs a verb; returns the exit code. Raises errors other than bad input."""
     project.start()
     program = project.package
     if not argv or argv[0] in ("-h", "--help"):
@@ -91,33 +91,37 @@ def run(argv: list[str], project: Project) -> int:
         return Exit.DONE if argv else Exit.BAD_INPUT
     verb = argv[0]
     if verb not in VERBS:
-        print(f"error: {verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}.", file=sys.stderr)
+        message = f"{verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}."
+        print(f"error: {message}", file=sys.stderr)
         return Exit.BAD_INPUT
     if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         print(f"error: {_no_environment(project, verb, lacking)}", file=sys.stderr)
         return Exit.BAD_INPUT
     if VERBS[verb][0] == FIT:
         MESSAGES.listen()
-        WATCHDOG.start(START_TIMEOUT_S)  # of many processes that import from a file server, one may never come back
+        WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
     try:
         if VERBS[verb][0] in (FIT, "tools.prepare"):
-            from . import config_errors
+            from . import config_file
 
-            config_errors.check(argv)
+            config_file.check(argv)
         importlib.import_module(f"{LIBRARY}.{VERBS[verb][0]}").main(argv, project)
         return Exit.DONE
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
             traceback.print_exc()
         if local_rank() == (error.local_rank if isinstance(error, Ended) else 0):
-            print(f"error: {error}" if isinstance(error, InputError) else f"\n{error}", file=sys.stderr)
+            start = "error: " if isinstance(error, InputError) else "\n"
+            print(f"{start}{error}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
         from ..observe.diagnosis.crash import record_of
 
-        if record_of(error) or not another_rank_is_gone(error) or os.environ.get("TRACEBACK", "0") != "0":
-            raise  # with a record, the error is a consequence of destroying the process group
-        print(f"rank {os.environ.get('RANK', '0')}: another rank is gone ({reason(error)})", file=sys.stderr)
+        is_consequence = another_rank_is_gone(error) and not record_of(error)
+        if not is_consequence or os.environ.get("TRACEBACK", "0") != "0":
+            raise  # with a record, it is a consequence of destroying the process group
+        rank = os.environ.get("RANK", "0")
+        print(f"rank {rank}: another rank is gone ({reason(error)})", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -129,12 +133,14 @@ def run(argv: list[str], project: Project) -> int:
 def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
     """Explains how to activate the environment, for a Python without the dependencies."""
     folder = project.folder.absolute().parent
-    environment = next((one for one in (Path(".venv"), folder / ".venv") if (one / "bin" / "python").exists()), None)
-    if environment is None or environment.absolute() == Path(sys.prefix).absolute():
-        cure = f"`make setup` in {folder} builds the environment .venv, `source .venv/bin/activate` activates it"
-    else:
-        cure = f"`source {environment}/bin/activate`, or start {environment}/bin/python -m {project.package} {verb}"
-    return f"{sys.executable} has no {', '.join(lacking)}: activate the project's environment: {cure}"
+    cure = f"`make setup` in {folder} builds .venv, `source .venv/bin/activate` activates it"
+    for environment in (Path(".venv"), folder / ".venv"):
+        if (environment / "bin" / "python").exists() and environment.absolute() != Path(sys.prefix):
+            start = f"{environment}/bin/python -m {project.package} {verb}"
+            cure = f"`source {environment}/bin/activate`, or start {start}"
+            break
+    what = f"{sys.executable} has no {', '.join(lacking)}"
+    return f"{what}: activate the project's environment: {cure}"
 
 
 def command(argv: list[str], project: Project) -> int:

@@ -1,4 +1,4 @@
-"""The parser of --config files and flags: jsonargparse and LightningCLI, with errors in one sentence."""
+"""The parser of --config files and flags, with errors in one sentence."""
 
 from __future__ import annotations
 
@@ -31,23 +31,25 @@ OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (
         (Optimizer,),
         "params",
-        "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9. Vectors are not"
-        " decayed. lr and weight_decay are model.optim's unless given here. null: AdamW with model.optim's keys.",
+        "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9."
+        " Vectors are not decayed. lr and weight_decay are model.optim's unless given here. null:"
+        " AdamW with model.optim's keys.",
     ),
     "lr_scheduler": (
         LRSchedulerTypeTuple,
         "optimizer",
-        "A class instead of model.optim.schedule and its warm-up, stepped after each optimizer step;"
+        "A class instead of model.optim.schedule and its warm-up, stepped after each step;"
         " ReduceLROnPlateau after each validation. null: model.optim.schedule.",
     ),
 }
 
-TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
+TYPES["NoneType"] = "null"
 
 HELP = {  # replaces Lightning's help where this command line behaves differently
-    "ckpt_path": "A checkpoint, or `last` or `best` of the newest run of run.name. fit: `last` continues in that run's"
-    " folder, any other starts a new one; null starts afresh. validate, test, predict: null takes the newest run's"
-    " best, or else its last.",
+    "ckpt_path": "A checkpoint, or `last` or `best` of the newest run of run.name. fit: `last`"
+    " continues in that run's folder, any other starts a new one; null starts from step 0."
+    " validate, test, predict: null takes the newest run's best, or else its last.",
 }
 
 
@@ -70,7 +72,8 @@ class Parser(LightningArgumentParser):
         formatter = formatter or formatter_of(self)
         formatter.add_usage(self.usage, [], [])
         formatter.start_section("flags of this verb")
-        formatter.add_arguments([action for action in keys_of(self) if action.dest not in self.keys_of_fit])
+        own = [action for action in keys_of(self) if action.dest not in self.keys_of_fit]
+        formatter.add_arguments(own)
         formatter.end_section()
         formatter.add_text(f"Every other key is fit's: see `{program('fit')} --help`.")
         return formatter.format_help()
@@ -84,39 +87,48 @@ class Parser(LightningArgumentParser):
     def keys(self) -> set[str]:
         """Returns the keys of this parser and of its verbs'."""
         found = {action.dest for action in keys_of(self)}
-        verbs = [action.choices.values() for action in keys_of(self) if isinstance(action.choices, dict)]
-        return found.union(*(parser.keys() for parsers in verbs for parser in parsers))
+        for action in keys_of(self):
+            for parser in action.choices.values() if isinstance(action.choices, dict) else ():
+                found |= parser.keys()
+        return found
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
         text = _shortened(" ".join(message.split()), self.keys())
         if is_first_on_node():
-            print(f"error: {text}{'' if text.endswith('?') else ';'} see --help for every key", file=sys.stderr)
+            end = "" if text.endswith("?") else ";"
+            print(f"error: {text}{end} see --help for every key", file=sys.stderr)
         sys.exit(2)
 
 
 def _shortened(text: str, keys: set[str]) -> str:
-    """Returns jsonargparse's message in this project's words, without the types that it has tried."""
-    if unknown := re.search(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'", text):
-        name = unknown[1] or unknown[2]
+    """Returns jsonargparse's message in one sentence, without the types that it has tried."""
+    unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
+    if found := re.search(unknown, text):
+        name = found[1] or found[2]
         near = get_close_matches(name, keys, 1, cutoff=0.8)
-        return f"{name} is not a key of this program" + (f"; did you mean {near[0]}?" if near else "")
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{name} is not a key of this program{hint}"
     if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
         return f"{argument[1]} is not an argument of the class that it is given to"
-    text = re.sub(r"Expected a <class '(\w+)'>", lambda kind: f"expected {TYPES.get(kind[1], kind[1])}", text)
+    kind = r"Expected a <class '(\w+)'>"
+    text = re.sub(kind, lambda match: f"expected {TYPES.get(match[1], match[1])}", text)
     if wrong := re.search(r'Parser key "([\w.]+)": (expected .+?)\. Got value: (.+)', text):
         return f"{wrong[1]} is {wrong[3]!r}: {wrong[2]}"
     if scalar := re.search(r"""Parser key "([\w.]+)": Unable to load config '(.+?)'""", text):
-        return f"{scalar[1]} is {scalar[2]!r}: it takes keys, as in {scalar[1]}.KEY, or a YAML file of them"
+        keys_or_file = f"it takes keys, as in {scalar[1]}.KEY, or a YAML file of them"
+        return f"{scalar[1]} is {scalar[2]!r}: {keys_or_file}"
     key = re.search(r'Parser key "([\w.]+)"', text)
     at = f"{key[1]}: " if key else ""
     if found := re.search(r"Expected a dot import path string: (\w+)", text):
-        near = get_close_matches(found[1], [kind.__name__ for base in BASES for kind in _below(base)], 1)
+        known = [kind.__name__ for base in BASES for kind in _below(base)]
+        near = get_close_matches(found[1], known, 1)
         hint = f" did you mean {near[0]}?" if near else ""
         own = "give one that this package or Lightning has, or module.Class of your own"
         return f"{at}there is no class {found[1]};{hint} {own}"
-    value = re.search(r"Union subtypes.* Errors: - (.+) Given value type: .*? Given value: (.+)", text)
+    union = r"Union subtypes.* Errors: - (.+) Given value type: .*? Given value: (.+)"
+    value = re.search(union, text)
     if at and value:
         return f"{at}{value[2]} is not possible: {', '.join(dict.fromkeys(value[1].split(' - ')))}"
     return text
@@ -134,47 +146,41 @@ class ConfigFile(ActionConfigFile):
     jsonargparse would merge the arguments that both classes have, such as a timeout.
     """
 
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        content = moved = None
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
+        content = {}
         if os.path.isfile(str(values)):  # otherwise jsonargparse reports it, or reads a mapping
             content = config_file.read(str(values))
-            moved = config_file.with_classes_of_the_library(content, program_name())
         for earlier in cfg.get(self.dest) or ():
             if _folder(earlier) == _folder(values) == "strategy":
-                raise InputError(f"--config {earlier} and --config {values} are both a strategy: give one of them")
-        if _names_a_strategy(values):
+                both = f"--config {earlier} and --config {values}"
+                raise InputError(f"{both} are both a strategy: give one of them")
+        strategy = (content.get("trainer") or {}).get("strategy")
+        if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
-        super().__call__(parser, cfg, values if moved == content else yaml.safe_dump(moved), option_string)
+        moved = config_file.with_classes_of_the_library(content, program_name())
+        values = values if moved == content else yaml.safe_dump(moved)
+        super().__call__(parser, cfg, values, option_string)
 
 
 def _folder(path: Any) -> str:
     return Path(str(path)).absolute().parent.name
 
 
-def _names_a_strategy(path: str) -> bool:
-    """Returns whether the file chooses a strategy, not only changes its arguments."""
-    try:
-        strategy = yaml.safe_load(Path(path).read_text(encoding="utf-8"))["trainer"]["strategy"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):  # jsonargparse reports it
-        return False
-    return not isinstance(strategy, dict) or "class_path" in strategy
-
-
 def as_launched(settings: Namespace) -> None:
-    """Takes devices and nodes from the launcher, and max_time as the preemption callback's."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; with --nnodes=MIN:MAX it may change at a restart
+    """Sets devices and nodes as the launcher does; passes max_time to the preemption callback."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun's; it may change at an elastic restart
         settings.trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"])
         settings.trainer.num_nodes = int(os.environ["WORLD_SIZE"]) // settings.trainer.devices
-    if settings.trainer.max_time is not None:  # Lightning stops between accumulated micro-batches, with exit code 0
-        settings.preemption.max_time, settings.trainer.max_time = settings.trainer.max_time, None
+    trainer = settings.trainer
+    if trainer.max_time is not None:  # Lightning would stop within an accumulation, with code 0
+        settings.preemption.max_time, trainer.max_time = trainer.max_time, None
 
 
 def add_optimization(parser: LightningArgumentParser) -> None:
     """Adds --optimizer and --lr_scheduler, like LightningCLI."""
     for key, (kinds, skipped, text) in OPTIMIZATION.items():
-        parser.add_subclass_arguments(
-            kinds, key, as_group=False, skip={skipped}, instantiate=False, fail_untyped=False, help=text
-        )
+        off: dict[str, Any] = dict.fromkeys(("as_group", "instantiate", "fail_untyped"), False)
+        parser.add_subclass_arguments(kinds, key, skip={skipped}, help=text, **off)
 
 
 def inherit_rates(settings: Namespace, given: Namespace) -> None:

@@ -1,11 +1,12 @@
 """Run folders: names, placeholders, the newest run and its checkpoints.
 
-<root>/<name>/<run id>/   config.yaml environment.json facts.json metrics.jsonl checkpoints/ samples.txt
+<root>/<name>/<run id>/   config.yaml environment.json facts.json metrics.jsonl checkpoints/ …
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -22,7 +23,6 @@ from ..cluster.launch import RUN_ID
 from ..errors import InputError
 from ..observe.report.plotly_js import PlotlyJs
 
-MAX_NAME_BYTES = 255  # of one part of a path, on every file system of Linux and macOS
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
 
 
@@ -34,8 +34,8 @@ class RunConfig:
         name: Name of the experiment; `last` is the newest run of this name.
         root: Folder of all runs.
         report: Write report.html at the end of `fit`. false leaves it to the verb `report`.
-        plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all runs; inline: the page
-            contains it and is one file; cdn: plotly's CDN, which needs a network.
+        plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
+            runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
     """
 
     name: str = "default"
@@ -52,21 +52,14 @@ class RunConfig:
         Raises:
             InputError: the name leaves the root, or the folder cannot be made or written.
         """
-        for key, path in (("run.name", self.name), ("run.root", self.root)):
-            if "\0" in path or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(path).parts):
-                raise InputError(
-                    f"{key} {_shortened(path)!r} is no folder's name: each part of it may have {MAX_NAME_BYTES} bytes"
-                    " and no NUL character"
-                )
         name = Path(self.name)
         if not name.parts or name.is_absolute() or ".." in name.parts:
             raise InputError(
-                f"run.name {self.name!r} is not a folder below run.root: give a name such as `baseline` or"
-                " `sweep/lr-3e-4`, and the folder of all runs as run.root"
+                f"run.name {self.name!r} is not a folder below run.root: give a name such as"
+                " `baseline` or `sweep/lr-3e-4`, and the folder of all runs as run.root"
             )
-        if not writes:
-            return
-        check_writable("run.root", self.root, self.parent)
+        if writes:
+            check_writable("run.root", self.root, self.parent)
 
     @property
     def parent(self) -> Path:
@@ -77,7 +70,7 @@ def check_writable(key: str, given: str, folder: Path) -> None:
     """Makes and removes a temporary folder in `folder`, or in its nearest existing parent.
 
     Raises:
-        InputError: it cannot be made: no permission, a file in the way, a read-only file system, no inode left.
+        InputError: it cannot be made: no permission, a file in its place, no space, no inode.
     """
     existing = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     try:
@@ -90,14 +83,10 @@ def check_writable(key: str, given: str, folder: Path) -> None:
         ) from error
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
 def new_run(config: RunConfig) -> Path:
     """Returns a new run folder, the same on every rank; it is created at the first write.
 
-    After a restart by a launcher or scheduler, which set the run's id, it is the same folder as before.
+    A launcher or scheduler sets the run's id, so that the folder stays the same after a restart.
     """
     run_id = os.environ.get(RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
@@ -106,75 +95,106 @@ def new_run(config: RunConfig) -> Path:
     return config.parent / run_id
 
 
-def newest_run(config: RunConfig, dirpath: str) -> Path:
-    """Returns the run of this name with the newest checkpoint.
+def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
+    """Chooses the run folder and the checkpoint to load.
+
+    `last`, and an evaluation of a run's weights, use the existing run folder.
 
     Args:
-        config: Where runs are.
-        dirpath: Folder of a run's checkpoints, with "{run}" in it.
+        settings: The configuration, with "{run}" in it.
+        verb: One of Lightning's; None for a tool.
+
+    Returns:
+        The run folder; the checkpoint or None; a sentence for the user, which may be empty.
 
     Raises:
-        InputError: no run has a valid checkpoint.
+        InputError: there is no such checkpoint.
     """
-    if not (written := _last_writes(config, dirpath)):
-        raise InputError(
-            f"there is no checkpoint under {config.parent}/*/checkpoints; "
-            "train first, or set run.name and run.root to where the run is"
-        )
-    return max(written, key=lambda run: written[run])
+    given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
+    if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
+        given = "best or last"
+    checkpoint, message = given, ""
+    run = None
+    if given in ("last", "best", "best or last"):
+        newest, path = newest_checkpoint(given, settings)
+        checkpoint = str(path)
+        if evaluates or given == "last":
+            run = newest
+        if given != "last":
+            message = f"{verb}: the weights are those of {checkpoint}"
+    elif evaluates and not given:
+        message = f"{verb}: the weights are those of model.pretrained; run.name has no checkpoint"
+    if run is None:
+        run = new_run(RunConfig(**vars(settings.run)))
+    folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
+    if verb == "fit" and given != "last" and can_resume(folder):
+        start = f", not from {checkpoint}, with which it started" if given else ""
+        message = f"{run} has checkpoints: the run resumes from its newest{start}"
+        message += " (another run.name starts a new run)"
+        checkpoint = str(folder)
+    return run, checkpoint, message
 
 
-def _last_writes(config: RunConfig, dirpath: str) -> dict[Path, float]:
-    """Returns {run: time of its newest checkpoint}, without runs that have none."""
-    folders = {run: Path(fill_placeholders(dirpath, run)) for run in sorted(config.parent.glob("*"))}
-    return {run: manifest.read(path)["time"] for run, folder in folders.items() if (path := commit.newest(folder))}
-
-
-def has_checkpoint(settings: Any) -> bool:
-    """Returns whether a run of run.name has a checkpoint."""
-    return bool(_last_writes(RunConfig(**vars(settings.run)), settings.last_checkpoint.dirpath))
+def _last_writes(settings: Any) -> dict[Path, float]:
+    """Returns {run: time of its newest checkpoint} of the runs of run.name that have one."""
+    found: dict[Path, float] = {}
+    for run in sorted(RunConfig(**vars(settings.run)).parent.glob("*")):
+        folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
+        if path := commit.newest(folder):
+            found[run] = manifest.read(path)["time"]
+    return found
 
 
 def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
-    """Returns the newest run of run.name, and its best checkpoint or the folder of all its checkpoints.
+    """Returns the run of run.name with the newest checkpoint, and its best or the folder of all.
 
     Args:
         which: `best`, `last` or `best or last`.
         settings: The configuration, with "{run}" in it.
 
     Raises:
-        InputError: no run has a checkpoint, or the newest has no best one.
+        InputError: no run has a valid checkpoint, or the newest has no best one.
     """
+    written = _last_writes(settings)
+    if not written:
+        parent = RunConfig(**vars(settings.run)).parent
+        raise InputError(
+            f"there is no checkpoint under {parent}/*/checkpoints; train first, or set run.name and"
+            " run.root to where the run is"
+        )
+    run = max(written, key=lambda run: written[run])
     last, best = settings.last_checkpoint, settings.best_checkpoint
-    run = newest_run(RunConfig(**vars(settings.run)), last.dirpath)
     ranked = manifest.ranked(Path(fill_placeholders(best.dirpath, run)), best.mode)
     if which == "best" and not ranked:
-        raise InputError(f"{run} has no best-*.ckpt: give `last`, or train with best_checkpoint.keep 1 and validations")
-    return run, ranked[0] if ranked and which != "last" else Path(fill_placeholders(last.dirpath, run))
+        best = "train with best_checkpoint.keep 1 and validations"
+        raise InputError(f"{run} has no best-*.ckpt: give `last`, or {best}")
+    if ranked and which != "last":
+        return run, ranked[0]
+    return run, Path(fill_placeholders(last.dirpath, run))
 
 
 def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
-    """Checks that `path` can be a checkpoint, before anything is built; its content is verified later.
+    """Checks that `path` can be a checkpoint; its content is verified when it is loaded.
 
     Raises:
-        InputError: it does not exist, is damaged, or is neither a checkpoint nor a folder of checkpoints.
+        InputError: it does not exist, is damaged, or holds no checkpoint.
     """
+    given, found = f"{key} {str(path)!r}", manifest.found(path)
     if not path.exists():
-        raise InputError(
-            f"{key} {str(path)!r} does not exist; give a checkpoint, or `last` or `best` of the newest run"
-        )
-    if manifest.found(path):
-        if all(manifest.torn(one) for one in manifest.found(path)):
-            raise InputError(f"{key} {str(path)!r} holds damaged checkpoints only: {_told(path)}; give another")
-    elif manifest.is_ours(path) and (why := manifest.torn(path)):
-        raise InputError(f"{key} {str(path)!r} is damaged: {why}; give another, or `last` for the newest valid one")
-    elif format_of(path) is None:
+        last = "or `last` or `best` of the newest run"
+        raise InputError(f"{given} does not exist; give a checkpoint, {last}")
+    if found and all(manifest.torn(one) for one in found):
+        raise InputError(f"{given} holds damaged checkpoints only: {_damages(path)}; give another")
+    if not found and manifest.is_ours(path) and (why := manifest.torn(path)):
+        last = "or `last` for the newest valid one"
+        raise InputError(f"{given} is damaged: {why}; give another, {last}")
+    if not found and format_of(path) is None:
         inside = path / "checkpoints"
-        hint = f"{inside}" if manifest.found(inside) else "another"
-        raise InputError(f"{key} {str(path)!r} is not a checkpoint, or only part of one; give {hint}, or `last`")
+        hint = inside if manifest.found(inside) else "another"
+        raise InputError(f"{given} is not a checkpoint, or is incomplete; give {hint}, or `last`")
 
 
-def goes_on(folder: Path) -> bool:
+def can_resume(folder: Path) -> bool:
     """Returns whether the run with its checkpoints in `folder` can be resumed.
 
     Raises:
@@ -184,13 +204,13 @@ def goes_on(folder: Path) -> bool:
         return False
     if commit.newest(folder) is None:
         raise InputError(
-            f"the checkpoints of this run, in {folder}, are all damaged: {_told(folder)};"
-            " move the folder away to begin anew, or set another run.name"
+            f"the checkpoints of this run, in {folder}, are all damaged: {_damages(folder)};"
+            " move the folder away, or set another run.name"
         )
     return True
 
 
-def _told(folder: Path) -> str:
+def _damages(folder: Path) -> str:
     return ", ".join(f"{path.name} ({manifest.torn(path)})" for path in manifest.found(folder))
 
 
@@ -204,3 +224,17 @@ def fill_placeholders(value: Any, run: Path) -> Any:
         pairs = value.items() if isinstance(value, dict) else vars(value).items()
         return type(value)(**{key: fill_placeholders(item, run) for key, item in pairs})
     return value
+
+
+def write_predictions(predictions: list[Any], path: Path) -> None:
+    """Writes one JSON value per line; prints generated texts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for prediction in predictions:
+            # Tensors and arrays have `tolist`.
+            plain = json.dumps(prediction, ensure_ascii=False, default=lambda value: value.tolist())
+            file.write(plain + "\n")
+            if isinstance(prediction, dict) and {"prompt", "continuation"} <= prediction.keys():
+                prompt = prediction["prompt"]
+                print(f"--- {prompt}\n{prompt}{prediction['continuation']}\n")
+    print(f"written to {path}")

@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from ..errors import InputError
 from .metrics import MetricBuffer
 
 
@@ -63,16 +62,3 @@ def has_validation(module: Any, data: Any) -> bool:
 def build_config(module: Any, data: Any) -> Any:
     """Returns the model's transformers configuration; None for another model."""
     return module.build_config(data) if hasattr(module, "build_config") else None
-
-
-def require(data: Any, verb: str, *names: str) -> None:
-    """Refuse a datamodule without what a verb needs.
-
-    Raises:
-        InputError: with what it lacks.
-    """
-    if lacking := [name for name in names if not hasattr(data, name)]:
-        raise InputError(
-            f"`{verb}` needs a datamodule with {' and '.join(lacking)}, as PackedText of dist_template.text has;"
-            f" {type(data).__name__} is another: edit the data class"
-        )

@@ -8,11 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..errors import InputError
-from . import exported_model, source_order
 from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples
-from .leakage import sentence
+from .forward_hooks import describe
 from .record import RunRecord
 from .report import Result, Verdict
 from .root_cause import disagreement, lost_at_the_end, trace, trace_resumed
@@ -27,54 +31,48 @@ class NotEqual(Exception):
 
     Args:
         got: What was found.
+        cause: The first difference and the code to inspect; several checks may have the same.
         where: The step, if it is known.
-        cause: The first difference and the code to inspect; several checks may have the same cause.
     """
+
+    verdict: Verdict = "FAIL"
 
     def __init__(self, got: str, cause: str, where: str = "") -> None:
         super().__init__(got)
         self.got = got
-        self.where = where
         self.cause = cause
+        self.where = where
 
 
-class NotOffered(Exception):
+class NotOffered(NotEqual):
     """The strategy or the model does not support what the check needs."""
 
+    verdict = "limit"
+
     def __init__(self, why: str, got: str = NOT_POSSIBLE) -> None:
-        super().__init__(why)
-        self.got = got
+        super().__init__(got, cause="", where=why)
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: one line of the report.
-
-    Args:
-        name: What is compared.
-        expected: What must hold.
-        compare: Returns what was found; raises NotEqual, NotOffered or RunFailed.
-        reads_source: Needs `--keep_data`.
-    """
+    """One line of the report. `compare` returns what was found; raises NotEqual or RunFailed."""
 
     name: str
     expected: str
     compare: Callable[[Runs], str]
-    reads_source: bool = False
 
     def run(self, runs: Runs) -> Result:
         """Runs the trainings that no earlier check has run, compares, and returns the result."""
         started = time.perf_counter()
-        if runs.hung:
-            return Result(self.name, self.expected, f"{runs.hung!r} hung, see above", "not run")
         verdict: Verdict = "pass"
         where = cause = ""
         try:
-            got = self.compare(runs)
-        except NotEqual as difference:
-            got, where, cause, verdict = difference.got, difference.where, difference.cause, "FAIL"
-        except NotOffered as limit:
-            got, where, verdict = limit.got, str(limit), "limit"
+            if runs.hung:
+                got, verdict = f"{runs.hung!r} hung, see above", "not run"
+            else:
+                got = self.compare(runs)
+        except NotEqual as found:
+            got, where, cause, verdict = found.got, found.where, found.cause, found.verdict
         except RunFailed as failure:
             if failure.refusal and failure.name in ("fewer", "export"):
                 got, where, verdict = NOT_POSSIBLE, failure.refusal, "limit"
@@ -82,63 +80,127 @@ class Check:
                 got, verdict = f"{failure.name!r} failed, see above", "not run"
             else:
                 got, cause, verdict = "a training failed", str(failure), "FAIL"
-        return Result(self.name, self.expected, got, verdict, where, time.perf_counter() - started, cause)
+        seconds = time.perf_counter() - started
+        return Result(self.name, self.expected, got, verdict, where, seconds, cause)
+
+
+# ---- one process -----------------------------------------------------------------------------
+
+
+def no_other_document(runs: Runs) -> str:
+    why = "no row of the first batches has two documents, or data.cross_document_attention is true"
+    return _no_leakage(runs, "documents", why)
+
+
+def no_later_token(runs: Runs) -> str:
+    return _no_leakage(runs, "future", "forward does not return one row of logits for each token")
+
+
+def _no_leakage(runs: Runs, name: str, why_not: str) -> str:
+    key, places = (runs.one.tensors("leakage") or {}).get(name), runs.one.places
+    if key is None:
+        raise NotOffered(why_not)
+    if key:
+        cause = (
+            f"the first change is in {describe(key, places)}; forward"
+            f" ({places.get('forward', '?')}) passes the document boundaries"
+        )
+        raise NotEqual("outputs change", cause)
+    return "no output changes"
+
+
+def every_gradient(runs: Runs) -> str:
+    missing = runs.one.tensors("missing") or {}
+    used = [name for name, has_run in missing.items() if has_run]
+    if used:
+        raise NotEqual(
+            f"{len(used)} parameters get none",
+            f"{used[0]} gets no gradient though the forward of its module runs"
+            f" ({runs.one.owner(used[0])}): its output is detached, or the loss does not use it;"
+            " if intended, freeze it with requires_grad_(False)",
+        )
+    if missing:
+        why = f"their modules are never called, first {next(iter(missing))}"
+        raise NotOffered(why, f"{len(missing)} get none")
+    return f"{len(runs.one.gradients)} parameters"
+
+
+# ---- the same training on several processes --------------------------------------------------
 
 
 def starting_weights(runs: Runs) -> str:
     for other in (runs.ddp, runs.strategy):
         if name := first_difference(runs.one.start, other.start):
-            owner = other.owner(name)
-            raise NotEqual(
-                f"{other.folder.name} differs from one", f"the starting weights differ first in {name}; {owner}"
-            )
+            cause = f"the starting weights differ first in {name}; {other.owner(name)}"
+            raise NotEqual(f"{other.folder.name} differs from one", cause)
     return f"{len(runs.one.start)} tensors, bit-identical"
 
 
-def every_gradient(runs: Runs) -> str:
-    missing = runs.one.tensors("missing") or {}
-    used, unused = ([name for name, ran in missing.items() if ran is kind] for kind in (True, False))
-    if used:
-        raise NotEqual(
-            f"{len(used)} parameters get none",
-            f"{used[0]} gets no gradient though the forward of its module runs ({runs.one.owner(used[0])}): its"
-            " output is detached, or the loss does not use it; if intended, freeze it with requires_grad_(False)",
-        )
-    if unused:
-        raise NotOffered(f"their modules are never called, first {unused[0]}", f"{len(unused)} get none")
-    return f"{len(runs.one.tensors('gradients') or {})} parameters"
+def each_sample_once(runs: Runs) -> str:
+    trained = runs.strategy
+    order = f"; the order comes from {trained.places.get('order', 'the loader')}"
+    seen: dict[str, str] = {}
+    for step, rows in sorted(trained.rows().items()):
+        for row, rank in rows:
+            where = f"step {step} of rank {rank}"
+            if row in seen and runs.small.is_text:  # the generated text has no row twice
+                raise NotEqual("a sample twice", f"{where} repeats a sample of {seen[row]}{order}")
+            seen[row] = where
+    if where := samples(runs.one, trained):
+        raise NotEqual("other samples than one process", where + order)
+    return f"{len(seen)} samples, {'none twice' if runs.small.is_text else 'in the same order'}"
 
 
-def no_other_document(runs: Runs) -> str:
-    if (key := _probed(runs, "documents")) is None:
-        raise NotOffered("no row of the first batches has two documents, or data.cross_document_attention is true")
-    if key:
-        raise NotEqual("outputs change", sentence(key, runs.one.places))
-    return "no output changes"
+def accumulation(runs: Runs) -> str:
+    if not runs.small.is_text and "batch_size" not in runs.small.config["data"]:
+        raise NotOffered("the datamodule has no argument batch_size")
+    got = _same_curve(runs.big, runs.one, "loss", LOSS)
+    _same_curve(runs.big, runs.one, "grad_norm", GRAD_NORM)
+    return got
 
 
-def no_later_token(runs: Runs) -> str:
-    if (key := _probed(runs, "future")) is None:
-        raise NotOffered("forward does not return one row of logits for each token")
-    if key:
-        raise NotEqual("outputs change", sentence(key, runs.one.places))
-    return "no output changes"
+def loss_curve(runs: Runs) -> str:
+    return _same_curve(runs.one, runs.strategy, "loss", LOSS)
 
 
-def _probed(runs: Runs, name: str) -> str | None:
-    return (runs.one.tensors("leakage") or {}).get(name)
+def gradient_norm(runs: Runs) -> str:
+    return _same_curve(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
 
 
-def order_of_source(runs: Runs) -> str:
-    if runs.source is None:
-        raise NotOffered("the text is generated; --keep_data reads the configured source")
-    try:
-        num, difference = source_order.difference(runs.source)
-    except RuntimeError as error:
-        raise NotOffered(str(error)) from error
-    if difference:
-        raise NotEqual("another order", difference)
-    return f"{num} documents, read twice"
+def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
+    want, have = getattr(expected, series), getattr(got, series)
+    if not have:
+        raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
+    difference, each = relative_difference(want, have)
+    if difference > tolerance:
+        _refuse_draws(expected)
+        step = _first_above(each, tolerance)
+        instead = want.get(step, float("nan"))
+        where = f"from step {step} on ({have[step]:.6g} instead of {instead:.6g})"
+        raise NotEqual(f"{difference:.1e}", trace(expected, got), where)
+    return f"{difference:.1e} over {len(each)} steps" + ", dropout off" * bool(expected.draws)
+
+
+def _first_above(differences: dict[int, float], tolerance: float) -> int:
+    return next(step for step, value in differences.items() if value > tolerance)
+
+
+def _refuse_draws(record: RunRecord) -> None:
+    """Raises NotOffered if forward draws random numbers other than dropout, which is off."""
+    for name, what in record.draws.items():
+        if what != "dropout":
+            forward = f"the forward of {name or 'the module'} ({record.places.get(name, '?')})"
+            why = "draws random numbers other than torch's dropout, which differ between ranks"
+            raise NotOffered(f"{forward} {why}: turn that off to compare")
+
+
+def each_gradient(runs: Runs) -> str:
+    differing, total = gradients(runs.one, runs.strategy), len(runs.one.gradients)
+    if differing:
+        _refuse_draws(runs.one)
+        got = f"{len(differing)} of {total} parameters differ"
+        raise NotEqual(got, trace(runs.one, runs.strategy), "in step 1")
+    return f"{total} parameters"
 
 
 def shared_tensors(runs: Runs) -> str:
@@ -147,96 +209,26 @@ def shared_tensors(runs: Runs) -> str:
     return f"{runs.small.processes} ranks agree after each step"
 
 
-def each_sample_once(runs: Runs) -> str:
-    seen: dict[str, tuple[int, int]] = {}
-    order = f"; the order comes from {runs.strategy.places.get('order', 'the loader')}"
-    for step, rows in sorted(runs.strategy.rows().items()):
-        for row, rank in rows:
-            if row in seen and runs.small.is_text:  # other training sets may be over earlier
-                first_step, first_rank = seen[row]
-                where = f"step {step} of rank {rank} repeats a sample of step {first_step} of rank {first_rank}"
-                raise NotEqual("a sample came twice", where + order)
-            seen[row] = (step, rank)
-    if where := samples(runs.one, runs.strategy):
-        raise NotEqual("other samples than one process", where + order)
-    return f"{len(seen)} samples, {'none twice' if runs.small.is_text else 'in the same order'}"
-
-
-def accumulation(runs: Runs) -> str:
-    if not runs.small.is_text and "batch_size" not in runs.small.config["data"]:
-        raise NotOffered("the datamodule has no argument batch_size")
-    got = _compare(runs, runs.big, runs.one, "loss", LOSS)
-    _compare(runs, runs.big, runs.one, "grad_norm", GRAD_NORM)
-    return got
-
-
-def loss_curve(runs: Runs) -> str:
-    return _compare(runs, runs.one, runs.strategy, "loss", LOSS)
-
-
-def gradient_norm(runs: Runs) -> str:
-    return _compare(runs, runs.one, runs.strategy, "grad_norm", GRAD_NORM)
-
-
-def each_gradient(runs: Runs) -> str:
-    differing = gradients(runs.one, runs.strategy)
-    total = len(runs.one.tensors("gradients") or {})
-    if differing:
-        _refuse_draws(runs.one)
-        raise NotEqual(f"{len(differing)} of {total} parameters differ", trace(runs.one, runs.strategy), "in step 1")
-    return f"{total} parameters"
-
-
-def _compare(runs: Runs, expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
-    want, have = getattr(expected, series), getattr(got, series)
-    if not have:
-        raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
-    difference, each = relative_difference(want, have)
-    if difference > tolerance:
-        _refuse_draws(runs.one)
-        step = next(step for step, value in each.items() if value > tolerance)
-        where = f"from step {step} on ({have[step]:.6g} instead of {want.get(step, float('nan')):.6g})"
-        raise NotEqual(f"{difference:.1e}", trace(expected, got), where)
-    return f"{difference:.1e} over {len(each)} steps{', dropout off' * bool(_draws(runs.one))}"
-
-
-def _draws(record: RunRecord) -> dict[str, str]:
-    return record.tensors("draws") or {}
-
-
-def _refuse_draws(record: RunRecord) -> None:
-    """Refuses a comparison if the forward pass draws random numbers other than dropout, which is off.
-
-    Raises:
-        NotOffered: it does.
-    """
-    for name, what in _draws(record).items():
-        if what != "dropout":
-            where = record.places.get(name, "?")
-            raise NotOffered(
-                f"the forward of {name or 'the module'} ({where}) draws random numbers other than torch's dropout;"
-                " they differ between ranks: turn that off to compare"
-            )
+# ---- checkpoints -----------------------------------------------------------------------------
 
 
 def kill_and_resume(runs: Runs) -> str:
     last = max(runs.killed.loss, default=0)
     first = min(runs.resumed.loss, default=0)
     if first != runs.kept_step + 1:
-        where = f"killed after step {last} with a checkpoint of step {runs.kept_step}, it resumed with step {first}"
-        raise NotEqual("another step", where)
+        killed = f"killed after step {last} with a checkpoint of step {runs.kept_step}"
+        raise NotEqual("another step", f"{killed}, it resumed with step {first}")
     difference, each = relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
     if difference > 0:
-        step = next(step for step, value in each.items() if value > 0)
         cause = trace_resumed(runs.uninterrupted, runs.resumed)
-        raise NotEqual(f"losses differ by {difference:.1e}", cause, f"from step {step} on")
+        where = f"from step {_first_above(each, 0)} on"
+        raise NotEqual(f"losses differ by {difference:.1e}", cause, where)
     if lost := lost_at_the_end(runs.uninterrupted, runs.resumed):
         raise NotEqual("losses agree, other state does not", lost)
     return f"steps {first}-{max(each)} bit-identical"
 
 
 def resume_on_fewer(runs: Runs) -> str:
-    assert runs.strategy.ok
     try:
         fewer = runs.fewer
     except InputError as error:
@@ -244,33 +236,48 @@ def resume_on_fewer(runs: Runs) -> str:
     difference, each = relative_difference(runs.strategy.loss, fewer.loss)
     if difference > LOSS:
         _refuse_draws(runs.strategy)
-        step = next(step for step, value in each.items() if value > LOSS)
-        raise NotEqual(f"{difference:.1e}", trace_resumed(runs.strategy, fewer), f"from step {step} on")
+        where = f"from step {_first_above(each, LOSS)} on"
+        raise NotEqual(f"{difference:.1e}", trace_resumed(runs.strategy, fewer), where)
     return f"{difference:.1e}, {runs.small.processes} to {fewer.size} processes"
 
 
 def exported_logits(runs: Runs) -> str:
-    trained = runs.strategy
-    folder = runs.export()
-    weights = exported_model.weights(folder)
-    trained_weights = {  # the module's other state is not exported
-        name.removeprefix("model."): tensor for name, tensor in trained.end.items() if name.startswith("model.")
-    }
-    if name := first_difference(trained_weights, {name: weights[name] for name in trained_weights if name in weights}):
-        raise NotEqual("other weights", f"first in {name}; {trained.owner('model.' + name)}")
-    batch, logits = trained.tensors("logits") or ({}, None)
-    if logits is None or not (folder / "config.json").exists():
+    trained, folder = runs.strategy, runs.export()
+    exported, model = _read_exported(folder)
+    for name, tensor in trained.end.items():
+        key = name.removeprefix("model.")  # other state of the module is not exported
+        if key != name and key in exported and not torch.equal(exported[key], tensor):
+            raise NotEqual("other weights", f"first in {key}; {trained.owner(name)}")
+    batch, want = trained.tensors("logits") or ({}, None)
+    if want is None or model is None:
         return "weights equal; logits not compared: it is not a transformers model"
-    difference = ((exported_model.logits(folder, batch) - logits).abs().max() / logits.abs().max()).item()
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    with torch.no_grad():
+        got = model(**inputs, use_cache=False).logits
+    difference = ((got - want).abs().max() / want.abs().max()).item()
     if not difference <= LOGITS:
         forward = trained.places.get("forward", "?")
-        cause = f"the weights in {folder} are equal: forward ({forward}) computes what the exported model does not"
+        cause = f"weights are equal: forward ({forward}) computes what the exported model does not"
         raise NotEqual(f"logits differ by {difference:.1e}", cause)
     return f"weights equal, logits within {difference:.1e}"
 
 
+def _read_exported(folder: Path) -> tuple[dict[str, Tensor], Any]:
+    """Returns the exported weights, and the model if it is transformers'."""
+    if not (folder / "config.json").exists():
+        from safetensors.torch import load_file
+
+        return load_file(folder / "model.safetensors"), None
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # it would be printed between the results
+    options = {"dtype": torch.float32, "trust_remote_code": False}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return model.state_dict(), model
+
+
 CHECKS = (
-    Check("the source keeps its order", "two readings are equal", order_of_source, reads_source=True),
     Check("a document sees itself alone", "other documents change nothing", no_other_document),
     Check("no token sees a later one", "later tokens change nothing", no_later_token),
     Check("every parameter gets a gradient", "all trainable parameters", every_gradient),
@@ -279,7 +286,7 @@ CHECKS = (
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
     Check("loss curve = one process", f"within {LOSS:.0e}", loss_curve),
     Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
-    Check("each gradient = one process", f"within {GRADIENT:.0e} of the largest value", each_gradient),
+    Check("each gradient = one process", f"within {GRADIENT:.0e} of the largest", each_gradient),
     Check("ranks agree on what they share", "equal parameters, buffers", shared_tensors),
     Check("kill and resume = uninterrupted", "bit-identical losses", kill_and_resume),
     Check("resume on fewer processes", f"loss within {LOSS:.0e}", resume_on_fewer),

@@ -21,19 +21,21 @@ def of_function(function: Any) -> str:
 def of_module(module: Any) -> str:
     """Returns a module's class, and file:line of its `forward` unless that is torch's own."""
     location = of_function(module.forward)
-    return type(module).__name__ + ("" if type(module).__module__.startswith("torch.") else f", {location}")
+    is_torch = type(module).__module__.startswith("torch.")
+    return type(module).__name__ + ("" if is_torch else f", {location}")
 
 
 def of_class(kind: type) -> str:
     """Returns a class and its file:line, if Python finds it."""
     try:
-        return f"{kind.__name__}, {_short(inspect.getsourcefile(kind) or '')}:{inspect.getsourcelines(kind)[1]}"
+        file, line = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1]
+        return f"{kind.__name__}, {_short(file)}:{line}"
     except (OSError, TypeError):
         return kind.__name__
 
 
 def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns file:line of the innermost frame in the user's code, or ""; `frames` start with the outermost."""
+    """Returns file:line of the last of `frames` that is in the user's code; "" if none is."""
     found = ""
     for frame, line in frames:
         if is_users(frame.f_code.co_filename):
@@ -42,6 +44,6 @@ def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _short(file: str) -> str:
-    """Returns the path relative to the working directory, or its last three parts if it is outside."""
+    """Returns the path below the working directory, or its last three parts if it is outside."""
     relative = os.path.relpath(file)
     return relative if not relative.startswith("..") else "/".join(Path(file).parts[-3:])

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor
 
-from .forward_hooks import describe, first_different
+from .forward_hooks import EXPERTS, describe
 from .record import RunRecord
 
-FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of summation gives 1e-6
-NOISE = 1e-3  # relative to the largest gradient: smaller gradients are rounding errors of a true zero
+FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of sums gives 1e-6
+NOISE = 1e-3  # relative to the largest gradient: smaller ones are rounding errors of a true zero
+Curve = Mapping[int, float]  # {step: value}
+Tensors = Mapping[str, Tensor]
 
 
-def relative_difference(expected: Mapping[int, float], got: Mapping[int, float]) -> tuple[float, dict[int, float]]:
-    """Returns the largest relative difference, and that of each step of `got`; infinite for a missing step."""
-    each = {step: _relative(expected[step], value) if step in expected else float("inf") for step, value in got.items()}
+def relative_difference(expected: Curve, got: Curve) -> tuple[float, dict[int, float]]:
+    """Returns the largest relative difference, and that of each step of `got`.
+
+    It is infinite for a step that `expected` lacks.
+    """
+    each: dict[int, float] = {}
+    for step, value in got.items():
+        each[step] = _relative(expected.get(step, float("nan")), value)
     return max(each.values(), default=float("inf")), each
 
 
@@ -27,13 +35,13 @@ def _relative(expected: float, got: float) -> float:
     return difference if difference == difference else float("inf")  # NaN differs from all
 
 
-def first_difference(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float = 0.0) -> str:
-    """Returns the first tensor that differs by more than `tolerance` times its largest value; "" if none does."""
+def first_difference(expected: Tensors, got: Tensors, tolerance: float = 0.0) -> str:
+    """Returns the first tensor with a relative difference above `tolerance`, or ""."""
     return next((f"{name} ({how})" for name, how in _differing(expected, got, tolerance)), "")
 
 
 def _differing(
-    expected: Mapping[str, Tensor], got: Mapping[str, Tensor], tolerance: float, floor: float = 0.0
+    expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0
 ) -> Iterator[tuple[str, str]]:
     """Yields (name, how it differs) of each tensor that differs."""
     for name, tensor in expected.items():
@@ -56,18 +64,23 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first step at which `got` lacks samples of `expected`; "" if there is none."""
     want, have = expected.rows(), got.rows()
     for step in sorted(have):
-        missing = Counter(row for row, _ in want.get(step, [])) - Counter(row for row, _ in have[step])
+        belong = Counter(row for row, _ in want.get(step, []))
+        missing = belong - Counter(row for row, _ in have[step])
         if missing:
-            return f"step {step} lacks {sum(missing.values())} of the {len(want[step])} samples that belong to it"
+            num, total = sum(missing.values()), sum(belong.values())
+            return f"step {step} lacks {num} of the {total} samples that belong to it"
     return ""
 
 
 def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int] | None:
-    """Returns (step, tensor, rank, other rank) of the first tensor whose replicas differ; None if none does.
+    """Returns (step, tensor, rank, other rank) of the first tensor whose replicas differ, or None.
 
     `kind` is step (parameters and buffers after each step) or gradients (of the first step).
     """
-    ranks = [{e.get("step", 1): e["tensors"] for e in record.events(kind, rank)} for rank in range(record.size)]
+    ranks: list[dict[int, Any]] = []
+    for rank in range(record.size):
+        events = record.events(kind, rank)
+        ranks.append({event.get("step", 1): event["tensors"] for event in events})
     for step in sorted(ranks[0]):
         for name in ranks[0][step]:
             holders: dict[str, tuple[int, str]] = {}  # part -> (rank, hash)
@@ -80,33 +93,58 @@ def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int]
 
 
 def forward_pass(expected: RunRecord, got: RunRecord) -> str:
-    """Describes where forward passes of the first step first differ, on any rank, and in which code; "" if nowhere.
+    """Describes where forward passes of the first step first differ, on any rank; "" if nowhere.
 
     Micro-batches are matched by their sequences.
     """
-    wanted = [each for rank in range(expected.size) for each in expected.tensors(f"forward{rank}") or []]
+    wanted = [each for rank in range(expected.size) for each in expected.forward_passes(rank)]
     for rank in range(got.size):
-        for have in got.tensors(f"forward{rank}") or []:
+        for have in got.forward_passes(rank):
             for want in wanted:
-                num = min(len(want["rows"]), len(have["rows"]))
-                rows = len(want["rows"]), len(have["rows"])
-                if want["rows"][:num] == have["rows"][:num] and (
-                    key := first_different(want["tensors"], have["tensors"], rows, FORWARD)
-                ):
-                    return f"the forward pass of rank {rank} differs first in {describe(key, got.places)}"
+                if key := _first_different_output(want, have):
+                    where = describe(key, got.places)
+                    return f"the forward pass of rank {rank} differs first in {where}"
+    return ""
+
+
+def _first_different_output(expected: dict[str, Any], got: dict[str, Any]) -> str:
+    """Returns the first tensor of a forward pass that differs; "" if none does, or the rows differ.
+
+    Tensors that are sharded over ranks, or not ordered by row, have other shapes and are skipped.
+    """
+    rows, other_rows = len(expected["rows"]), len(got["rows"])
+    common = min(rows, other_rows)
+    if expected["rows"][:common] != got["rows"][:common]:
+        return ""
+    for key, want in expected["tensors"].items():
+        have = got["tensors"].get(key)
+        if have is None or EXPERTS in key or not want.ndim or not have.ndim:
+            continue
+        per_row = len(want) // rows
+        if want.shape != (rows * per_row, *have.shape[1:]) or len(have) != other_rows * per_row:
+            continue
+        num = common * per_row
+        difference = _largest(want[:num].double() - have[:num].double())
+        if not difference <= FORWARD * _largest(want):
+            return key
     return ""
 
 
 def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
     """Returns {parameter: how it differs} of the gradients of the first step."""
-    want, have = expected.tensors("gradients") or {}, got.tensors("gradients") or {}
+    want, have = expected.gradients, got.gradients
     floor = NOISE * max(map(_largest, want.values()), default=0.0)
-    return dict(_differing(want, {name: have[name] for name in want if name in have}, GRADIENT, floor))
+    common = {name: have[name] for name in want if name in have}
+    return dict(_differing(want, common, GRADIENT, floor))
 
 
 def gradient_factor(expected: RunRecord, got: RunRecord) -> float | None:
-    """Returns the factor between the gradients of the first step; None unless all have the same factor."""
-    want, have = expected.tensors("gradients") or {}, got.tensors("gradients") or {}
-    norms = [(want[n].double().norm().item(), have[n].double().norm().item()) for n in want if n in have]
-    factors = [b / a for a, b in norms if a > NOISE * max(first for first, _ in norms)]
-    return factors[0] if factors and max(factors) - min(factors) < 1e-3 * max(factors) else None
+    """Returns the common factor between the gradients of the first step; None if there is none."""
+    want, have = expected.gradients, got.gradients
+    norms = {name: tensor.double().norm().item() for name, tensor in want.items() if name in have}
+    factors: list[float] = []
+    for name, norm in norms.items():
+        if norm > NOISE * max(norms.values()):
+            factors.append(have[name].double().norm().item() / norm)
+    is_common = factors and max(factors) - min(factors) < 1e-3 * max(factors)
+    return factors[0] if is_common else None

@@ -1,11 +1,11 @@
-"""Messages between the process that starts the ranks (workers.py) and a rank (worker.py)."""
+"""What workers.py sends to a rank (worker.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..project import Project
 
@@ -25,10 +25,3 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     timeout_s: float | None = 300.0
     idle_s: float = 0.0
-
-
-@dataclass
-class Idle:
-    """A rank's answer when its main thread makes no progress; `word` is its status for `cluster/hang.py`."""
-
-    word: dict[str, Any]

@@ -23,7 +23,8 @@ class RunRecord:
 
     Args:
         folder: Folder of its files.
-        answers: {rank: how it ended}: "done", an error, "refused: …" (bad input), "killed: …", "hung: …".
+        answers: {rank: how it ended}: "done", an error, "refused: …" (bad input), "killed: …",
+            "hung: …".
     """
 
     folder: Path
@@ -44,8 +45,11 @@ class RunRecord:
         if self.ok:
             return ""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
-        last = f"; the last line of its log: {self.last_line(rank)}" if answer.startswith("killed:") else ""
-        return answer.removeprefix("hung: ") if self.hung else f"rank {rank}: {answer}{last}"
+        if self.hung:
+            return answer.removeprefix("hung: ")
+        if answer.startswith("killed:"):
+            answer += f"; the last line of its log: {self.last_line(rank)}"
+        return f"rank {rank}: {answer}"
 
     @property
     def hung(self) -> bool:
@@ -53,20 +57,21 @@ class RunRecord:
         return self.answers[self.failed_rank].startswith("hung: ")
 
     def last_line(self, rank: int) -> str:
-        """Returns the last line that the rank printed; for a crash in C, the innermost line of the user's code."""
+        """Returns the last line that the rank printed; for a crash in C, where it happened."""
         lines = [line.strip() for line in self.log(rank).splitlines() if line.strip()]
-        fatal = next((number for number, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
-        if fatal is None:
-            return lines[-1] if lines else "it printed nothing"
-        stack = [line for line in lines[fatal:] if line.startswith('File "')]
-        own = [line for line in stack if is_users(line.split('"')[1])]
-        return f"{lines[fatal]}, {[*own, *stack, 'outside of Python'][0]}"
+        for number, line in enumerate(lines):
+            if line.startswith("Fatal Python error"):
+                stack = [each for each in lines[number:] if each.startswith('File "')]
+                own = [each for each in stack if is_users(each.split('"')[1])]
+                return f"{line}, {[*own, *stack, 'outside of Python'][0]}"
+        return lines[-1] if lines else "it printed nothing"
 
     @property
     def failed_rank(self) -> int:
         """The rank that failed first; 0 if none did."""
-        wrong = {rank: answer for rank, answer in sorted(self.answers.items()) if answer != "done"}
-        return next((rank for rank, answer in wrong.items() if not _is_echo(answer)), next(iter(wrong), 0))
+        wrong = [rank for rank, answer in sorted(self.answers.items()) if answer != "done"]
+        causes = [rank for rank in wrong if not _is_consequence(self.answers[rank])]
+        return [*causes, *wrong, 0][0]
 
     @property
     def refusal(self) -> str:
@@ -87,7 +92,8 @@ class RunRecord:
         if self.ok:
             return self
         path = self.log_path(self.failed_rank)
-        raise RuntimeError(f"{self.error}\n--- the end of {path}\n{self.log(self.failed_rank)[-4000:]}")
+        log = self.log(self.failed_rank)
+        raise RuntimeError(f"{self.error}\n--- the end of {path}\n{log[-4000:]}")
 
     def log_path(self, rank: int = 0) -> Path:
         return self.folder / f"rank{rank}.log"
@@ -127,19 +133,21 @@ class RunRecord:
         return self.metric("train/learning_rate")
 
     def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
-        """Returns {optimizer step: metrics of its validation}; `stage` may also be sanity or test."""
+        """Returns {optimizer step: metrics} of validations, or of the stage `sanity` or `test`."""
         return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
 
     def rows(self) -> dict[int, list[tuple[str, int]]]:
-        """Returns {optimizer step: (hash, rank) of each sequence}; ranks that share a batch count once."""
+        """Returns {step: (hash, rank) of each sequence}; ranks that share a batch count once."""
         rows: dict[int, list[tuple[str, int]]] = {}
         seen: set[int] = set()
         for rank in range(self.size):
-            dp_rank = self.events("run", rank)[-1]["dp_rank"] if self.events("run", rank) else rank
-            if dp_rank not in seen:
-                seen.add(dp_rank)
-                for event in self.events("rows", rank):
-                    rows.setdefault(event["step"], []).extend((row, rank) for row in event["rows"])
+            started = self.events("run", rank)
+            dp_rank = started[-1]["dp_rank"] if started else rank
+            if dp_rank in seen:
+                continue
+            seen.add(dp_rank)
+            for event in self.events("rows", rank):
+                rows.setdefault(event["step"], []).extend((row, rank) for row in event["rows"])
         return rows
 
     def random(self, rank: int) -> dict[int, str]:
@@ -147,7 +155,7 @@ class RunRecord:
         return {event["step"]: event["random"] for event in self.events("rows", rank)}
 
     def after(self, step: int, kind: str, rank: int = 0) -> Any:
-        """Returns what the rank recorded as `kind` (tensors, optimizer, python, rates) after `step`, or {}."""
+        """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}."""
         events = self.events("step", rank)
         found = next((event[kind] for event in events if event["step"] == step), {})
         return events[0][kind] | found if found and kind == "python" else found
@@ -159,7 +167,7 @@ class RunRecord:
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """{module: class and file:line}; also of training_step, forward, datamodule, optimizer, order."""
+        """{module: class and file:line}; see `first_step.Details`."""
         return self.tensors("places") or {}
 
     def owner(self, tensor: str) -> str:
@@ -170,6 +178,20 @@ class RunRecord:
         """Returns the content of `name`.pt; None if it was not written."""
         path = self.folder / f"{name}.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
+
+    def forward_passes(self, rank: int) -> list[dict[str, Any]]:
+        """Returns {rows, tensors} of each micro-batch of the rank's first step."""
+        return self.tensors(f"forward{rank}") or []
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Unsharded gradients of the first step, before clipping."""
+        return self.tensors("gradients") or {}
+
+    @property
+    def draws(self) -> dict[str, str]:
+        """{module: "dropout", or another random number that its forward draws}."""
+        return self.tensors("draws") or {}
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
@@ -184,9 +206,10 @@ class RunRecord:
 
 def _read(path: Path) -> list[Event]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # a killed rank may leave an incomplete line
+    # A killed rank may leave an incomplete line.
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _is_echo(text: str) -> bool:
+def _is_consequence(text: str) -> bool:
     """Returns whether an error only follows from the failure of another rank."""
     return text.startswith("stopped:") or "gloo" in text or another_rank_is_gone(text)

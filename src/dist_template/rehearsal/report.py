@@ -1,13 +1,14 @@
-"""Reports the results of a rehearsal: a line per check as soon as it is known, and rehearsal.json at the end."""
+"""Reports the results of a rehearsal: a line per check, and rehearsal.json."""
 
 from __future__ import annotations
 
 import json
 import textwrap
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..table import in_columns
 
@@ -23,8 +24,8 @@ class Result:
         check: The check's name.
         expected: What must hold.
         got: What was found.
-        verdict: `limit`: this strategy or model does not support it. `not run`: it needs a training that failed. Both
-            are reported and count as no failure.
+        verdict: `limit`: this strategy or model does not support it. `not run`: it needs a training
+            that failed. Neither counts as a failure.
         where: The step or rank where it does not hold.
         time_s: Seconds, including the trainings that it started.
         cause: The first difference, and the code, parameter or buffer to inspect.
@@ -56,23 +57,20 @@ class Report:
     facts: dict[str, Any] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
 
-    def begin(self) -> None:
-        self._began = time.perf_counter()
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter()
         print(f"{self.title}\n", flush=True)
 
     def add(self, result: Result) -> None:
+        seconds, found = f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
+        print(in_columns((result.verdict, result.check, seconds, found), WIDTHS), flush=True)
+        known = [other.check for other in self.results if other.cause == result.cause]
         self.results.append(result)
-        cells = (result.verdict, result.check, f"{result.time_s:.1f} s", f"{result.got} ({result.expected})")
-        print(in_columns(cells, WIDTHS), flush=True)
-        if sentence := self._sentence(result):
-            print(textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "), flush=True)
-
-    def _sentence(self, result: Result) -> str:
-        """Returns the result's sentence; a cause that was printed before is replaced by a reference to it."""
-        first = next(each for each in self.results if each is result or each.cause == result.cause)
-        if not result.cause or first is result:
-            return result.sentence
-        return replace(result, cause=f"the cause given for {first.check!r}").sentence
+        if result.cause and known:
+            result = replace(result, cause=f"the cause given for {known[0]!r}")
+        if result.sentence:
+            lines = textwrap.wrap(result.sentence, 111)
+            print("    -> " + "\n       ".join(lines), flush=True)
 
     @property
     def ok(self) -> bool:
@@ -80,10 +78,15 @@ class Report:
 
     def end(self, folder: Path) -> None:
         """Prints the summary, and writes rehearsal.json into `folder`."""
-        count = {verdict: sum(r.verdict == verdict for r in self.results) for verdict in get_args(Verdict)}
-        summary = f"{count['FAIL']} of {len(self.results)} checks FAILED" if count["FAIL"] else "all checks hold"
+        count = Counter(result.verdict for result in self.results)
+        summary = "all checks hold"
+        if not self.ok:
+            summary = f"{count['FAIL']} of {len(self.results)} checks FAILED"
         summary += f", {count['limit']} not possible here" if count["limit"] else ""
         summary += f", {count['not run']} not run" if count["not run"] else ""
-        print(f"\n{summary}; {time.perf_counter() - self._began:.0f} s; logs and configurations are in {folder}")
-        found = {"title": self.title, "ok": self.ok, **self.facts, "checks": [asdict(r) for r in self.results]}
-        (folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        seconds = time.perf_counter() - self._started
+        print(f"\n{summary}; {seconds:.0f} s; logs and configurations are in {folder}")
+        checks = [asdict(result) for result in self.results]
+        found = {"title": self.title, "ok": self.ok, **self.facts, "checks": checks}
+        text = json.dumps(found, indent=2) + "\n"
+        (folder / "rehearsal.json").write_text(text, encoding="utf-8")

@@ -7,10 +7,10 @@
     uninterrupted  the chosen strategy, with dropout if the model has any
     killed         the same, killed
     resumed        the same, resumed from the last checkpoint of killed
-    fewer          the chosen strategy on half of the processes, resumed from a checkpoint of `strategy`
+    fewer          the chosen strategy on half of the processes, from a checkpoint of `strategy`
 
-Dropout is off except in uninterrupted, killed and resumed, because random masks differ between ranks. Each training has
-a folder with its `config.yaml`, with which `fit` repeats it.
+Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
+ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any
 import yaml
 from lightning.pytorch import Callback
 
+from ..checkpoint import manifest
 from ..project import Project
-from .first_step import Details
-from .gradient_hooks import GradientHooks
-from .interventions import KeepCheckpoint, KillAt, RaggedLabels
+from .first_step import Details, GradientHooks
+from .interventions import KillAt, RaggedLabels
 from .leakage import LeakageTest
 from .record import RunRecord
-from .shrink_config import Small, checkpoint_step, fewer
+from .shrink_config import Small, checkpoint_step
+from .shrink_strategy import halve
 from .workers import Workers
 
 
@@ -42,7 +43,8 @@ class RunFailed(Exception):
     """
 
     def __init__(self, name: str, record: RunRecord, is_known: bool = False) -> None:
-        super().__init__(f"run {name!r}, {record.error}; see {record.log_path(record.failed_rank)}")
+        log = record.log_path(record.failed_rank)
+        super().__init__(f"run {name!r}, {record.error}; see {log}")
         self.name = name
         self.refusal = record.refusal
         self.is_known = is_known
@@ -58,7 +60,6 @@ class Runs:
         project: Its module and data are trained.
         prelude: Called in each process before anything else.
         idle_s: Seconds without progress after which a training counts as hung.
-        source: The user's data source; None if generated text is used.
         known: Records of trainings that need not run again.
     """
 
@@ -70,16 +71,14 @@ class Runs:
         project: Project,
         prelude: Callable[[], None] | None = None,
         idle_s: float = 60.0,
-        source: Any = None,
         known: dict[str, RunRecord] | None = None,
     ) -> None:
         self.small = small
         self.strategy_object = strategy
-        self.folder = folder
+        self.folder = folder.absolute()
         self.project = project
         self.prelude = prelude
         self.idle_s = idle_s
-        self.source = source
         self.kept_step = checkpoint_step(small.steps)
         self.hung = ""  # name of the training that hung
         self._records: dict[str, RunRecord] = known or {}
@@ -91,12 +90,12 @@ class Runs:
         Raises:
             RunFailed: it failed.
         """
-        self._tool("prepare", "prepare", f"--config={self._write('prepare', self.small.config)}")
+        self._tool("prepare", f"--config={self._write('prepare', self.small.config)}")
 
     @property
     def one(self) -> RunRecord:
-        test = LeakageTest((self.folder / "one").absolute())
-        return self._run("one", 1, self.small.variant(1, "auto"), [test])
+        config = self.small.variant(1, "auto")
+        return self._run("one", 1, config, [LeakageTest(self.folder / "one")])
 
     @property
     def big(self) -> RunRecord:
@@ -104,44 +103,37 @@ class Runs:
 
     @property
     def ddp(self) -> RunRecord:
-        if str(self.small.strategy).startswith("ddp") and self.small.processes == 2:  # ddp, or ddp_find_unused_…
-            return self.strategy
+        if str(self.small.strategy).startswith("ddp") and self.small.processes == 2:
+            return self.strategy  # ddp, or ddp_find_unused_parameters_true
         return self._run("ddp", 2, self.small.variant(2, "ddp"))
 
     @property
     def strategy(self) -> RunRecord:
-        keep = KeepCheckpoint(self.kept_step, self.kept_checkpoint)
-        return self._run("strategy", self.small.processes, self.small.config, [keep])
-
-    @property
-    def kept_checkpoint(self) -> Path:
-        return (self.folder / "strategy" / f"step{self.kept_step}.ckpt").absolute()
+        return self._run("strategy", self.small.processes, self.small.config)
 
     @property
     def uninterrupted(self) -> RunRecord:
-        if not (self.small.dropouts or self.strategy.tensors("draws")):
+        if not (self.small.dropouts or self.strategy.draws):
             return self.strategy
-        return self._run("uninterrupted", self.small.processes, self.small.with_dropout(), has_dropout=True)
+        return self._run_with_dropout("uninterrupted")
 
     @property
     def killed(self) -> RunRecord:
-        kill = KillAt(2 * self.kept_step - 1)  # one step before the next checkpoint
-        return self._run(
-            "killed", self.small.processes, self.small.with_dropout(), [kill], is_killed=True, has_dropout=True
-        )
+        one_step_before_the_next_checkpoint = 2 * self.kept_step - 1
+        return self._run_with_dropout("killed", [KillAt(one_step_before_the_next_checkpoint)])
 
     @property
     def resumed(self) -> RunRecord:
-        config = self.small.with_dropout()
-        config["run"]["name"] = self.killed.folder.name  # `last` searches the runs of this name
-        return self._run("resumed", self.small.processes, config, checkpoint="last", has_dropout=True)
+        assert self.killed.was_killed
+        return self._run_with_dropout("resumed", checkpoint="last")
 
     @property
     def fewer(self) -> RunRecord:
-        assert self.strategy.ok  # it has written the checkpoint
-        spec, num, data_parallel = fewer(self.small, self.strategy_object)
-        config = self.small.variant(num, spec, data_parallel)
-        return self._run("fewer", num, config, checkpoint=str(self.kept_checkpoint))
+        checkpoint = self.strategy.run / "checkpoints" / manifest.name(self.kept_step)
+        small = self.small
+        spec, num, data_parallel = halve(small.strategy, self.strategy_object, small.processes)
+        config = small.variant(num, spec, data_parallel)
+        return self._run("fewer", num, config, checkpoint=str(checkpoint))
 
     def export(self) -> Path:
         """Exports the trained model and returns its folder.
@@ -149,17 +141,24 @@ class Runs:
         Raises:
             RunFailed: the export failed or is not supported.
         """
-        checkpoint, output = self.strategy.run / "checkpoints", self.folder / "exported"
-        config = self.strategy.folder / "config.yaml"
-        self._tool("export", "export", f"--config={config}", f"--checkpoint={checkpoint}", f"--output={output}")
+        trained, output = self.strategy, self.folder / "exported"
+        flags = [f"--config={trained.folder / 'config.yaml'}", f"--output={output}"]
+        self._tool("export", *flags, f"--checkpoint={trained.run / 'checkpoints'}")
         return output
 
-    def _tool(self, name: str, *flags: str) -> None:
+    def _tool(self, verb: str, *flags: str) -> None:
         """Runs a verb other than training on one process."""
         with Workers(1, self.project) as workers:
-            record = workers.run(flags, self.folder / name, prelude=self.prelude, timeout_s=None)
+            argv = [verb, *flags]
+            record = workers.run(argv, self.folder / verb, prelude=self.prelude, timeout_s=None)
         if not record.ok:
-            raise RunFailed(name, record)
+            raise RunFailed(verb, record)
+
+    def _run_with_dropout(
+        self, name: str, callbacks: Sequence[Callback] = (), checkpoint: str | None = None
+    ) -> RunRecord:
+        config = self.small.with_dropout()
+        return self._run(name, self.small.processes, config, callbacks, checkpoint, True)
 
     def _run(
         self,
@@ -168,23 +167,26 @@ class Runs:
         config: dict[str, Any],
         callbacks: Sequence[Callback] = (),
         checkpoint: str | None = None,
-        is_killed: bool = False,
         has_dropout: bool = False,
     ) -> RunRecord:
         if name not in self._records:
-            if checkpoint != "last":
-                config["run"]["name"] = name
-            flags = ["fit", f"--config={self._write(name, config)}"]
-            flags += [f"--ckpt_path={checkpoint}"] if checkpoint else []
+            # `last` is searched among the runs of one name.
+            config["run"]["name"] = "killed" if checkpoint == "last" else name
+            argv = ["fit", f"--config={self._write(name, config)}"]
+            argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder = self.folder / name
-            record_all = [Details(folder.absolute(), not has_dropout), GradientHooks(folder.absolute())]
-            options: dict[str, Any] = {"prelude": self.prelude, "timeout_s": None, "idle_s": self.idle_s}
+            recorders = [Details(folder, not has_dropout), GradientHooks(folder)]
             with Workers(num, self.project) as workers:
                 self._records[name] = workers.run(
-                    flags, folder, callbacks=[RaggedLabels(), *callbacks, *record_all], **options
+                    argv,
+                    folder,
+                    callbacks=[RaggedLabels(), *callbacks, *recorders],
+                    prelude=self.prelude,
+                    timeout_s=None,
+                    idle_s=self.idle_s,
                 )
         record = self._records[name]
-        if not (record.was_killed if is_killed else record.ok):
+        if not (record.was_killed if name == "killed" else record.ok):
             self.hung = name if record.hung else self.hung
             is_known = name in self._failed
             self._failed.add(name)
@@ -195,4 +197,4 @@ class Runs:
         path = self.folder / name / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-        return path.absolute()
+        return path

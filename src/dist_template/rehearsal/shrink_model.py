@@ -1,8 +1,9 @@
 """Shrinks a transformers architecture: few narrow layers and few experts, with the same structure.
 
-It keeps every kind of layer (dense and sparse, full and sliding attention), grouped heads, expert groups and tied
-embeddings. Heads and experts stay divisible by 2, the size to which tensor and expert parallelism are reduced. Fields
-have transformers' standard names; `attribute_map` of the configuration translates them.
+It keeps every kind of layer (dense and sparse, full and sliding attention), grouped heads, expert
+groups and tied embeddings. Heads and experts stay divisible by 2, the small size of tensor and
+expert parallelism. Fields have transformers' standard names, which a configuration's `attribute_map`
+translates.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 
 
 def shrink_architecture(config: Any, seq_len: int) -> dict[str, Any]:
-    """Returns the fields, including `model_type`, of a small architecture with the structure of `config`."""
+    """Returns the fields of a small architecture with the structure of `config`."""
     known = {field.name for field in dataclasses.fields(config)}
     fields = {k: v for k, v in config.to_diff_dict().items() if k in known and k not in NOT_KEPT}
     small: dict[str, Any] = {
@@ -40,14 +41,14 @@ def shrink_architecture(config: Any, seq_len: int) -> dict[str, Any]:
         native = {config.attribute_map.get(name, name), name} & known
         fields |= dict.fromkeys(native, value)
     if "pad_token_id" in known:
-        fields["pad_token_id"] = None  # may exceed the small vocabulary; packed rows have no padding
+        fields["pad_token_id"] = None  # it may exceed the small vocabulary; rows have no padding
     return {"model_type": config.model_type, **fields}
 
 
 def dropouts(config: Any) -> list[str]:
     """Returns the fields of `config` that are dropout probabilities."""
-    names = (field.name for field in dataclasses.fields(config))
-    return [n for n in names if n.endswith(DROPOUTS) and isinstance(getattr(config, n), int | float)]
+    names = [field.name for field in dataclasses.fields(config) if field.name.endswith(DROPOUTS)]
+    return [name for name in names if isinstance(getattr(config, name), int | float)]
 
 
 def _has(config: Any, name: str) -> bool:
@@ -56,7 +57,7 @@ def _has(config: Any, name: str) -> bool:
 
 
 def _heads(config: Any) -> dict[str, int]:
-    """Returns enough heads for tensor parallelism of size 2, in groups of 2 if heads are grouped."""
+    """Returns enough heads for tensor parallelism of size 2, in groups of 2 if they are grouped."""
     if not _has(config, "num_attention_heads"):
         return {}
     heads = config.num_attention_heads
@@ -64,7 +65,9 @@ def _heads(config: Any) -> dict[str, int]:
     small_groups = min(groups, 2)
     heads_per_group = min(max(heads // groups, 1), 2)
     found = {"num_attention_heads": max(small_groups * heads_per_group, min(heads, 2))}
-    return found | ({"num_key_value_heads": small_groups} if _has(config, "num_key_value_heads") else {})
+    if _has(config, "num_key_value_heads"):
+        found["num_key_value_heads"] = small_groups
+    return found
 
 
 def _experts(config: Any) -> dict[str, int]:
@@ -82,11 +85,15 @@ def _layers(config: Any) -> dict[str, Any]:
     if not _has(config, "num_hidden_layers"):
         return {}
     depth = config.num_hidden_layers
-    lists = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    per_layer = {k: v for k, v in lists.items() if isinstance(v, list) and len(v) == depth and k != "mlp_only_layers"}
+    per_layer: dict[str, list[Any]] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, list) and len(value) == depth and field.name != "mlp_only_layers":
+            per_layer[field.name] = value
     num_dense = getattr(config, "first_k_dense_replace", None)
     step = getattr(config, "decoder_sparse_step", None) or 1
-    dense = set(getattr(config, "mlp_only_layers", None) or []) | {i for i in range(depth) if (i + 1) % step}
+    dense = {i for i in range(depth) if (i + 1) % step}
+    dense |= set(getattr(config, "mlp_only_layers", None) or [])
 
     kinds: dict[Any, int] = {}
     for i in range(depth):
@@ -101,5 +108,6 @@ def _layers(config: Any) -> dict[str, Any]:
     if num_dense is not None:
         found["first_k_dense_replace"] = sum(i < num_dense for i in kept)
     if hasattr(config, "mlp_only_layers"):
-        found |= {"mlp_only_layers": [place for place, i in enumerate(kept) if i in dense], "decoder_sparse_step": 1}
+        found["mlp_only_layers"] = [index for index, i in enumerate(kept) if i in dense]
+        found["decoder_sparse_step"] = 1
     return found

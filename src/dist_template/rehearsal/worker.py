@@ -1,4 +1,4 @@
-"""Runs one command as one rank; `workers.py` starts it. Importing this module hides GPUs from the process."""
+"""Runs one command as one rank. Importing this module hides GPUs from the process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
 # Before torch and DeepSpeed are imported: no GPU, one thread per rank, no compiled kernels.
-os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as cli/main.py does
 os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is forked
 
@@ -31,13 +33,14 @@ from ..cluster.messages import MESSAGES  # noqa: E402
 from ..cluster.watchdog import WATCHDOG  # noqa: E402
 from ..errors import InputError, first_line  # noqa: E402
 from . import code_locations  # noqa: E402
-from .job import Idle, Job  # noqa: E402
+from .job import Job  # noqa: E402
+from .record import RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
 
 # Modules that most trainings import lazily.
 for _slow in (
     "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by every engine; imports torch's compiler, two seconds
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler: two seconds
     "torch.distributed.fsdp",
     "torch.profiler",
     "torch.utils.tensorboard",
@@ -47,13 +50,17 @@ for _slow in (
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",
 ):
-    with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed need not be installed
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed is an extra
         warnings.simplefilter("ignore")
         importlib.import_module(_slow)
 
 
 def serve(connection: Connection, job: Job) -> None:
-    """Runs `job`; sends "done", "refused: …" (bad input) or its error; waits for the other ranks; exits."""
+    """Runs `job`, sends how it ended, waits for the other ranks, and exits.
+
+    It sends "done", "refused: …" (bad input) or an error; before that, if the main thread makes no
+    progress, its status (a dictionary for `cluster/hang.py`).
+    """
     os.environ.update(job.environment)
     # The platform's default, so that loader workers are children of this rank and exit with it.
     multiprocessing.set_start_method(None, force=True)
@@ -63,13 +70,13 @@ def serve(connection: Connection, job: Job) -> None:
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
         signals.listen()
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        _in_background(_exit_with_parent)
         faulthandler.enable(log, all_threads=False)  # logs the Python stack of a crash in C
-        if job.timeout_s is not None:
-            _dump_stacks_after(max(1.0, job.timeout_s - 3), log)
+        if job.timeout_s is not None:  # the watchdog uses faulthandler's own timer
+            _in_background(_dump_stacks_after, max(1.0, job.timeout_s - 3), log)
         if job.idle_s:
             WATCHDOG.beat()
-            threading.Thread(target=_report_idleness, args=(connection, job.idle_s, log), daemon=True).start()
+            _in_background(_report_idleness, connection, job.idle_s, log)
         answer = _attempt(job, rank)
         connection.send(answer)
         if answer == "done":  # after an error, the other ranks notice the closed sockets
@@ -78,22 +85,32 @@ def serve(connection: Connection, job: Job) -> None:
     os._exit(0)  # exit handlers of libraries could wait for ranks that have exited
 
 
+def _in_background(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
 def _dump_stacks_after(seconds: float, log: Any) -> None:
-    timer = threading.Timer(seconds, faulthandler.dump_traceback, (log,))  # the watchdog uses faulthandler's own timer
-    timer.daemon = True
-    timer.start()
+    time.sleep(seconds)
+    faulthandler.dump_traceback(log)
 
 
 def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
-    """Sends the status of the main thread when it makes no progress; the parent then ends all ranks."""
+    """Sends the main thread's status when it makes no progress; the parent then ends all ranks."""
     while WATCHDOG.idle_s < idle_s:
         time.sleep(idle_s / 100)
-    main_thread = sys._current_frames().get(threading.main_thread().ident or 0)
-    word, own = WATCHDOG.status(), code_locations.of_stack(reversed([*traceback.walk_stack(main_thread)]))
-    if own and own.rpartition(":")[0].rpartition("/")[2] not in word["line"]:
-        word["line"] += f", called from {own}"
-    faulthandler.dump_traceback(log, all_threads=True)
-    connection.send(Idle(word))
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    own = code_locations.of_stack(reversed([*traceback.walk_stack(frame)]))
+    status = WATCHDOG.status()
+    if own and own.rpartition(":")[0].rpartition("/")[2] not in status["line"]:
+        status["line"] += f", called from {own}"
+    faulthandler.dump_traceback(log)
+    connection.send(status)
 
 
 def _attempt(job: Job, rank: int) -> str:
@@ -105,35 +122,27 @@ def _attempt(job: Job, rank: int) -> str:
         if job.argv[0] in ("fit", "validate", "test", "predict"):
             _RecordedCLI(job, rank)
         else:
-            importlib.import_module(f"{LIBRARY}.{VERBS[job.argv[0]][0]}").main(job.argv, job.project)
+            module = importlib.import_module(f"{LIBRARY}.{VERBS[job.argv[0]][0]}")
+            module.main(job.argv, job.project)
         return "done"
     except SystemExit as stop:  # the parser has printed the reason
-        return "done" if stop.code in (0, None) else f"refused: {_last_line(job, rank)}"
+        if stop.code in (0, None):
+            return "done"
+        return f"refused: {RunRecord(job.record, {}).last_line(rank)}"
     except BaseException as error:
         traceback.print_exc()
         kind = "refused" if isinstance(error, InputError) else type(error).__name__
         line = code_locations.of_stack(traceback.walk_tb(error.__traceback__))
-        where = [f"({line})"] if line and kind != "refused" else []
-        return " ".join([f"{kind}: {first_line(error)}", *where, *getattr(error, "__notes__", [])])
+        where = f" ({line})" if line and kind != "refused" else ""
+        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+        return f"{kind}: {first_line(error)}{where}{notes}"
     finally:
         WATCHDOG.stop()
         MESSAGES.flush()
 
 
-def _last_line(job: Job, rank: int) -> str:
-    lines = (job.record / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
 class _RecordedCLI(CLI):
-    """The command line, with the recorder and the job's callbacks after all other callbacks."""
+    """The command line, with the recorder and the job's callbacks as the last callbacks."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank

@@ -1,15 +1,15 @@
 """Runs commands on N CPU processes of this machine.
 
     with Workers(2, project) as workers:
-        record = workers.run(["fit", "--config=…", "--trainer.strategy=ddp"], folder, callbacks=[KillAt(5)])
+        record = workers.run(["fit", "--config=…"], folder, callbacks=[KillAt(5)])
         record.check().loss         # {step: loss}
 
-The command is that of `python -m <package>`. Each command gets new processes, so that no process group, cache or
-random state remains from the previous one. They are forked from a process that has already imported torch, Lightning,
-transformers and DeepSpeed (multiprocessing's "forkserver"): a start takes 0.1 s instead of 6 s. On macOS, where forking
-after such imports is unsafe, each process imports for itself.
+Each command gets new processes, so that no process group, cache or random state remains from the
+previous one. They are forked from a process that has imported torch, Lightning, transformers
+and DeepSpeed (multiprocessing's "forkserver"): a start takes 0.1 s instead of 6 s. On macOS, where
+such a fork is unsafe, each process imports for itself.
 
-The ranks meet over loopback with torchrun's environment variables, so Lightning starts no processes.
+The ranks have torchrun's environment variables, so that Lightning starts no processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..cluster.hang import find_stalled
 from ..cluster.launch import RUN_ID
 from ..cluster.signals import STARTED
 from ..project import Project
-from .job import Idle, Job
+from .job import Job
 from .record import RunRecord
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 20.0  # after one rank has failed, for the other ranks to report
 IDLE = "idle"
+TRAINING_VERBS = ("fit", "validate", "test", "predict")
 _WORKER = f"{__package__}.worker"
 
 
@@ -53,7 +54,8 @@ class Workers:
     def __init__(self, num: int, project: Project) -> None:
         self.num = num
         self.project = project
-        self._context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+        method = "spawn" if sys.platform == "darwin" else "forkserver"
+        self._context = multiprocessing.get_context(method)
         self._context.set_forkserver_preload([_WORKER])
         _start_resource_tracker()
         self._ranks: list[tuple[Any, Connection]] = []  # process, and the parent's end of its pipe
@@ -62,7 +64,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self._kill()
 
     def run(
         self,
@@ -75,30 +77,38 @@ class Workers:
         prelude: Callable[[], None] | None = None,
         run_id: str | None = None,
     ) -> RunRecord:
-        """Runs one command on all ranks and waits for it; an error of a rank is in the returned record.
+        """Runs one command on all ranks and waits for it; the record has a rank's error.
 
         Args:
-            argv: A verb and its flags. A verb other than fit, validate, test, predict runs on one process.
+            argv: A verb and its flags. Verbs other than TRAINING_VERBS run on one process.
             record: A new folder for the record, and for the ranks' output as `rank<N>.log`.
-            timeout_s: Seconds after which the ranks log their stacks and are killed. None: no limit.
-            idle_s: Seconds without progress (`WATCHDOG.beat`) after which each rank reports its position. 0: off.
+            timeout_s: Seconds after which the ranks log their stacks and are killed. None: never.
+            idle_s: Seconds without progress (`WATCHDOG.beat`) after which each rank reports its
+                position. 0: off.
             callbacks: Appended to the trainer's callbacks; they must pickle.
             prelude: Called in each worker before the command; tests inject faults with it.
-            run_id: Name of the run folder under `--run.root` and `--run.name`. None: that of `record`.
+            run_id: Name of the run folder. None: that of `record`.
         """
         record.mkdir(parents=True, exist_ok=True)
-        one = argv[0] not in ("fit", "validate", "test", "predict")
-        environment = {RUN_ID: run_id or record.name, STARTED: str(time.time())}  # a job of its own
-        job = Job(list(argv), self.project, record.absolute(), callbacks, prelude, environment, timeout_s, idle_s)
+        environment = {RUN_ID: run_id or record.name, STARTED: str(time.time())}
+        job = Job(
+            argv=list(argv),
+            project=self.project,
+            record=record.absolute(),
+            callbacks=callbacks,
+            prelude=prelude,
+            environment=environment,
+            timeout_s=timeout_s,
+            idle_s=idle_s,
+        )
         try:
-            self._start(1 if one else self.num, job)
+            self._start(self.num if argv[0] in TRAINING_VERBS else 1, job)
             answers = self._wait(timeout_s)
         finally:
-            self.kill()
+            self._kill()
         return RunRecord(record, answers)
 
-    def kill(self) -> None:
-        """Kills all remaining processes."""
+    def _kill(self) -> None:
         for process, connection in self._ranks:
             process.kill()
             process.join()
@@ -109,44 +119,47 @@ class Workers:
         port = _free_port()
         for rank in range(num):
             ours, theirs = self._context.Pipe()
-            rank_job = replace(job, environment=job.environment | _rank_environment(rank, num, port))
-            process = self._context.Process(target=_serve, args=(theirs, rank_job), name=f"rank {rank}")
+            environment = job.environment | _rank_environment(rank, num, port)
+            arguments = (theirs, replace(job, environment=environment))
+            process = self._context.Process(target=_serve, args=arguments, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
     def _wait(self, timeout_s: float | None) -> dict[int, str]:
-        """Returns how each rank ended: "done", its error, how its process died, or where it hangs."""
+        """Returns how each rank ended: "done", its error, its exit code, or where it hangs."""
         answers: dict[int, str] = {}
         idle: dict[int, dict[str, Any]] = {}
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while len(answers) < len(self._ranks):
-            open_ends = {connection: rank for rank, (_, connection) in enumerate(self._ranks) if rank not in answers}
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready: list[Any] = wait(list(open_ends), left_s)
+            waiting = {c: rank for rank, (_, c) in enumerate(self._ranks) if rank not in answers}
+            left_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+            ready: list[Any] = wait(list(waiting), left_s)
             if not ready:
                 failed = any(answer not in ("done", IDLE) for answer in answers.values())
-                why = "stopped: another rank had failed" if failed else f"hung: no end after {timeout_s or 0:.0f} s"
-                answers |= dict.fromkeys(open_ends.values(), IDLE if idle and not failed else why)
+                why = IDLE if idle else f"hung: no end after {timeout_s or 0:.0f} s"
+                if failed:
+                    why = "stopped: another rank had failed"
+                answers |= dict.fromkeys(waiting.values(), why)
                 break
             for connection in ready:
-                answer = self._answer(rank := open_ends[connection])
-                if isinstance(answer, Idle):
-                    idle[rank], answer = answer.word, IDLE
+                rank = waiting[connection]
+                answer = self._answer(rank)
+                if isinstance(answer, dict):
+                    idle[rank], answer = answer, IDLE
                 answers[rank] = answer
             if any(answer != "done" for answer in answers.values()):
-                grace = time.monotonic() + GRACE_S
-                deadline = grace if deadline is None else min(deadline, grace)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
         with contextlib.suppress(OSError):  # the rank may have exited
             for _, connection in self._ranks:
                 connection.send("exit")  # all have answered: no rank needs another any more
         if idle:
-            silent = [rank for rank, answer in answers.items() if answer == IDLE and rank not in idle]
+            silent = [r for r, answer in answers.items() if answer == IDLE and r not in idle]
             sentence = f"hung: {find_stalled(idle, silent)['sentence']}"
-            answers = {rank: sentence if answer == IDLE else answer for rank, answer in answers.items()}
+            answers = {r: sentence if answer == IDLE else answer for r, answer in answers.items()}
         return answers
 
-    def _answer(self, rank: int) -> str | Idle:
+    def _answer(self, rank: int) -> str | dict[str, Any]:
         process, connection = self._ranks[rank]
         try:
             return connection.recv()

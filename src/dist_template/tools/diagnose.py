@@ -1,4 +1,4 @@
-"""`diagnose`: reports what is wrong with a run, the evidence, and which flag to change. Reads the run folder only."""
+"""`diagnose`: reports what is wrong with a run, the evidence, and which flag to change."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def main(argv: list[str], project: Project) -> None:
         InputError: A run does not exist.
     """
     parser = argparse.ArgumentParser(program("diagnose"), description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "runs", nargs="*", type=Path, default=[Path("runs")], help="runs/<name>/<id>, or a folder: its newest run"
-    )
+    runs = "runs/<name>/<id>, or a folder: its newest run"
+    parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help=runs)
     parser.add_argument("--json", action="store_true", help="a list of {run, step, findings}")
     parser.add_argument("--all", action="store_true", help="print all findings in full")
     given = parser.parse_args(argv[1:])
@@ -43,14 +42,19 @@ def newest(folder: Path) -> Path:
     Raises:
         InputError: there is no run.
     """
-    if is_run(folder) and not (folder / CONFIG).exists():
-        raise InputError(f"{folder} has no {CONFIG}, which most rules need; give the folder of a run that has one")
-    if is_run(folder):
+    if (folder / CONFIG).exists():
         return folder
-    runs = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if (path / CONFIG).exists()]
+    if is_run(folder):
+        raise InputError(f"{folder} has no {CONFIG}, which most rules need; give another run")
+    runs = [path.parent for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/{CONFIG}")]
     if not runs:
         raise InputError(f"{folder} is not a run folder and contains none; give runs/<name>/<id>")
-    return max(runs, key=lambda run: max((run / name).stat().st_mtime for name in OF_A_RUN if (run / name).exists()))
+    return max(runs, key=_last_write)
+
+
+def _last_write(run: Path) -> float:
+    files = [run / name for name in OF_A_RUN if (run / name).exists()]
+    return max(file.stat().st_mtime for file in files)
 
 
 def _as_dict(history: History, findings: list[Finding]) -> dict[str, Any]:
@@ -62,17 +66,23 @@ def _as_text(history: History, findings: list[Finding], full: bool) -> str:
     first, last = _steps(history)
     end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
     title = f"{history.folder}: step {last}" + (f" of {end}" if end > 0 else "")
-    checked = f"{len(RULES)} rules checked {len(history.metrics.names)} metrics of steps {first} to {last}"
+    metrics = f"{len(history.metrics.names)} metrics of steps {first} to {last}"
+    checked = f"{len(RULES)} rules checked {metrics}"
     lacks = [name for name in (FILE, FACTS) if not (history.folder / name).exists()]
     checked += f"; {' and '.join(lacks)} missing, so some rules were skipped" if lacks else ""
     if not findings:
         return f"{title}\nnothing found: {checked}"
     counts = Counter(finding.level for finding in findings)
-    summary = ", ".join(f"{counts[level]} {level}" + "s" * (counts[level] > 1) for level in LEVELS if counts[level])
-    return f"{title}: {summary}\n\n{as_text(findings, full=full)}\n\n{checked}"
+    parts: list[str] = []
+    for level in LEVELS:
+        if counts[level]:
+            parts.append(f"{counts[level]} {level}" + ("s" if counts[level] > 1 else ""))
+    return f"{title}: {', '.join(parts)}\n\n{as_text(findings, full=full)}\n\n{checked}"
 
 
 def _steps(history: History) -> tuple[int, int]:
     """Returns the first and last step with a metric; (0, 0) if there is none."""
-    steps = [step for name in history.metrics.names for step in history.metrics[name].steps[[0, -1]].tolist()]
+    steps: list[int] = []
+    for name in history.metrics.names:
+        steps += history.metrics[name].steps[[0, -1]].tolist()
     return (min(steps), max(steps)) if steps else (0, 0)

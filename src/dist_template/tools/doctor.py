@@ -1,7 +1,7 @@
 """`doctor`: checks this machine for problems that would stop a training or slow it down.
 
-Each check yields (verdict, what was found, what to do). A problem makes training fail; a warning may. With fit's
---config files the check uses that training's folders, otherwise the default ones.
+Each check yields (verdict, what was found, what to do). A problem makes training fail, a
+warning may. With fit's --config files it checks that training's folders, else the default ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LOCK = "constraints.txt"
 SHARED_MEMORY = Path("/dev/shm")
-SCARCE_GIB, TOO_LITTLE_GIB = 20, 1  # free disk space: a few checkpoints of a small model; not even one
+SCARCE_GIB, TOO_LITTLE_GIB = 20, 1  # free disk space: a few small checkpoints; not even one
 SHARED_GIB = 1  # Docker's default is 64 MiB, which NCCL and the batches of loader workers fill
 OPEN_FILES = 4096  # sockets to other ranks, files of the token cache, pipes of loader workers
 TIMEOUT_S = 60.0  # for nvidia-smi, and for two processes to start and meet
@@ -55,16 +55,18 @@ def main(argv: list[str], project: Project) -> None:
         InputError: the configuration cannot be read.
     """
     parser = argparse.ArgumentParser(program("doctor"), description=__doc__, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="findings and environment as JSON, to compare machines")
+    as_json = "findings and environment as JSON, to compare machines"
+    parser.add_argument("--json", action="store_true", help=as_json)
     own, flags = parser.parse_known_args(argv[1:])
     where = _read(flags, project) if flags else Where(project.folder.parent)
     findings = [(name, *finding) for name, check in CHECKS.items() for finding in check(where)]
     if own.json:
-        listed = [dict(zip(("check", "verdict", "found", "todo"), finding, strict=True)) for finding in findings]
+        keys = ("check", "verdict", "found", "todo")
+        listed = [dict(zip(keys, finding, strict=True)) for finding in findings]
         print(json.dumps({"findings": listed, "environment": comparable()}, indent=2))
     else:
         for name, verdict, found, todo in findings:
-            print(f"{verdict:<8} {name:<14} {found}" + f"\n{'':<23} -> {todo}" * bool(todo))
+            print(f"{verdict:<8} {name:<14} {found}" + (f"\n{'':<23} -> {todo}" if todo else ""))
     if any(verdict == PROBLEM for _, verdict, *_ in findings):
         sys.exit(Exit.FAILED)
 
@@ -73,20 +75,25 @@ def _read(flags: list[str], project: Project) -> Where:
     from ..cli.fit import parse
 
     cli = parse(["doctor", *flags], project)
-    cache, num_workers = getattr(cli.datamodule, "cache_dir", Where.cache), getattr(cli.datamodule, "num_workers", 0)
-    return Where(project.folder.parent, Path(cli.config_init.run.root), Path(cache), num_workers)
+    data, root = cli.datamodule, Path(cli.config_init.run.root)
+    cache = Path(getattr(data, "cache_dir", Where.cache))
+    return Where(project.folder.parent, root, cache, getattr(data, "num_workers", 0))
 
 
 def check_packages(where: Where) -> Findings:
-    """The installed versions are those of constraints.txt; any build of torch (+cpu, +cu130) is accepted."""
+    """The installed versions are those of constraints.txt; any build of torch is accepted."""
     lock = where.project / LOCK
     if not lock.exists():
         yield WARNING, f"there is no {lock}", "run it in a checkout of the project"
         return
     pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", lock.read_text(encoding="utf-8"), re.MULTILINE))
     installed = packages()
-    has = {name: installed.get(normalized(name), "missing").split("+")[0] for name in pins}
-    if wrong := [f"{name} {has[name]} (locked: {version})" for name, version in pins.items() if has[name] != version]:
+    wrong: list[str] = []
+    for name, version in pins.items():
+        has = installed.get(normalized(name), "missing").split("+")[0]
+        if has != version:
+            wrong.append(f"{name} {has} (locked: {version})")
+    if wrong:
         todo = f"pip install --no-build-isolation -r {LOCK}, or change it"
         yield PROBLEM, f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}", todo
     else:
@@ -99,7 +106,8 @@ def check_gpus(where: Where) -> Findings:
 
     version, build = driver(), torch.version.cuda or torch.version.hip
     if version and not build:
-        yield PROBLEM, f"torch {torch.__version__} has no CUDA; the driver is {version}", "install torch's CUDA build"
+        found = f"torch {torch.__version__} has no CUDA; the driver is {version}"
+        yield PROBLEM, found, "install torch's CUDA build"
     elif version and not torch.cuda.is_available():
         todo = f"install a driver for CUDA {build}, or another build of torch"
         if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
@@ -116,18 +124,23 @@ def _ask_nvidia_smi() -> Findings:
     columns = "--query-gpu=index,name,ecc.errors.uncorrected.volatile.total,memory.used"
     query = ["nvidia-smi", columns, "--format=csv,noheader,nounits"]
     try:
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        yield PROBLEM, f"nvidia-smi does not answer for {TIMEOUT_S:g} s", "reboot the node: its driver hangs"
+        found = f"nvidia-smi does not answer for {TIMEOUT_S:g} s"
+        yield PROBLEM, found, "reboot the node: its driver hangs"
         return
-    if asked.returncode:
-        yield PROBLEM, f"nvidia-smi: {asked.stdout.strip() or asked.stderr.strip()}", "reboot the node, or exclude it"
+    if done.returncode:
+        found = f"nvidia-smi: {done.stdout.strip() or done.stderr.strip()}"
+        yield PROBLEM, found, "reboot the node, or exclude it"
         return
-    for line in asked.stdout.strip().splitlines():
+    for line in done.stdout.strip().splitlines():
         index, name, errors, used_mib = (part.strip() for part in line.split(","))
         gpu = f"GPU {index}, {name}"
         if errors.isdigit() and int(errors):  # "[N/A]" where there is no ECC
-            yield PROBLEM, f"{gpu}: {errors} uncorrected memory errors", "reset the GPU; if they return, exclude it"
+            found = f"{gpu}: {errors} uncorrected memory errors"
+            yield PROBLEM, found, "reset the GPU; if they return, exclude it"
         elif used_mib.isdigit() and int(used_mib) > 1024:
             yield WARNING, f"{gpu}: {used_mib} MiB are in use", "nvidia-smi lists the processes"
         else:
@@ -136,19 +149,22 @@ def _ask_nvidia_smi() -> Findings:
 
 def check_disks(where: Where) -> Findings:
     """The folders that a training writes to can be written, and have free space and inodes."""
-    places = {"run.root": where.root, "data.cache_dir": where.cache, "TMPDIR": Path(tempfile.gettempdir())}
-    for key, path in places.items():
+    folders = {"run.root": where.root, "data.cache_dir": where.cache}
+    folders["TMPDIR"] = Path(tempfile.gettempdir())
+    for key, path in folders.items():
         folder = _existing(path)
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"x")
         except OSError as error:
-            yield PROBLEM, f"{key} {path}: {error.strerror}", f"set {key} to another folder, or free this one"
+            todo = f"set {key} to another folder, or free this one"
+            yield PROBLEM, f"{key} {path}: {error.strerror}", todo
             continue
         free, inodes = shutil.disk_usage(folder).free / GIB, os.statvfs(folder)
         few = inodes.f_files > 0 and inodes.f_favail < 1000  # some file systems do not count inodes
-        found = f"{key} {path}: {free:.1f} GiB free" + f", {inodes.f_favail} inodes" * few
-        todo = f"free space, or set {key} to another folder; each checkpoint takes 12 bytes per parameter"
+        found = f"{key} {path}: {free:.1f} GiB free"
+        found += f", {inodes.f_favail} inodes" if few else ""
+        todo = f"free space, or set another {key}; checkpoints take 12 bytes per parameter"
         if few or free < SCARCE_GIB:
             yield PROBLEM if few or free < TOO_LITTLE_GIB else WARNING, found, todo
         else:
@@ -163,26 +179,35 @@ def check_shared_memory(where: Where) -> Findings:
         yield OK, "not used: data.num_workers is 0, and there are not several GPUs", ""
         return
     size = shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else 0
-    todo = "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm" if size < SHARED_GIB else ""
-    yield PROBLEM if todo else OK, f"{SHARED_MEMORY} has {size:.2f} GiB", todo
+    found = f"{SHARED_MEMORY} has {size:.2f} GiB"
+    if size < SHARED_GIB:
+        yield PROBLEM, found, "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm"
+    else:
+        yield OK, found, ""
 
 
 def check_open_files(where: Where) -> Findings:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = 0 <= soft < OPEN_FILES  # -1 is no limit
-    most = 65536 if hard < 0 else min(hard, 65536)
-    yield WARNING if few else OK, f"open files: {soft if soft >= 0 else 'no limit'}", f"ulimit -n {most}" if few else ""
+    found = f"open files: {soft if soft >= 0 else 'no limit'}"  # -1 is no limit
+    if 0 <= soft < OPEN_FILES:
+        most = 65536 if hard < 0 else min(hard, 65536)
+        yield WARNING, found, f"ulimit -n {most}"
+    else:
+        yield OK, found, ""
 
 
 def check_all_reduce(where: Where) -> Findings:
-    """Two processes all-reduce a tensor over loopback: with NCCL on two GPUs, otherwise with gloo."""
+    """Two processes all-reduce a tensor over loopback: NCCL on two GPUs, otherwise gloo."""
     import torch
 
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     code = f"from {__name__} import reduce_once; reduce_once(%d, {_free_port()}, {backend!r})"
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
-        ranks = [subprocess.Popen([sys.executable, "-c", code % rank], stdout=log, stderr=log) for rank in range(2)]
+        ranks: list[subprocess.Popen[str]] = []
+        for rank in range(2):
+            argv = [sys.executable, "-c", code % rank]
+            ranks.append(subprocess.Popen(argv, stdout=log, stderr=log, text=True))
         try:
             codes = [rank.wait(max(0.1, started + TIMEOUT_S - time.monotonic())) for rank in ranks]
             why = f"exit codes {codes}" if any(codes) else ""
@@ -193,16 +218,19 @@ def check_all_reduce(where: Where) -> Findings:
                 rank.kill()
                 rank.wait()
         log.seek(0)
-        last = next((line for line in reversed(log.read().splitlines()) if line.strip()), "no output")
+        printed = [line for line in log.read().splitlines() if line.strip()]
+    last = printed[-1] if printed else "no output"
+    what = f"{backend} between two processes"
     if why:
-        todo = "check firewall and loopback; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another interface"
-        yield PROBLEM, f"{backend} between two processes: {why}; {last}", todo
+        todo = "check firewall and loopback; set another GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        yield PROBLEM, f"{what}: {why}; {last}", todo
     else:
-        yield OK, f"{backend} between two processes: {last}; {time.monotonic() - started:.1f} s including start-up", ""
+        seconds = time.monotonic() - started
+        yield OK, f"{what}: {last}; {seconds:.1f} s including start-up", ""
 
 
 def reduce_once(rank: int, port: int, backend: str) -> None:
-    """Runs as one of the two processes; prints the time of an all-reduce of 4 MB after one that builds connections."""
+    """Runs in one of the two processes; prints the time of a second all-reduce of 4 MB."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
-"""`export`: converts a checkpoint of any strategy to a Hugging Face folder, and verifies its logits.
+"""`export`: converts a checkpoint to a Hugging Face folder, and verifies its logits.
 
-One process reads the full checkpoint and loads it strictly into the model that the same configuration builds.
-`save_pretrained` writes the folder, because a model's layout in memory differs from the one on disk (experts are
-stacked in memory). The folder is loaded again and must give bit-identical logits.
+One process reads the full checkpoint of any strategy into the model that the configuration builds.
+`save_pretrained` writes the folder, because a model's layout in memory differs from the one on disk
+(experts are stacked in memory). The folder is loaded again and must give bit-identical logits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ def main(argv: list[str], project: Project) -> None:
     """Writes the folder that `--output` names.
 
     Raises:
-        InputError: the checkpoint cannot be read or is another model's, the folder is taken, or the disk is full.
+        InputError: the checkpoint cannot be read or is another model's, the folder is not empty, or
+            the disk is full.
     """
     cli = Export(project, argv[1:], run=False, verb=argv[0])
     settings = cli.config
     output = Path(settings.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"--output {str(output)!r} exists and is not an empty folder; give another")
+        given = f"--output {str(output)!r}"
+        raise InputError(f"{given} exists and is not an empty folder; give another")
     path = chosen_checkpoint(cli)
     if hasattr(cli.datamodule, "require"):
         cli.datamodule.require()
@@ -54,13 +56,12 @@ class Export(WithoutTrainer):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.add_argument(
-            "--checkpoint", required=True, help="A checkpoint of any strategy; or `last` or `best` of the newest run."
-        )
-        parser.add_argument("--output", required=True, help="The folder to write; it must be new or empty.")
-        parser.add_argument(
-            "--dtype", choices=["float32", "bfloat16"], default="float32", help="Type of the weights in the folder."
-        )
+        checkpoint = "A checkpoint of any strategy; or `last` or `best` of the newest run."
+        parser.add_argument("--checkpoint", required=True, help=checkpoint)
+        output = "The folder to write; it must be new or empty."
+        parser.add_argument("--output", required=True, help=output)
+        dtypes, dtype = ["float32", "bfloat16"], "Type of the weights in the folder."
+        parser.add_argument("--dtype", choices=dtypes, default="float32", help=dtype)
 
 
 def chosen_checkpoint(cli: WithoutTrainer) -> Path:
@@ -123,7 +124,8 @@ def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
     logging.disable_progress_bar()
 
     def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+        options = {"dtype": dtype, "trust_remote_code": False}
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
     shape = (2, min(64, getattr(model.config, "max_position_embeddings", 64)))  # (B, T)
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -136,11 +138,13 @@ def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
     difference = largest_difference(logits(load(), tokens), logits(model, tokens))
     if difference != 0:
         raise InputError(
-            f"the folder's logits differ from the model's by up to {difference:.1e}: save_pretrained of"
-            f" {type(model).__name__} does not save all that its forward uses; see build_model in module.py"
+            f"the folder's logits differ from the model's by up to {difference:.1e}:"
+            f" save_pretrained of {type(model).__name__} does not save all that its forward uses;"
+            " see build_model in module.py"
         )
     rounded = largest_difference(logits(model, tokens), trained)
-    return f"largest difference to the trained model's logits {rounded:g}" + (", by rounding" if rounded else "")
+    cause = ", by rounding" if rounded else ""
+    return f"largest difference to the trained model's logits {rounded:g}{cause}"
 
 
 def write_weights(model: nn.Module, dtype: torch.dtype, folder: Path) -> str:
@@ -151,9 +155,8 @@ def write_weights(model: nn.Module, dtype: torch.dtype, folder: Path) -> str:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     load_model(model, folder / "model.safetensors")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    return (
-        f"model.safetensors alone: {type(model).__name__} is not from transformers; build_model in module.py makes it"
-    )
+    name = type(model).__name__
+    return f"model.safetensors only: {name} is not from transformers; see build_model in module.py"
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`prepare`: tokenizes the data once, in one process, before training: other ranks would wait in a collective."""
+"""`prepare`: tokenizes the data once, in one process, before training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from ..project import Project
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes the token cache of a configuration and prints a summary; an existing cache is checked only.
+    """Writes the token cache of a configuration and prints a summary; an existing one is checked.
 
     Raises:
-        InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare` is at work.
+        InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare`
+            runs.
     """
     data = parse(argv, project).datamodule
-    getattr(data, "prepare", data.prepare_data)()  # Lightning's hook, where there is no cache of tokens
+    getattr(data, "prepare", data.prepare_data)()  # Lightning's hook without a cache of tokens

@@ -1,4 +1,4 @@
-"""`report`: writes a page about one or more runs. `compare`: the same for several, and prints their differences."""
+"""`report`: writes a page about runs. `compare`: the same, and prints their differences."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..table import Table
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes report.html about the runs that `argv`, of verb `report` or `compare`, names.
+    """Writes report.html about the runs in `argv`, for `report` or `compare`.
 
     Raises:
-        InputError: one is no run folder, or the page cannot be written; `compare` has less than two runs.
+        InputError: one is not a run folder, the page cannot be written, or `compare` has one run.
     """
     verb, *flags = argv
     parser = argparse.ArgumentParser(prog=program(verb), description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, help="a run's folder, runs/<name>/<id>")
-    where = "where to write; default: the run's folder, of several runs the folder that contains all"
+    where = "destination; default: the run's folder, or the folder that contains all runs"
     parser.add_argument("--output", type=Path, help=where)
     how = "where the page loads plotly.js from, see run.plotly; default: as in the first run"
     parser.add_argument("--plotly", choices=("shared", "inline", "cdn"), help=how)
@@ -36,7 +36,8 @@ def main(argv: list[str], project: Project) -> None:
     try:
         histories, findings = write(runs, output, given.plotly)
     except OSError as error:
-        raise InputError(f"the report cannot be written into {output}: {error}; give --output") from error
+        why = f"{output}: {error}; give --output"
+        raise InputError(f"the report cannot be written into {why}") from error
     if verb == "compare":
         for section in of_several(histories, names_of(histories)):
             print(f"\n{section.title}")

@@ -1,4 +1,4 @@
-"""The parser of a tool's own flags, which are given beside those of fit."""
+"""The parser of a tool's own flags, among them the size of the real run's machine."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import argparse
 
 from ..project import program
 
+SIZES = (  # flag, key, what it is
+    ("nodes", "num_nodes", "nodes"),
+    ("devices", "devices", "devices per node"),
+)
 
-def parser(verb: str, what: str, epilog: str = "", sizes: bool = True) -> argparse.ArgumentParser:
-    """Returns the parser of the flags of `verb`, with `sizes` also those of the real run's machine."""
+
+def parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Returns the parser of `verb`, with --nodes and --devices."""
     made = argparse.ArgumentParser(
         prog=program(verb),
         usage=f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
-        description=what,
+        description=description,
         epilog=f"Every other key is fit's: see `{program('fit')} --help`.{epilog}",
         allow_abbrev=False,
     )
-    if sizes:
-        made.add_argument("--nodes", type=int, help="nodes of the real run (default: trainer.num_nodes)")
-        made.add_argument("--devices", type=int, help="devices per node of the real run (default: trainer.devices)")
+    for name, key, what in SIZES:
+        help = f"{what} of the real run (default: trainer.{key})"
+        made.add_argument(f"--{name}", type=int, help=help)
     return made
 
 
 def as_flags(own: argparse.Namespace) -> list[str]:
-    """Returns the sizes as flags of fit, to be given last: a later --config file would override them."""
-    given = {"num_nodes": own.nodes, "devices": own.devices}
-    return [f"--trainer.{key}={size}" for key, size in given.items() if size]
+    """Returns the sizes as flags of fit, to be given last: a later --config would override them."""
+    return [f"--trainer.{key}={size}" for name, key, _ in SIZES if (size := getattr(own, name))]

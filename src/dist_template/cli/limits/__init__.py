@@ -1,14 +1,16 @@
-"""What cannot work together, each told in one sentence before any process is started.
+"""Finds combinations of settings that cannot work, before any process starts, in one sentence each.
 
-Only the impossible is refused, not the unwise: tensor parallelism across nodes is slow, and runs. Each topic is a
-function that answers from plain values, so that a laptop can be asked about eight nodes of eight GPUs.
+It refuses what fails, not what is slow, such as tensor parallelism across nodes. Each check is a
+function of plain values, so that a laptop can check the configuration of eight nodes with 8 GPUs.
 
-The libraries refuse most of this too, but on every rank, in the middle of a start, and in words that name no key. What
-only the built model can tell (its blocks, several optimizers) is theirs to refuse.
+The libraries refuse most of this too, but on every rank, in the middle of a start, and without the
+name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
-    machine.py    what is known before the start          training.py   strategies, precision, loss, batches, schedule
-    mesh.py       sizes, plans, heads, experts            zero.py       offload, clipping, the DeepSpeed JSON
-    options.py    keys and callbacks that are replaced    values.py     single values: intervals, the model's sizes
+    machine.py    what is known before the start
+    mesh.py       sizes, plans, heads, experts
+    options.py    keys and callbacks that are replaced
+    training.py   strategies, precision, batches, schedule, intervals, the model's sizes
+    zero.py       offload, clipping, the DeepSpeed JSON
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, training, values, zero
+from . import mesh, options, training, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "violations"]
@@ -33,21 +35,13 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     mesh.plans,
     mesh.heads,
     mesh.experts,
-    mesh.optimizer,
-    zero.clipping,
-    zero.asynchronous,
-    zero.offload,
-    zero.checkpoints,
-    zero.optimizer,
-    zero.configuration,
+    zero.zero,
     training.blocks,
     training.batches,
     training.optimization,
     training.plateau,
-    training.monitors,
-    values.intervals,
-    values.architecture_keys,
-    values.architecture,
+    training.architecture_keys,
+    training.architecture,
 )
 
 
@@ -59,19 +53,17 @@ def violations(
     model_config: Any | None = NOT_READ_YET,
     trains: bool = True,
     saves_asynchronously: bool = False,
-    monitor: str | None = None,
 ) -> list[str]:
-    """One sentence for each thing that cannot work; starts nothing.
+    """Returns a sentence for each thing that cannot work; starts nothing.
 
     Args:
-        machine: Where it is to run; need not be this one.
-        trainer: The Trainer's keyword arguments, the strategy instantiated.
+        machine: The machine of the run; it need not be this one.
+        trainer: The Trainer's keyword arguments, with an instantiated strategy.
         module: What is trained.
         data: On what.
-        model_config: Of transformers; None for a model that is none of transformers'. Left out: not known yet.
-        trains: Whether it is for `fit`; evaluation divides no batch and has no schedule.
+        model_config: transformers' configuration; None for another kind of model. Default: unknown.
+        trains: Whether the verb is `fit`; evaluation has no accumulation and no schedule.
         saves_asynchronously: last_checkpoint.asynchronous.
-        monitor: best_checkpoint.monitor, None where no best checkpoint is kept.
     """
-    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor)
+    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
     return [sentence for topic in TOPICS for sentence in topic(setup)]

@@ -1,4 +1,4 @@
-"""What is known of a training before it starts, from plain values: the machine it describes need not be this one."""
+"""What is known about a training before it starts. The machine need not be this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...model.any_module import own
 from ...model.optim import OptimConfig
 from ...parallel.mesh import MeshSizes, MeshStrategy
 
-NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary, and so the data, first
+NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary of the data
 ARGS = "trainer.strategy.init_args"
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
@@ -22,13 +22,13 @@ _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "6
 
 @dataclass(frozen=True)
 class Machine:
-    """What training runs on; `precision` in Lightning's words (32-true, bf16-mixed, bf16-true, 16-mixed …)."""
+    """What training runs on; `precision` as Lightning names it: 32-true, bf16-mixed, …"""
 
     accelerator: str  # cpu, cuda, mps …
     devices: int  # of one node
     num_nodes: int = 1
     precision: str = "32-true"
-    is_this_one: bool = False  # only then can its disks be looked at
+    is_this_one: bool = False  # then its disks can be checked
 
     @property
     def world_size(self) -> int:
@@ -36,27 +36,49 @@ class Machine:
 
     @classmethod
     def of(cls, trainer: Mapping[str, Any]) -> Machine:
-        """This machine, as far as the Trainer's keyword arguments ask for it.
+        """Returns this machine with the devices that the Trainer's keyword arguments request.
 
         Raises:
-            InputError: it does not have what they ask for.
+            InputError: it does not have them.
         """
-        asked = {key: trainer[key] for key in ("accelerator", "devices", "num_nodes") if key in trainer}
-        try:  # a Trainer of nothing else: Lightning knows what `auto` is, what there is, and what a scheduler has given
-            found = L.Trainer(**asked, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        except Exception as error:  # MisconfigurationException, ValueError or RuntimeError, by what is wrong
-            told = ", ".join(f"trainer.{key} {value!r}" for key, value in asked.items())
+        keys = ("accelerator", "devices", "num_nodes")
+        requested = {key: trainer[key] for key in keys if key in trainer}
+        off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        try:  # Lightning resolves `auto` and what a scheduler has assigned
+            found = L.Trainer(**requested, **off)
+        except Exception as error:  # MisconfigurationException, ValueError or RuntimeError
+            given = ", ".join(f"trainer.{key} {value!r}" for key, value in requested.items())
             gpus = f"{torch.accelerator.device_count() or 'no'} GPU(s)"
             why = reason(error).rstrip("!")
-            raise InputError(f"{told} cannot be had here, with {gpus}: {why}; edit one of these keys") from error
-        precision = str(trainer.get("precision") or "32-true")
+            sentence = f"{given}: this machine has {gpus}: {why}; edit one of these keys"
+            raise InputError(sentence) from error
         accelerator = type(found.accelerator).name()
-        return cls(accelerator, found.num_devices, found.num_nodes, _PRECISIONS.get(precision, precision), True)
+        return cls(accelerator, found.num_devices, found.num_nodes, _precision(trainer), True)
+
+    @classmethod
+    def described(cls, trainer: Mapping[str, Any], default: int | None = None) -> Machine:
+        """Returns the machine of the real run; `auto` devices are `default`, or this machine's.
+
+        Raises:
+            InputError: this machine lacks the devices.
+        """
+        given = str(trainer["devices"])
+        if not given.isdigit() and default is None:
+            return cls.of(trainer)
+        devices = int(given) if given.isdigit() else default or 1
+        kind = trainer["accelerator"]
+        kind = "cuda" if kind in ("gpu", "auto") else kind
+        return cls(kind, devices, trainer["num_nodes"], _precision(trainer))
+
+
+def _precision(trainer: Mapping[str, Any]) -> str:
+    given = str(trainer.get("precision") or "32-true")
+    return _PRECISIONS.get(given, given)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """All that `limits.violations` was given."""
+    """The arguments of `limits.violations`."""
 
     machine: Machine
     trainer: Mapping[str, Any]
@@ -65,11 +87,10 @@ class Setup:
     model_config: Any
     trains: bool
     saves_asynchronously: bool = False
-    monitor: str | None = None
 
     @property
     def optim(self) -> OptimConfig | None:
-        """The keys under model.optim; None for a module with another optimizer."""
+        """model.optim; None for a module with another optimizer."""
         return own(self.module, "optim", OptimConfig)
 
     @property
@@ -78,18 +99,20 @@ class Setup:
 
     @property
     def mesh(self) -> MeshSizes | None:
-        """Where the strategy is a mesh, and its sizes can be had of the machine."""
+        """The sizes of a MeshStrategy; None for others, and if they do not fit the machine."""
+        if not isinstance(self.strategy, MeshStrategy):
+            return None
         try:
-            return self.strategy.sizes(self.machine.world_size) if isinstance(self.strategy, MeshStrategy) else None
+            return self.strategy.sizes(self.machine.world_size)
         except InputError:
-            return None  # limits/mesh.py tells
+            return None  # limits/mesh.py reports it
 
     @property
     def num_steps(self) -> float | None:
-        """Optimizer steps at most; inf where nothing ends training, None where epochs do: the data know how long."""
+        """Maximum of optimizer steps: inf without an end, None if epochs end training."""
         if (steps := self.trainer.get("max_steps", -1)) >= 0:
             return steps
         epochs = self.trainer.get("max_epochs")
         if epochs is None:
-            epochs = 1000 if self.trainer.get("max_time") is None else -1  # as Lightning has it
+            epochs = 1000 if self.trainer.get("max_time") is None else -1  # Lightning's defaults
         return float("inf") if epochs == -1 else None

@@ -1,4 +1,4 @@
-"""MeshStrategy: its sizes against the machine, and the model's plans, heads and experts against its sizes."""
+"""MeshStrategy: its sizes, the machine's, and the model's plans, heads and experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...parallel.mesh import MeshStrategy
 from .machine import ARGS, NOT_READ_YET, Setup
 
 QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # whose columns are heads
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")  # by architecture
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 
 
 def sizes(setup: Setup) -> Iterator[str]:
@@ -18,7 +18,7 @@ def sizes(setup: Setup) -> Iterator[str]:
         return
     for name in ("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"):
         if (size := getattr(strategy, name)) != "auto" and size < 1:
-            yield f"{ARGS}.{name} {size} is no number of processes: set 1 or more, or auto"
+            yield f"{ARGS}.{name} {size} is not a number of processes: set 1 or more, or auto"
             return
     try:
         mesh = strategy.sizes(setup.machine.world_size)
@@ -27,18 +27,18 @@ def sizes(setup: Setup) -> Iterator[str]:
         return
     if mesh.ep > 1 and (mesh.ep % mesh.tp or mesh.fsdp * mesh.tp % mesh.ep):
         yield (
-            f"ep_size {mesh.ep} must be a multiple of tp_size {mesh.tp} and divide fsdp_size {mesh.fsdp} x tp_size"
-            f" {mesh.tp} = {mesh.fsdp * mesh.tp}; edit {ARGS}.ep_size"
+            f"ep_size {mesh.ep} must be a multiple of tp_size {mesh.tp} and divide fsdp_size"
+            f" {mesh.fsdp} x tp_size {mesh.tp} = {mesh.fsdp * mesh.tp}; edit {ARGS}.ep_size"
         )
     if strategy.cpu_offload and mesh.data_parallel == 1 and mesh.tp > 1:
         yield (
-            f"{ARGS}.cpu_offload true needs parameters that FSDP shards, and fsdp_size x dp_replicate_size is 1: set it"
-            " to false, or give fsdp_size a part of the processes"
+            f"{ARGS}.cpu_offload true needs parameters that FSDP shards, but fsdp_size x"
+            " dp_replicate_size is 1: set it to false, or fsdp_size to 2 or more"
         )
 
 
 def plans(setup: Setup) -> Iterator[str]:
-    """Tensor and expert parallelism need rules that say what is cut, and how; FSDP2 does without."""
+    """Tensor and expert parallelism need a plan that says how each module is sharded."""
     config, mesh = setup.model_config, setup.mesh
     if config is NOT_READ_YET or mesh is None:
         return
@@ -47,13 +47,14 @@ def plans(setup: Setup) -> Iterator[str]:
             continue
         if config is None:
             yield (
-                f"{kind}_size {size} needs a model of transformers, which carries its plan for {what} parallelism: set"
-                f" {ARGS}.{kind}_size to 1, or return the model's configuration from build_config in module.py"
+                f"{kind}_size {size} needs a model of transformers, which has a plan for {what}"
+                f" parallelism: set {ARGS}.{kind}_size to 1, or return the model's configuration"
+                " from build_config in module.py"
             )
         else:
             yield (
-                f"{kind}_size {size}: a model of type {config.model_type!r} has no plan for {what} parallelism; set"
-                f" {ARGS}.{kind}_size to 1, or give rules of your own as {ARGS}.{kind}_plan"
+                f"{kind}_size {size}: a model of type {config.model_type!r} has no plan for {what}"
+                f" parallelism; set {ARGS}.{kind}_size to 1, or give rules as {ARGS}.{kind}_plan"
             )
 
 
@@ -66,15 +67,15 @@ def heads(setup: Setup) -> Iterator[str]:
     plan, text = _plan(setup, "tp"), config.get_text_config()
     queries = getattr(text, "num_attention_heads", None)
     keys = getattr(text, "num_key_value_heads", None) or queries
-    cut = any(rule.endswith(QUERIES) and style == "colwise" for rule, style in plan.items())
-    if cut and isinstance(queries, int) and queries % mesh.tp:
+    is_sharded = any(rule.endswith(QUERIES) and style == "colwise" for rule, style in plan.items())
+    if is_sharded and isinstance(queries, int) and queries % mesh.tp:
         broken = f"num_attention_heads {queries}"
     elif keys is not None and get_kv_heads_per_rank(plan, keys, mesh.tp) is None:
         broken = f"num_key_value_heads {keys}"
     else:
         return
     yield (
-        f"the model's {broken} is not a multiple of tp_size {mesh.tp}, and each process takes whole heads: edit"
+        f"the model's {broken} is not a multiple of tp_size {mesh.tp}, and no head is split: edit"
         f" {ARGS}.tp_size, or model.architecture"
     )
 
@@ -83,28 +84,24 @@ def experts(setup: Setup) -> Iterator[str]:
     config, mesh = setup.model_config, setup.mesh
     if config in (NOT_READ_YET, None) or mesh is None or not _plan(setup, "ep"):
         return
-    text = config.get_text_config()
-    numbers = {name: number for name in EXPERTS if isinstance(number := getattr(text, name, None), int)}
-    name, number = next(iter(numbers.items()), ("num_experts", 0))
+    name, number = experts_of(config.get_text_config())
     if number % mesh.ep:
         yield (
-            f"the model's {name} {number} is not a multiple of ep_size {mesh.ep}, and each process takes whole experts:"
-            f" edit {ARGS}.ep_size, or model.architecture"
+            f"the model's {name} {number} is not a multiple of ep_size {mesh.ep}, and no expert is"
+            f" split: edit {ARGS}.ep_size, or model.architecture"
         )
 
 
-def optimizer(setup: Setup) -> Iterator[str]:
-    chosen = getattr(setup.optim, "optimizer", None) or {}
-    if setup.mesh is not None and chosen.get("class_path") == "torch.optim.Adafactor":
-        # torch 2.13, _adafactor.py: "in-place operations that require placement changes are not supported"
-        yield (
-            "--optimizer Adafactor: torch's reads a matrix's rows, which fails where they are sharded (torch 2.13): use"
-            " configs/strategy/ddp.yaml, or another optimizer"
-        )
+def experts_of(config: Any) -> tuple[str, int]:
+    """Returns the field with the number of experts, and the number; 0 if there are none."""
+    for name in EXPERTS:
+        if isinstance(number := getattr(config, name, None), int):
+            return name, number
+    return EXPERTS[0], 0
 
 
 def _plan(setup: Setup, kind: str) -> dict[str, str]:
-    """The rules as transformers will have them: the model's own, the user's over them; for tp, {} is no rule at all."""
+    """Returns the model's rules, overridden by the user's; {} as tp_plan means none."""
     config, given = setup.model_config, getattr(setup.strategy, f"{kind}_plan")
     if config is None or (kind == "tp" and given == {}):
         return {}

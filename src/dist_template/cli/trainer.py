@@ -1,0 +1,68 @@
+"""Completes Lightning's Trainer with the parts that every run has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.plugins.precision import HalfPrecision
+
+from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from ..callbacks.crash import Crash
+from ..callbacks.garbage import Garbage
+from ..callbacks.record import Record
+from ..callbacks.sample_order import SampleOrder
+from ..callbacks.summary import Summary
+from ..callbacks.watchdog import Watchdog
+from ..checkpoint.resume import use_every_format
+from ..cluster.fingerprint import SameEnvironment
+from ..cluster.redaction import redacted
+from ..compat.lightning import limit_threads
+from ..compat.loop import lighten
+from ..model import any_module
+from ..observe.loggers.run_log import RunLog
+from ..parallel import ddp
+from ..parallel.half import HalfParameters
+
+
+def complete(
+    trainer: Any,
+    module: Any,
+    data: Any,
+    run: Path,
+    *,
+    given: dict[str, Any],
+    config: dict[str, Any],
+    defaults: Callable[[], str],
+    reports: bool,
+) -> Summary:
+    """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary.
+
+    `given` are the Trainer's keyword arguments in the configuration, `config` is the content of
+    config.yaml, and `defaults` returns its content with all keys at their defaults.
+    """
+    ddp.complete(given.get("strategy"), trainer.strategy)
+    if trainer.num_devices > 1:
+        limit_threads(trainer.num_devices)  # Lightning does so in rank 0, for some strategies
+    use_every_format(trainer, module)
+    precision = trainer.strategy.precision_plugin
+    if type(precision) is HalfPrecision:
+        trainer.strategy.precision_plugin = HalfParameters(precision.precision)
+    if not trainer.fast_dev_run:
+        trainer.loggers = [*trainer.loggers, RunLog(run)]
+    plain = redacted(json.loads(json.dumps(config, default=str)))
+    summary = Summary(run, reports and not trainer.fast_dev_run)
+    first: list[Any] = [Crash(run)] if any_module.owns_order(data) else [SampleOrder(), Crash(run)]
+    last = [Record(run, plain, defaults), Garbage(), summary]
+    trainer.callbacks = [*first, *trainer.callbacks, *last]
+    if given.get("enable_checkpointing") is False:
+        savers = (LastCheckpoint, BestCheckpoint)
+        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, savers)]
+    lighten(trainer)
+    (watchdog,) = (c for c in trainer.callbacks if isinstance(c, Watchdog))
+    (same,) = (c for c in trainer.callbacks if isinstance(c, SameEnvironment))
+    watchdog.begin(trainer, run)
+    same.begin(trainer, run, plain, watchdog.start_timeout_s)
+    return summary
