@@ -1,8 +1,8 @@
 """Tensors with different device meshes or placements: groups them, and computes one norm over all of them.
 
-Under tensor or expert parallelism some parameters are plain tensors and others DTensors on different
-meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`) refuse such a
-mixture, so they are called for one group at a time.
+Under tensor or expert parallelism some parameters are plain tensors and others DTensors on
+different meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`)
+refuse such a mixture, so they are called for one group at a time.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor | None:
     """Scales all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0 only measures.
 
-    Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm, and fails
-    for parameters on different meshes.
+    Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm,
+    and fails for parameters on different meshes.
 
     Returns:
-        () the norm before clipping, on the gradients' device. None where no parameter has a gradient,
-        because the strategy keeps and clips them itself (DeepSpeed).
+        () the norm before clipping, on the gradients' device. None where no parameter has a
+        gradient, because the strategy keeps and clips them itself (DeepSpeed).
     """
     parameters = [p for p in parameters if p.grad is not None]
     if not parameters:

@@ -45,7 +45,8 @@ def this_project(file: str) -> Project:
 def check_config(project: Project, *flags: str) -> list[str]:
     """Returns a sentence for each thing in a configuration that cannot work on the machine that it describes.
 
-    Devices and nodes are those of the configuration; where it says auto, one node with 8 GPUs. Nothing is started.
+    Devices and nodes are those of the configuration; where it says auto, one node with 8 GPUs.
+    Nothing is started.
 
     Raises:
         InputError: a file, key or value is wrong.

@@ -1,11 +1,11 @@
 """Distributes full (unsharded) weights from rank 0 over the ranks, and gathers them there.
 
-Rank 0 builds the model, and every other rank builds it on torch's meta device, without memory; then each
-tensor is sent from rank 0 to the ranks that need it. So a node's host memory holds one model, and the
-starting weights do not depend on the strategy.
+Rank 0 builds the model, and every other rank builds it on torch's meta device, without memory; then
+each tensor is sent from rank 0 to the ranks that need it. So a node's host memory holds one model,
+and the starting weights do not depend on the strategy.
 
-torch's `set_model_state_dict(broadcast_from_rank0=True)` does not support non-persistent buffers, the
-interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
+torch's `set_model_state_dict(broadcast_from_rank0=True)` does not support non-persistent buffers,
+the interleaved shards of transformers' packed plans, or DeepSpeed's partitions.
 """
 
 from __future__ import annotations

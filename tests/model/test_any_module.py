@@ -91,20 +91,20 @@ def test_a_strategy_has_the_losses_of_one_process(trainings: Trainings, strategy
 @pytest.mark.slow
 @strategies("auto", *STRATEGIES)
 def test_a_killed_run_resumes_at_the_next_sample(trainings: Trainings, strategy: str) -> None:
-    whole = trainings.run(strategy, strategy)
+    uninterrupted = trainings.run(strategy, strategy)
     trainings.run(f"{strategy}-killed", strategy, kill=KILLED)
     resumed = trainings.run(f"{strategy}-resumed", strategy, "--ckpt_path=last", run=f"{strategy}-killed")
-    assert resumed.loss == {step: whole.loss[step] for step in range(KILLED // EVERY * EVERY + 1, STEPS + 1)}
+    assert resumed.loss == {step: uninterrupted.loss[step] for step in range(KILLED // EVERY * EVERY + 1, STEPS + 1)}
 
 
 @pytest.mark.slow
 @strategies("ddp", "fsdp2", "zero3")
 def test_any_strategys_checkpoint_resumes_under_another(trainings: Trainings, strategy: str) -> None:
-    whole = trainings.run("auto", "auto")
+    uninterrupted = trainings.run("auto", "auto")
     other = {"ddp": "fsdp2", "fsdp2": "zero3", "zero3": "auto"}[strategy]
     checkpoint = trainings.run(strategy, strategy).run / "checkpoints" / manifest.name(6)
     resumed = trainings.run(f"{strategy}-{other}", other, f"--ckpt_path={checkpoint}")
-    assert resumed.loss == pytest.approx({step: whole.loss[step] for step in range(7, STEPS + 1)}, rel=1e-5)
+    assert resumed.loss == pytest.approx({step: uninterrupted.loss[step] for step in range(7, STEPS + 1)}, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -192,13 +192,13 @@ def test_the_size_of_a_micro_batch_does_not_matter(train: Trainings, one: RunRec
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero3"], daily=["zero3"]))
 def test_a_resumed_training_balances_as_one_never_stopped(train: Trainings, strategy: str) -> None:  # noqa: F811
-    whole = train("deepseek_v3", strategy, *BOTH)
+    uninterrupted = train("deepseek_v3", strategy, *BOTH)
     half = train.run("fit", "deepseek_v3", strategy, *BOTH, callbacks=[PauseAfter(STEPS // 2)])
     rest = train.run("fit", "deepseek_v3", strategy, *BOTH, f"--ckpt_path={newest(half.run)}")
     for name in ("train/loss", *TERMS):
-        expected = {step: value for step, value in whole.metric(name).items() if step > STEPS // 2}
+        expected = {step: value for step, value in uninterrupted.metric(name).items() if step > STEPS // 2}
         assert rest.metric(name) == expected, name
-    assert all(torch.equal(rest.end[name], tensor) for name, tensor in whole.end.items())
+    assert all(torch.equal(rest.end[name], tensor) for name, tensor in uninterrupted.end.items())
 
 
 def unreduced(self: Balancer) -> None:

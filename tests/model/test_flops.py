@@ -58,7 +58,7 @@ def test_a_frozen_parameter_has_no_gradient_to_compute() -> None:
     assert Size.of(model).flops_per_token(T) == free - 2 * frozen
 
 
-def test_of_an_own_model_only_what_can_be_known_is_told() -> None:
+def test_unknown_numbers_of_a_custom_model_are_none() -> None:
     own: Any = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     size = Size.of(own)
     assert (size.total, size.active, size.embedding) == (80, 80, 40)
@@ -85,7 +85,7 @@ def test_of_an_own_model_only_what_can_be_known_is_told() -> None:
         ("cpu", "bf16-mixed", None),
     ],
 )
-def test_a_peak_is_told_only_of_a_device_that_is_known(device: str, precision: str, expected: float | None) -> None:
+def test_only_a_known_device_has_a_peak(device: str, precision: str, expected: float | None) -> None:
     found = peak(device, precision)
     assert (found and found[0]) == expected
 

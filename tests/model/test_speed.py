@@ -1,4 +1,4 @@
-"""What a model's step holds, reads, multiplies and compiles, by counts alone."""
+"""Memory, device syncs, operations and compilations of a step, measured by counting."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def test_a_step_in_chunks_holds_less_than_0_7_of_its_memory() -> None:
         model.zero_grad()
         step(model, tokens, chunk)
 
-    whole, chunked = peak_bytes(lambda: work(None)), peak_bytes(lambda: work(64))
-    assert whole >= 12 * 512 * 8192, "three tensors of (B, T, V) in float32"
-    assert chunked <= 0.7 * whole  # an eighth of the logits, and the weight's gradient: 0.2
+    unchunked, chunked = peak_bytes(lambda: work(None)), peak_bytes(lambda: work(64))
+    assert unchunked >= 12 * 512 * 8192, "three tensors of (B, T, V) in float32"
+    assert chunked <= 0.7 * unchunked  # an eighth of the logits, and the weight's gradient: 0.2
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_chunks_have_the_sums_and_gradients_of_the_whole(frozen: bool) -> None:
+def test_chunks_have_the_sums_and_gradients_of_one_piece(frozen: bool) -> None:
     tokens = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(0))
     results = []
     for chunk in (None, 16):

@@ -40,7 +40,7 @@ def documented() -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts on two processes, which crashes in step 7 and goes on from step 4."""
+    """A mixture of experts on two processes, which crashes in step 7 and resumes from step 4."""
     folder = tmp_path_factory.mktemp("metrics")
     shutil.copytree(PROJECT / "configs", folder / "configs")
     shutil.copytree(PROJECT / PACKAGE, folder / "trainer_dev", ignore=shutil.ignore_patterns("__pycache__"))
@@ -74,7 +74,7 @@ def test_the_tables_are_read() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logger", tiers(["tensorboard", "wandb"], daily=["tensorboard"]))
-def test_every_documented_metric_stands_at_its_steps_also_after_a_restart(run: Path, logger: str) -> None:
+def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(run: Path, logger: str) -> None:
     reader = read_back
     points = getattr(reader, f"{logger}_points")(run)
     expected: dict[str, dict[int, float]] = {}
@@ -91,4 +91,4 @@ def test_every_documented_metric_stands_at_its_steps_also_after_a_restart(run: P
     for name in ("train/loss", "train/tokens", "eval/loss", "moe/unused_experts"):
         again = {4, *(range(5, 8) if logger == "wandb" else ())}  # 4: its validation; W&B keeps steps done again
         for step, values in points[name].items():
-            assert len(set(values)) == 1 and (len(values) == 1 or step in again), f"{name} stands twice"
+            assert len(set(values)) == 1 and (len(values) == 1 or step in again), f"{name} is logged twice"

@@ -153,7 +153,7 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_installed(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "git"])
-def test_vendor_copies_the_librarys_source_and_pins_the_copy(repository: Path, tmp_path: Path, kind: str) -> None:
+def test_vendor_adds_the_librarys_source_and_pins_it(repository: Path, tmp_path: Path, kind: str) -> None:
     address = f"git+file://localhost{repository}" if kind == "git" else str(repository)
     project = bake_from(address, tmp_path)
     done = make(project, "vendor", f"RUN={sys.executable}")  # with RUN nothing is installed

@@ -32,7 +32,7 @@ def test_setup_says_which_python_is_too_old(tmp_path: Path) -> None:
 def test_setup_stops_before_it_fetches_cuda_for_a_machine_without_a_gpu(
     tmp_path: Path, plan: str, stopped: bool
 ) -> None:
-    """A stand-in for pip tells what it would install; nothing is downloaded."""
+    """A stand-in for pip prints what it would install; nothing is downloaded."""
     project = bake_into(tmp_path)
     python = project.path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)

@@ -69,7 +69,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_older_cache_usable(texts: Pat
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_grow_is_told_as_a_full_disk(texts: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_is_reported_as_a_full_disk(texts: Path, tmp_path: Path) -> None:
     (texts / "large.txt").write_text(SENTENCES * 5000, encoding="utf-8")
     cache_dir = tmp_path / "cache"
     assert "is full and nothing was kept" in prepare_in_a_child(texts, cache_dir, limit=100_000)

@@ -1,4 +1,4 @@
-"""Interrupted training goes on with the rows that it has not seen, in Lightning's own loops."""
+"""An interrupted run resumes with the rows that it has not read, in Lightning's own loops."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def train(
 
 
 @pytest.fixture
-def whole(texts: Path, tmp_path: Path) -> list[list[int]]:
-    steps = train(texts, tmp_path / "whole")
+def uninterrupted(texts: Path, tmp_path: Path) -> list[list[int]]:
+    steps = train(texts, tmp_path / "uninterrupted")
     assert len(steps) == STEPS and all(len(step) == GLOBAL for step in steps)
     assert sorted(sum(steps, [])[:87]) == [32 + row for row in range(87)]
     return steps
@@ -125,13 +125,13 @@ def whole(texts: Path, tmp_path: Path) -> list[list[int]]:
 # In the first epoch, at its end, at the start of the second, inside it, at its end, in the third.
 @pytest.mark.parametrize("stop", [3, 10, 11, 14, 20, 23])
 @pytest.mark.parametrize(("micro", "workers"), [(2, 0), pytest.param(2, 2, marks=pytest.mark.slow), (8, 0), (1, 0)])
-def test_the_rest_is_exactly_what_was_not_seen(
-    texts: Path, tmp_path: Path, whole: list[list[int]], stop: int, micro: int, workers: int
+def test_a_resumed_run_reads_exactly_the_remaining_rows(
+    texts: Path, tmp_path: Path, uninterrupted: list[list[int]], stop: int, micro: int, workers: int
 ) -> None:
     """Also with workers, which read ahead, and with a micro-batch other than the interrupted run's 2."""
     first = train(texts, tmp_path / "run", stop=stop)
     rest = train(texts, tmp_path / "run", ckpt=tmp_path / "run" / f"step={stop}.ckpt", micro=micro, workers=workers)
-    assert [sorted(step) for step in first + rest] == [sorted(step) for step in whole]
+    assert [sorted(step) for step in first + rest] == [sorted(step) for step in uninterrupted]
 
 
 def test_batches_that_do_not_divide_are_refused_with_all_numbers() -> None:

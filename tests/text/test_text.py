@@ -71,7 +71,7 @@ def test_a_source_without_text_is_refused(tmp_path: Path, content: str) -> None:
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_too_little_text_for_the_sequences_is_told_with_the_numbers(tmp_path: Path) -> None:
+def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("x" * 99, encoding="utf-8")
     data = DataModule(
         TextFiles([f"{tmp_path}/short.txt"]),
@@ -89,7 +89,7 @@ def test_too_little_text_for_the_sequences_is_told_with_the_numbers(tmp_path: Pa
     data.prepare()
 
 
-def test_an_empty_validation_split_is_told(tmp_path: Path) -> None:
+def test_an_empty_validation_split_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("x" * 9999, encoding="utf-8")
     data = DataModule(
         TextFiles([f"{tmp_path}/short.txt"]),
@@ -115,14 +115,14 @@ def test_jsonl_gives_its_field(tmp_path: Path) -> None:
     assert read(Jsonl([str(first), str(second)], "body")) == TEXTS * 2
 
 
-def test_a_missing_field_is_told_with_those_that_are_there(tmp_path: Path) -> None:
+def test_a_missing_field_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", "body")
     message = error_of(Jsonl([str(path)]))
     assert "'text'" in message and "body, id" in message and str(path) in message
     assert ":1: it is no text" in error_of(Jsonl([str(path)], "id"))  # it is there, and no text
 
 
-def test_broken_jsonl_is_told_with_its_reason_and_file(tmp_path: Path) -> None:
+def test_broken_jsonl_is_reported_with_reason_and_file(tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"text": "good"}\n{"text": "bad\n', encoding="utf-8")
     message = error_of(Jsonl([str(path)]))
@@ -156,7 +156,7 @@ def test_a_datasets_folder_is_read_streamed_or_not(
     assert "nowhere" in error_of(HubDataset(str(folder), split="nowhere", streaming=streaming))
 
 
-def test_a_source_of_ones_own_is_one_class(tmp_path: Path) -> None:
+def test_a_custom_source_is_one_class(tmp_path: Path) -> None:
     class Squares(Source):
         def __init__(self, count: int) -> None:
             self.count = count
@@ -226,7 +226,7 @@ def test_a_saved_tokenizer_serves_as_a_pretrained_one(tmp_path: Path) -> None:
     assert tmp_path / "tokenizer.json" in spec.files()
 
 
-def test_a_tokenizer_that_is_not_there_or_too_small_is_told(tmp_path: Path) -> None:
+def test_a_missing_or_too_small_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="data.tokenizer.path"):
         Pretrained(str(tmp_path / "nothing")).fit(iter([]))
     with pytest.raises(InputError, match="below 257"):

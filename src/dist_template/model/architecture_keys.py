@@ -1,7 +1,8 @@
 """Checks the keys of `model.architecture`: the configuration class of its `model_type` or its model must read them.
 
-transformers keeps any other key as an attribute that no model reads, so a misspelt one would have no effect. Keys for a
-model of your own are given under `extra`; they are passed to the configuration unchecked.
+transformers keeps any other key as an attribute that no model reads, so a misspelt one would have
+no effect. Keys for a model of your own are given under `extra`; they are passed to the
+configuration unchecked.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
 def _known(config_class: Any) -> set[str]:
     """Returns a configuration's fields, aliases, properties, defaults and accepted older names.
 
-    The keys that only the model's code reads are included: Qwen3-MoE's `head_dim` is no field in transformers 5.23.
+    The keys that only the model's code reads are included: Qwen3-MoE's `head_dim` is no field in
+    transformers 5.23.
     """
     classes = [one for one in config_class.__mro__ if one.__module__.startswith("transformers.")]
     known = {field.name for field in dataclasses.fields(config_class)}

@@ -1,8 +1,9 @@
 """Load balancing for a mixture of experts: keeps routers from sending most tokens to a few experts.
 
-The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and micro-batches.
-Every routed token counts, also one whose label is masked: it occupies an expert like any other. Training batches have
-no padding. What activation checkpointing recomputes is not counted again.
+The load of an expert is the number of tokens routed to it in one optimizer step, over all ranks and
+micro-batches. Every routed token counts, also one whose label is masked: it occupies an expert like
+any other. Training batches have no padding. What activation checkpointing recomputes is not counted
+again.
 
     router with `e_score_correction_bias`  auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): after each
     (DeepSeek-V3, GLM-4.5 …)               optimizer step, the bias += `bias_update_speed` x sign(mean load - load)
@@ -11,10 +12,11 @@ no padding. What activation checkpointing recomputes is not counted again.
     optional, any router                   DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to
                                            20), router z-loss (arXiv:2202.08906, equation 5)
 
-The load-balancing loss takes the shares of the load from the previous optimizer step's global batch. Shares of a
-micro-batch would force every sequence to use all experts, which keeps experts from specialising (arXiv:2501.11873), and
-the result would depend on how the batch is distributed. The current global batch's shares are not known before its last
-micro-batch has been routed. The first step has uniform shares, so a gradient of zero.
+The load-balancing loss takes the shares of the load from the previous optimizer step's global
+batch. Shares of a micro-batch would force every sequence to use all experts, which keeps experts
+from specialising (arXiv:2501.11873), and the result would depend on how the batch is distributed.
+The current global batch's shares are not known before its last micro-batch has been routed. The
+first step has uniform shares, so a gradient of zero.
 
 Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 """
@@ -41,14 +43,16 @@ class BalanceConfig:
     """How tokens are balanced over the experts of a mixture of experts. Has no effect on other models.
 
     Args:
-        bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer step, DeepSeek-V3's
-            gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437, section 4.2). 0 is off.
-        aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model configuration's
-            `router_aux_loss_coef` for routers without that bias, 0 for routers with it. 0 is off.
-        sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers; 0.0001 there. 0 is
-            off.
-        z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits small; 0.001 in
-            ST-MoE. 0 is off.
+        bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer
+            step, DeepSeek-V3's gamma: 0.001 for its first 14.3 T tokens, then 0 (arXiv:2412.19437,
+            section 4.2). 0 is off.
+        aux_loss_coef: Weight of the load-balancing loss, summed over layers. null: the model
+            configuration's `router_aux_loss_coef` for routers without that bias, 0 for routers with
+            it. 0 is off.
+        sequence_loss_coef: Weight of DeepSeek-V3's sequence-wise balance loss, summed over layers;
+            0.0001 there. 0 is off.
+        z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits
+            small; 0.001 in ST-MoE. 0 is off.
     """
 
     bias_update_speed: float = 0.001
@@ -96,7 +100,8 @@ def _is_router_weight(parameter: Tensor, num: int) -> bool:
 class Kept:
     """Router logits (N, E) of a layer's newest counted forward pass.
 
-    An object for each layer: torch.compile would compile a block anew for each key of a common dictionary.
+    An object for each layer: torch.compile would compile a block anew for each key of a common
+    dictionary.
     """
 
     logits: Tensor | None = None
@@ -184,8 +189,8 @@ class Balancer:
     def losses(self, batch: dict[str, Tensor]) -> Iterator[tuple[str, float, Tensor]]:
         """Yields (metric, weight, value ()) of each loss term of the newest forward pass.
 
-        A value is the mean over layers and over the tokens of the micro-batch. Micro-batches have equally many, so the
-        mean over ranks and accumulation is the global batch's.
+        A value is the mean over layers and over the tokens of the micro-batch. Micro-batches have
+        equally many, so the mean over ranks and accumulation is the global batch's.
         """
         logits = {i: kept.logits for i, kept in enumerate(self._kept) if kept.logits is not None}
         for i in logits:
@@ -234,7 +239,8 @@ class Balancer:
         """Moves the biases and renews the shares.
 
         Args:
-            skipped: () 1 where the optimizer step was skipped, on all ranks: then nothing moves. None: it never is.
+            skipped: () 1 where the optimizer step was skipped, on all ranks: then nothing moves.
+                None: it never is.
         """
         if self._arriving is None:
             return

@@ -26,7 +26,8 @@ def causal_lm_config(
     """Returns the transformers configuration; also called before any process starts, to find errors early.
 
     Args:
-        architecture: `model_type` and fields of its configuration. Not used when `pretrained` is set.
+        architecture: `model_type` and fields of its configuration. Not used when `pretrained` is
+            set.
         pretrained: A local folder or hub name. None: from scratch.
         attention: The attention kernel. None: the model's default.
         data: Gives `vocab_size`, `eos_token_id` and `seq_len`.
@@ -58,11 +59,13 @@ def causal_lm_config(
 def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module:
     """Returns the model of `config` with room for `vocab_size` tokens, in fp32.
 
-    Only rank 0 loads weights; on the other ranks torch's default device is `meta`, and they receive them later.
+    Only rank 0 loads weights; on the other ranks torch's default device is `meta`, and they receive
+    them later.
     """
     from transformers import AutoModelForCausalLM
 
-    # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs new rows.
+    # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs
+    # new rows.
     if not pretrained or torch.get_default_device().type == "meta":
         config.vocab_size = max(config.vocab_size, vocab_size)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,15 +1,17 @@
 """Loss in chunks of tokens: the (B, T, V) logits of a micro-batch are never all in memory.
 
-Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and a
-vocabulary of 131,072. Here the backbone runs first, and the output layer afterwards on one chunk at a time:
-logits, loss and gradients. Only the gradients are kept. The backward pass multiplies them by the gradient
-of the sum, one number, so nothing is computed twice (the idea of Liger, arXiv:2410.10989, in plain torch).
+Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and
+a vocabulary of 131,072. Here the backbone runs first, and the output layer afterwards on one chunk
+at a time: logits, loss and gradients. Only the gradients are kept. The backward pass multiplies
+them by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger,
+arXiv:2410.10989, in plain torch).
 
-`torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns cross entropy
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns
+cross entropy
 alone: no accuracy, no customised `loss` or `sums`.
 
-The weight's gradient is accumulated over the chunks in float32. Results differ from those of all tokens at
-once by rounding.
+The weight's gradient is accumulated over the chunks in float32. Results differ from those of all
+tokens at once by rounding.
 
 Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of a chunk, S sums.
 """
@@ -33,8 +35,8 @@ Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
 def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
     """Runs `forward`, which calls `model`, without its output layer; returns that layer's input, (B, T, D).
 
-    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one token, and a
-    hook returns its input in place of the logits.
+    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one
+    token, and a hook returns its input in place of the logits.
 
     Raises:
         InputError: `forward` changes the logits, and the loss would not contain the change.
@@ -71,13 +73,15 @@ def _state(tensor: Tensor) -> tuple[int, int]:
 class ChunkedLoss(nn.Module):
     """Runs the output layer and `sums` on one chunk of tokens at a time.
 
-    It is a module, without parameters of its own, because ZeRO-3 gathers the "external parameters" of a module
-    around its forward and backward pass. The LightningModule must contain it before DeepSpeed's engine is made.
+    It is a module, without parameters of its own, because ZeRO-3 gathers the "external parameters"
+    of a module around its forward and backward pass. The LightningModule must contain it before
+    DeepSpeed's engine is made.
 
     Args:
         model: A model with an output layer (`get_output_embeddings`) or without.
-        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized; the others are
-            metrics without a gradient. Only the output layer's input and weights get a gradient from the first.
+        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized;
+            the others are metrics without a gradient. Only the output layer's input and weights get
+            a gradient from the first.
         size: N. None: all tokens are computed at once.
     """
 
@@ -153,5 +157,6 @@ class _GradientsAtOnce(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
         of_weights = [g.mul_(upstream[0]).to(dtype) for g, dtype in zip(of_weights, ctx.dtypes, strict=True)]
-        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 % too much.
+        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 %
+        # too much.
         return None, None, (of_hidden.float() * upstream[0]).to(of_hidden.dtype), *of_weights

@@ -1,8 +1,8 @@
 """Selects kernels of a transformers model: attention over packed documents, and products of experts.
 
-transformers 5.23 reads from the device in each forward pass whether rows hold several documents (FlashAttention: in
-each layer, and only for a single row: in a batch of several rows documents would attend to each other). Here the data
-module passes it, which knows it on the host.
+transformers 5.23 reads from the device in each forward pass whether rows hold several documents
+(FlashAttention: in each layer, and only for a single row: in a batch of several rows documents
+would attend to each other). Here the data module passes it, which knows it on the host.
 
     attention            several separate documents in a row        one document per row, or cross_document_attention
     sdpa (null)          a (B, 1, T, T) mask: efficient, cuDNN      causal, no mask: flash, cuDNN
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ..compat import transformers as compat
 from ..errors import InputError
 
-# (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for cross-document attention.
+# (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for
+# cross-document attention.
 BOUNDS = "cu_seq_lens"
 
 Attention = Literal["sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "eager"]
@@ -52,11 +53,12 @@ def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = Fa
     Args:
         model: A model of transformers.
         batch: A batch with `BOUNDS`; without them, transformers searches itself.
-        compiled: Whether its blocks are compiled. A batch in which every row is one document then gets a mask too, so
-            that no second version is compiled during training.
+        compiled: Whether its blocks are compiled. A batch in which every row is one document then
+            gets a mask too, so that no second version is compiled during training.
 
     Raises:
-        InputError: the batch has no `BOUNDS`, and with this kernel documents would attend to each other.
+        InputError: the batch has no `BOUNDS`, and with this kernel documents would attend to each
+            other.
     """
     bounds, (num_rows, seq_len) = batch.get(BOUNDS), batch["input_ids"].shape
     is_flash = "flash" in (compat.attention_of(model) or "")
@@ -85,8 +87,9 @@ def _none(position_ids: Tensor) -> None:
 def cast_experts() -> None:
     """Applies autocast to the experts' grouped products, as to every other product.
 
-    torch's autocast does not support `grouped_mm` (pytorch#174763), and transformers uses the weights' type: under
-    bf16-mixed experts would multiply in float32, for which a GPU has no grouped kernel, and wait for the device.
+    torch's autocast does not support `grouped_mm` (pytorch#174763), and transformers uses the
+    weights' type: under bf16-mixed experts would multiply in float32, for which a GPU has no
+    grouped kernel, and wait for the device.
     """
 
     def casting(grouped_mm: Any) -> Any:

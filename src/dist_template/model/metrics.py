@@ -1,7 +1,8 @@
 """A buffer for training metrics: they stay on the device and are read once, at log steps.
 
-`self.log` in a training step takes about 350 µs of CPU per value and may wait for the device in each step; this buffer
-keeps a reference. Validation uses `self.log`, so that ModelCheckpoint and schedulers can monitor its metrics.
+`self.log` in a training step takes about 350 µs of CPU per value and may wait for the device in
+each step; this buffer keeps a reference. Validation uses `self.log`, so that ModelCheckpoint and
+schedulers can monitor its metrics.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class MetricBuffer:
     ) -> dict[str, float]:
         """Returns the mean over ranks and time of every metric, and clears the buffer.
 
-        It takes one collective and one device-to-host transfer. Sums are in float64 where the device supports it.
+        It takes one collective and one device-to-host transfer. Sums are in float64 where the
+        device supports it.
 
         Args:
             all_reduce: Maps (n,) of each rank to their sum.

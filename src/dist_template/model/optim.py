@@ -1,7 +1,7 @@
 """How parameters are updated: parameter groups, the optimizer, the schedule per optimizer step.
 
-AdamW and a schedule of `transformers.get_scheduler`, whose arguments are the keys under `model.optim`; or the classes
-that `--optimizer` and `--lr_scheduler` name.
+AdamW and a schedule of `transformers.get_scheduler`, whose arguments are the keys under
+`model.optim`; or the classes that `--optimizer` and `--lr_scheduler` name.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ class OptimConfig:
 
     Args:
         learning_rate: Peak learning rate, reached at the end of the warm-up.
-        weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors have none. 0 is off.
+        weight_decay: AdamW's decoupled decay, on matrices alone: biases, norms and other vectors
+            have none. 0 is off.
         betas: AdamW's decay rates of the first and the second moment.
         eps: AdamW's term that keeps the denominator from zero.
         schedule: Shape of the learning rate over optimizer steps after the warm-up.
         warmup: Steps of linear warm-up when 1 or more, a share of all steps when below 1. 0 is off.
-        min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0 decays to zero.
+        min_learning_rate_share: Where cosine and warmup_stable_decay end, as a share of the peak. 0
+            decays to zero.
         decay_share: Share of all steps in which warmup_stable_decay falls.
         plateau_metric: What reduce_on_plateau watches, after each validation.
-        plateau_patience: Validations without improvement before reduce_on_plateau lowers the learning rate.
+        plateau_patience: Validations without improvement before reduce_on_plateau lowers the
+            learning rate.
         plateau_factor: What reduce_on_plateau multiplies the learning rate by.
     """
 
@@ -70,8 +73,9 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     Args:
         module: With all of its parameters.
         config: The keys under `model.optim`.
-        scaled: Gradients come multiplied, as float16 needs it. A fused step would divide them itself, after clipping
-            has taken them for what they are not; another leaves that to the precision plugin, which does it before.
+        scaled: Gradients come multiplied, as float16 needs it. A fused step would divide them
+            itself, after clipping has taken them for what they are not; another leaves that to the
+            precision plugin, which does it before.
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
@@ -113,8 +117,8 @@ def _named(flag: str, chosen: Class | None) -> Generator[None]:
 def mixed(kind: type[Optimizer]) -> type[Optimizer]:
     """`kind`, an optimizer, for parameters with different device meshes or placements.
 
-    A kernel over lists of tensors takes one layout at a time. Outside of a step the parameter groups are those of every
-    other strategy, so a schedule's state fits them all.
+    A kernel over lists of tensors takes one layout at a time. Outside of a step the parameter
+    groups are those of every other strategy, so a schedule's state fits them all.
     """
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -133,10 +137,12 @@ def build_schedule(
 ) -> dict[str, Any]:
     """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no end is set).
 
-    reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end of each epoch.
+    reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end
+    of each epoch.
 
     Raises:
-        InputError: the schedule needs an end and training has none, or the warm-up is longer than training.
+        InputError: the schedule needs an end and training has none, or the warm-up is longer than
+            training.
     """
     from transformers import get_scheduler
 

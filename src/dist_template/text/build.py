@@ -1,7 +1,7 @@
 """Builds the token cache: documents to splits to tokens to files, in one process and in bounded memory.
 
-`tokenizers` encodes on all cores by its own threads. The cache is written into a temporary folder, which is renamed
-when it is complete; an older cache stays until then.
+`tokenizers` encodes on all cores by its own threads. The cache is written into a temporary folder,
+which is renamed when it is complete; an older cache stays until then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
     """Tokenizes into a new cache, which replaces an older one of the same recipe.
 
     Raises:
-        InputError: another process is building it, the disk is full, or the source is unreadable or empty.
+        InputError: another process is building it, the disk is full, or the source is unreadable or
+            empty.
     """
     folder = recipe.folder(cache_dir)
     temporary = folder.with_name(folder.name + ".tmp")

@@ -5,8 +5,8 @@
         tokenizer/                          in transformers' layout
         manifest.json                       the recipe, fingerprints of the files read, counts, checksums
 
-A hash of its text assigns a document to a split: the splits do not depend on the order of files, and exact
-duplicates are in one split.
+A hash of its text assigns a document to a split: the splits do not depend on the order of files,
+and exact duplicates are in one split.
 """
 
 from __future__ import annotations

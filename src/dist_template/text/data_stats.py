@@ -15,8 +15,9 @@ from .rows import NOT_COUNTED
 ROWS = 64  # of the train split, spread evenly over it
 TRAIN_TOKENS, VALIDATION_TOKENS = 2**22, 2**20  # compared for duplicates: 0.3 s
 PARTS = 16  # slices of a split that these tokens are taken from, spread evenly over it
-# Bytes of text that two documents share only if one was copied from the other: 50 tokens of about 4 bytes, the length
-# of a duplicate in "Deduplicating Training Data Makes Language Models Better" (arXiv:2107.06499).
+# Bytes of text that two documents share only if one was copied from the other: 50 tokens of about 4
+# bytes, the length of a duplicate in "Deduplicating Training Data Makes Language Models Better"
+# (arXiv:2107.06499).
 DUPLICATE_BYTES = 200
 SAMPLED_BITS = 4  # one window in 2**SAMPLED_BITS is compared, chosen by its content: the same in both splits
 
@@ -26,12 +27,14 @@ def data_statistics(data: Any) -> dict[str, Any]:
 
     Returns:
         counted_share: Share of the labels that count.
-        unshifted_share: Share of them that are equal to their input token, which next-token labels rarely are.
+        unshifted_share: Share of them that are equal to their input token, which next-token labels
+            rarely are.
         distinct_tokens: Number of different token ids in the rows.
         examined_tokens: Number of tokens in the rows.
-        duplicate_share: Share of the validation split's text whose next `DUPLICATE_BYTES` bytes are in the train split
-            too. Exact duplicates are always in one split, so this finds documents that differ slightly. Lower than the
-            true share where a split is longer than what is read of it. None: there is no validation split.
+        duplicate_share: Share of the validation split's text whose next `DUPLICATE_BYTES` bytes are
+            in the train split too. Exact duplicates are always in one split, so this finds
+            documents that differ slightly. Lower than the true share where a split is longer than
+            what is read of it. None: there is no validation split.
         duplicate_examined_share: Share of the train split that was compared.
     """
     loader: Any = data.train_dataloader()

@@ -1,8 +1,8 @@
 """The training loader: reads the micro-batches of an optimizer step together, and counts their labels.
 
-Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean number of counted
-labels per rank and micro-batch therefore becomes the mean over all counted labels of the global batch. That number is
-one all-reduce of one value per optimizer step.
+Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
+number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
+of the global batch. That number is one all-reduce of one value per optimizer step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StepLoader(DataLoader):
 
     Args:
         dataset: Returns batches by `__getitems__`.
-        accumulation: Micro-batches per optimizer step. They are read together, and the first of them gets the key
-            `COUNTED`. 0: an evaluation, which has no steps.
+        accumulation: Micro-batches per optimizer step. They are read together, and the first of
+            them gets the key `COUNTED`. 0: an evaluation, which has no steps.
         transform: Applied to each batch in this process, also where workers read.
         options: Of DataLoader.
     """
@@ -56,8 +56,8 @@ class StepLoader(DataLoader):
 def tokens_per_micro_batch(counted: int, accumulation: int, device: torch.device) -> Tensor:
     """Returns () float32, at least 1: counted labels per micro-batch, averaged over the global batch and all ranks.
 
-    Collective over all ranks. On a GPU the stream waits for it and the host does not; Lightning's `strategy.reduce`
-    would wait at a barrier first (2.6.6).
+    Collective over all ranks. On a GPU the stream waits for it and the host does not; Lightning's
+    `strategy.reduce` would wait at a barrier first (2.6.6).
     """
     total = torch.full((), float(counted), device=device)
     if dist.is_initialized():

@@ -22,8 +22,8 @@ class TextModule(TrainingModule):
     """Base class of a language model's module: `forward` gives logits, `loss` a value per token.
 
     Args:
-        loss_chunk: Tokens whose logits are in memory at a time. null: those of the micro-batch, for a model that
-            changes its logits after the output layer.
+        loss_chunk: Tokens whose logits are in memory at a time. null: those of the micro-batch, for
+            a model that changes its logits after the output layer.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
         options: See TrainingModule.

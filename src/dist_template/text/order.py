@@ -1,7 +1,7 @@
 """The order of samples: a function of the seed and of the number of samples consumed so far, and of nothing else.
 
-The rows of the train split, shuffled anew for each epoch, make one endless stream. A global batch is its next
-`global_batch_size` entries, however they are distributed over ranks and micro-batches:
+The rows of the train split, shuffled anew for each epoch, make one endless stream. A global batch
+is its next `global_batch_size` entries, however they are distributed over ranks and micro-batches:
 
     stream   | 17 3 88 4 | 25 61 9 0 | 71 ...           all rows, then all rows in another order
     step     |---- 0 ----|---- 1 ----|---- 2 ...        global_batch_size = 4
@@ -10,9 +10,9 @@ The rows of the train split, shuffled anew for each epoch, make one endless stre
 
 So a run resumes on another number of ranks with exactly the next samples.
 
-A jump is an interval [start, end) of the stream that no rank reads; the following samples move up. Its
-samples do not count as consumed, so sample number `consumed` is at `stream_position(consumed, jumps)`.
-callbacks/numerics.py adds jumps over the samples that made training diverge.
+A jump is an interval [start, end) of the stream that no rank reads; the following samples move up.
+Its samples do not count as consumed, so sample number `consumed` is at `stream_position(consumed,
+jumps)`. callbacks/numerics.py adds jumps over the samples that made training diverge.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Jump = tuple[int, int]
 class GlobalOrder(Sampler[list[int]]):
     """Yields one rank's batches of row indices for training, from the consumed samples on.
 
-    Its length is one epoch's batches; the rows that fill no global batch at its end come first in the next epoch.
-    `consumed` and `jumps` are called when iteration starts, because the checkpoint is loaded after the loader is made.
-    Without a `seed` rows are not shuffled.
+    Its length is one epoch's batches; the rows that fill no global batch at its end come first in
+    the next epoch. `consumed` and `jumps` are called when iteration starts, because the checkpoint
+    is loaded after the loader is made. Without a `seed` rows are not shuffled.
     """
 
     def __init__(

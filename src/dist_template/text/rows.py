@@ -21,7 +21,8 @@ ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the h
 class PackedRows(Dataset):
     """Rows of T + 1 tokens, read many at a time; a document may continue in the next row.
 
-    The last row ends where the tokens end. It overlaps the one before, whose labels do not count again.
+    The last row ends where the tokens end. It overlaps the one before, whose labels do not count
+    again.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class PackedRows(Dataset):
     def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns positions and boundaries of documents; with `cross_document_attention` a row is one document.
 
-        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the documents' starts among
-        the B x T tokens, and B x T.
+        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the
+        documents' starts among the B x T tokens, and B x T.
         """
         if self.cross_document_attention:
             return np.tile(np.arange(self.seq_len), (len(inputs), 1)), np.zeros(0, dtype=np.int32)

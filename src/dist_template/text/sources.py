@@ -5,7 +5,8 @@
         class_path: Jsonl
         init_args: {paths: [corpus/*.jsonl]}
 
-A source's attributes are its constructor's arguments. They name its cache: other arguments get another cache.
+A source's attributes are its constructor's arguments. They name its cache: other arguments get
+another cache.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class TextFiles(Source):
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
-        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one document.
+        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
+            document.
     """
 
     def __init__(self, paths: list[str], separator: str | None = None) -> None:
@@ -158,7 +160,8 @@ class HubDataset(Source):
         split: The split to read; train, validation and test splits are made from it.
         field: The column that holds the text.
         streaming: true reads over the network while tokenizing; false downloads the split first.
-        revision: The commit or tag to read, so that the data cannot change underneath. null: the newest.
+        revision: The commit or tag to read, so that the data cannot change underneath. null: the
+            newest.
         max_documents: Stop after this number. null: read all.
     """
 

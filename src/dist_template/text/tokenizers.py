@@ -59,7 +59,8 @@ class ByteBPE(TokenizerSpec):
     """Byte-pair encoding over bytes, as GPT-2's, learned from the train split: same data, same merges.
 
     Args:
-        vocab_size: Number of tokens, with the 256 bytes and the end of a document among them; at least 257.
+        vocab_size: Number of tokens, with the 256 bytes and the end of a document among them; at
+            least 257.
         train_mib: MiB of text to learn from, taken from the beginning of the train split.
     """
 
