@@ -134,7 +134,7 @@ def test_what_the_module_logs_is_written_at_its_optimizer_step(trainings: Traini
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "strategy"),
-    tiers(itertools.product(MODULES, ["fsdp2", "zero3"]), daily=[("TrainingModule", "zero3"), ("plain", "fsdp2")]),
+    tiers(itertools.product(MODULES, ["fsdp2", "zero3"]), daily=[("plain", "fsdp2")]),
 )
 def test_it_is_rehearsed_at_its_own_size(module: str, strategy: str, tmp_path: Path) -> None:
     given = [*flags(tmp_path, MODULES[module], 2), "--data.num_train=160", *flags_of(strategy)]

@@ -142,7 +142,7 @@ def test_activation_checkpointing_changes_no_number(train: Trainings, strategy: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero2"], daily=["fsdp2"]))
+@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero2"], daily=["zero2"]))
 def test_compiling_the_blocks_changes_no_number(train: Trainings, strategy: str) -> None:
     plain = train("llama", "one", SHORT)
     compiled = train("llama", strategy, "--model.blocks.compile=true", "--model.blocks.checkpointing=full", SHORT)
