@@ -233,6 +233,7 @@ sys.exit(command(sys.argv[2:]))
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_first_remedy_for_a_real_out_of_memory_works(flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
     wide = (

@@ -37,6 +37,7 @@ def rehearse(*flags: str) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/strategy/ddp.yaml"]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
