@@ -29,11 +29,11 @@ def with_loss(output: Any, trainer: Any) -> tuple[Tensor | None, dict[str, Any]]
     """What `training_step` returned: the loss, divided by the accumulation, and what callbacks are
     given."""
     if output is None and trainer.world_size > 1:
-        raise RuntimeError("`training_step` returned None: a rank cannot pass over a step, others wait for it")
+        raise RuntimeError("`training_step` returned None: a rank cannot skip a step of all ranks")
     if isinstance(output, Tensor) and trainer.accumulate_grad_batches == 1:
         return output, {"loss": output.detach()}
     result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
     if result.loss is None:
-        Closure.warning_cache.warn("`training_step` returned `None`: this batch is passed over")
+        Closure.warning_cache.warn("`training_step` returned `None`: this batch is skipped")
         return None, {}
     return result.closure_loss, result.asdict()

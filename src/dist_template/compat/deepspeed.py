@@ -2,7 +2,7 @@
 0.19.
 
 tests/compat/test_names.py checks the names. Where one is gone, its function raises AttributeError
-or ImportError, unless its docstring names a fallback. DeepSpeed is imported when it is needed. """
+or ImportError, unless its docstring names a fallback. DeepSpeed is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_shared_memory_collectives() -> None:
     it takes gloo's.
 
     No setting turns the build off: DeepSpeed asks whether the operation is compatible, and
-    remembers the answer. """
+    remembers the answer."""
     import deepspeed
 
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
@@ -33,9 +33,10 @@ def undo_process_patches() -> None:
     """Undoes what ZeRO-3 and DeepSpeed's autocast change for the whole process, and never change
     back."""
     from deepspeed.runtime import torch_autocast
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
+    from deepspeed.runtime.zero import partition_parameters
 
-    torch.nn.functional.linear = getattr(Patched, "linear_bk", torch.nn.functional.linear)
+    patched = partition_parameters.InsertPostInitMethodToModuleSubClasses
+    torch.nn.functional.linear = getattr(patched, "linear_bk", torch.nn.functional.linear)
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
 
 
@@ -48,10 +49,14 @@ def trace_full_forwards(engine: Any) -> None:
     `self(batch)`. A trace that starts in the middle does not fit the next micro-batch and is made
     anew for ever: nothing is prefetched, and each time all ranks compare their traces on the host.
     Measured on two processes: 84 all-gathers and 16 broadcasts in a step that otherwise has 21 and
-    none (tests/parallel/test_collectives.py). """
+    none (tests/parallel/test_collectives.py)."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     offload.fwd_pre_hook.remove()
-    offload.fwd_pre_hook = engine.register_forward_pre_hook(lambda *_: offload.get_param_coordinator().reset_step())
+
+    def restart(*_: Any) -> None:
+        offload.get_param_coordinator().reset_step()
+
+    offload.fwd_pre_hook = engine.register_forward_pre_hook(restart)
 
 
 def is_partitioned_in_half(parameter: Any) -> bool:
@@ -59,7 +64,7 @@ def is_partitioned_in_half(parameter: Any) -> bool:
     return hasattr(parameter, "_hp_mapping")
 
 
-# ---- an optimizer step -------------------------------------------------------------------------------------------
+# ---- an optimizer step ---------------------------------------------------------------------------
 
 
 def can_veto_steps(optimizer: Any) -> bool:
@@ -68,7 +73,7 @@ def can_veto_steps(optimizer: Any) -> bool:
 
     The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update.
     BF16_Optimizer, of stage 1 that accumulates in fp32, checks nothing but the norm. If the name is
-    gone: False, and gradients become NaN instead. """
+    gone: False, and gradients become NaN instead."""
     if not hasattr(optimizer, "_update_scale"):
         return False
     if not hasattr(optimizer, "vetoed"):
@@ -91,7 +96,7 @@ def _with_veto(optimizer: Any, update_scale: Callable[[bool], None]) -> Callable
     return vetoed
 
 
-# ---- checkpoints -------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -100,10 +105,14 @@ def redirected_saves(engine: Any, take: Callable[[Any, Path], None]) -> Generato
     nothing itself.
 
     DeepSpeed's checkpoint engines are chosen by its JSON and cannot be passed in. The recovery
-    script is not copied: `export` does what it does. """
+    script is not copied: `export` does what it does."""
     files = engine.checkpoint_engine
+
+    def save(state_dict: Any, path: Any) -> None:
+        take(state_dict, Path(path))
+
     with (
-        replaced(files, save=lambda state_dict, path: take(state_dict, Path(path)), makedirs=lambda *_, **__: None),
+        replaced(files, save=save, makedirs=lambda *_, **__: None),
         replaced(engine, _copy_recovery_script=lambda folder: None),
     ):
         yield
@@ -118,7 +127,9 @@ def join_frozen(num_ranks: int, models: list[Any]) -> dict[str, Tensor]:
     return full
 
 
-def join_trained(num_ranks: int, flat_groups: Any, models: list[Any], is_stage_3: bool, paddings: Any) -> Any:
+def join_trained(
+    num_ranks: int, flat_groups: Any, models: list[Any], is_stage_3: bool, paddings: Any
+) -> Any:
     """Returns full tensors by name, joined from each rank's flat partition of each parameter group.
 
     zero_to_fp32 has public functions for the weights alone; these join moments too.

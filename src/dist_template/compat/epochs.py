@@ -28,7 +28,7 @@ class Point(StrEnum):
 
     AFTER_BATCH = "after_batch"  # validation, where it is due, has not begun, or has not finished
     AFTER_VALIDATION = "after_validation"
-    AFTER_TRAINING = "after_training"  # or after an epoch: nothing is left to do for the newest batch
+    AFTER_TRAINING = "after_training"  # or after an epoch: the newest batch is finished
 
 
 class FitLoop(_FitLoop):
@@ -37,7 +37,8 @@ class FitLoop(_FitLoop):
     def state_dict(self, destination: dict | None = None, prefix: str = "") -> dict:
         state = super().state_dict(destination, prefix)
         current: Any = self.epoch_progress.current
-        if 0 < current.ready == current.processed and not self.epoch_loop._num_ready_batches_reached():
+        is_between = 0 < current.ready == current.processed
+        if is_between and not self.epoch_loop._num_ready_batches_reached():
             for counter in state[prefix + "epoch_progress"].values():
                 counter["processed"] -= 1
                 counter["completed"] = min(counter["completed"], counter["processed"])
@@ -46,10 +47,12 @@ class FitLoop(_FitLoop):
     def load_state_dict(self, state_dict: dict, prefix: str = "") -> None:
         super().load_state_dict(state_dict, prefix)
         epoch: Any = self.epoch_progress
-        if epoch.current.ready == epoch.current.processed:  # finished: the next batch is another epoch's first
-            epoch.total.completed, epoch.current.completed = epoch.total.processed, epoch.current.processed
+        if epoch.current.ready == epoch.current.processed:  # the next batch is of another epoch
+            for counter in (epoch.total, epoch.current):
+                counter.completed = counter.processed
             loop = self.epoch_loop
-            for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            steps = loop.automatic_optimization.optim_progress
+            for progress in (loop.batch_progress, loop.scheduler_progress, steps):
                 progress.reset_on_run()
 
 
@@ -68,7 +71,8 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     def _point(self) -> Point:
         validation = self.val_loop.batch_progress
         if self.trainer.validating:
-            is_over = validation.is_last_batch and validation.current.completed == validation.current.ready
+            is_complete = validation.current.completed == validation.current.ready
+            is_over = validation.is_last_batch and is_complete
             return Point.AFTER_VALIDATION if is_over else Point.AFTER_BATCH
         batches: Any = self.batch_progress.current
         return Point.AFTER_BATCH if batches.completed < batches.processed else Point.AFTER_TRAINING
@@ -85,7 +89,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
             self._restarting = False
             super().advance(data_fetcher)
             return
-        self.val_loop.restarting = False  # it begins with its first batch
+        self.val_loop.restarting = False  # it starts with its first batch
         self._skip_next_val = self._resume_point is Point.AFTER_VALIDATION
 
     def _num_ready_batches_reached(self) -> bool:
@@ -100,5 +104,6 @@ def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = Resumabl
     given = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
     trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)
-    for new, old in ((trainer.fit_loop, given), (trainer.fit_loop.epoch_loop.val_loop, given.epoch_loop.val_loop)):
-        new._data_source = old._data_source  # set where `fit` has begun
+    new = trainer.fit_loop  # its data source is set if `fit` has started
+    new._data_source = given._data_source
+    new.epoch_loop.val_loop._data_source = given.epoch_loop.val_loop._data_source

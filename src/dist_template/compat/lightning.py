@@ -3,7 +3,7 @@ tests/compat/test_names.py checks them.
 
 Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
 a fallback. loop.py, epochs.py and hooks.py hold what concerns the training loop's speed and its
-position in an epoch. """
+position in an epoch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def leave_signals_alone(trainer: L.Trainer) -> None:
     instead.
 
     Lightning's own way costs a broadcast and a scalar read from the device before every
-    micro-batch. """
+    micro-batch."""
     vars(trainer._signal_connector)["register_signal_handlers"] = _nothing
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
 
@@ -93,15 +93,17 @@ def has_wandb_run(logger: Any) -> bool:
     return logger._experiment is not None
 
 
-# ---- the launcher ------------------------------------------------------------------------------------------------
+# ---- the launcher --------------------------------------------------------------------------------
 
 
-def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]) -> None:
+def use_processes(
+    start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]
+) -> None:
     """Lets Lightning's launcher start ranks by `start`, as by Popen, and call `terminate` when one
     of them has failed.
 
     Lightning checks every 5 s and then kills all ranks, the first too: without a message, and with
-    no exit code that says what to do. Its launcher looks both names up in its module only. """
+    no exit code that says what to do. Its launcher looks both names up in its module only."""
 
     class Observer(launcher._ChildProcessObserver):
         def _terminate_all(self) -> None:
@@ -110,10 +112,11 @@ def use_processes(start: Callable[..., subprocess.Popen], terminate: Callable[[l
     def observe(processes: list[subprocess.Popen]) -> None:
         Observer(os.getpid(), processes, sleep_period=1).start()
 
-    vars(trainers_launcher).update(_launch_process_observer=observe, subprocess=SimpleNamespace(Popen=start))
+    processes = SimpleNamespace(Popen=start)
+    vars(trainers_launcher).update(_launch_process_observer=observe, subprocess=processes)
 
 
-# ---- strategies --------------------------------------------------------------------------------------------------
+# ---- strategies ----------------------------------------------------------------------------------
 
 
 def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
@@ -121,7 +124,7 @@ def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
     name it asks for DDP.
 
     The public way, arguments of `DDPStrategy(...)`, does not reach `strategy: ddp`, `auto` and the
-    names beside them. """
+    names beside them."""
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
 
 

@@ -1,7 +1,7 @@
 """Private names of LightningCLI and of its parser. Verified on lightning 2.6 and jsonargparse 4.53.
 
 Where a name is gone, the first call of its method raises AttributeError; tests/compat/test_names.py
-checks them. """
+checks them."""
 
 from __future__ import annotations
 

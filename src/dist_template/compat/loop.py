@@ -5,7 +5,7 @@ Read in lightning 2.6.6, loops/ and trainer/call.py. For each hook of each callb
 Lightning formats a debug message, enters a profiler's context, and writes the hook's name to the
 module twice, through `nn.Module.__setattr__`: a hundred times a batch. It asks again in each batch
 what the batch cannot change: who has which hook, what arguments they take, whether there is
-validation. Here that is asked when an epoch begins.
+validation. Here that is found once, when an epoch starts.
 
 The classes below are subclasses of Lightning's. They leave to it what is rare: the first batch of a
 resumed epoch, validation, manual optimization, `dataloader_iter`, a schedule that is not stepped
@@ -15,7 +15,7 @@ other difference.
 
 Tried and rejected: Lightning's own loop with one callback that calls all others. A step of a model
 of 0.1M parameters then took 3.4 % longer than Hugging Face's Trainer's in each of four rounds, with
-the classes here 0.3 %. """
+the classes here 0.3 %."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ def lighten(trainer: Any) -> None:
     """
     if not L.__version__.startswith(VERIFIED):
         rank_zero_only(print)(
-            f"lightning {L.__version__}: Lightning's own training loop runs, because dist_template's was verified on"
-            f" {VERIFIED}x alone. Small models train more slowly, and a resume at the end of an epoch may repeat steps"
+            f"lightning {L.__version__}: Lightning's own training loop runs, because that of"
+            f" dist_template was verified only on {VERIFIED}x. Small models train more slowly, and"
+            " a resume at the end of an epoch may repeat steps"
         )
         return
     if not isinstance(trainer.profiler, PassThroughProfiler):
@@ -95,26 +96,32 @@ class EpochLoop(ResumableEpochLoop):
             self._accumulates = self._validates = None
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """An epoch begins: find what does not change in it."""
+        """Finds, when an epoch starts, what does not change in it."""
         super().on_run_start(data_fetcher)
         trainer: Any = self.trainer
         module = self._module = trainer.lightning_module
         data_fetcher._start_profiler = data_fetcher._stop_profiler = _profile_nothing
         self._validates = super()._should_check_val_epoch()
-        self._is_ours = module.automatic_optimization and not isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+        self._is_ours = module.automatic_optimization and not takes_iterator
         self._steps_schedules = self._is_ours and all(
             (config.interval, config.frequency, config.reduce_on_plateau) == ("step", 1, False)
             for config in trainer.lr_scheduler_configs
         )
-        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self._callbacks = {
-            name: [partial(hook, trainer, module) for each in trainer.callbacks if (hook := own(each, name, Callback))]
-            for name in OF_EACH_BATCH
-        }
+        step = module.training_step
+        self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         self._own_hooks = {name: own(module, name, L.LightningModule) for name in OF_EACH_BATCH}
-        clears = own(module, "optimizer_zero_grad", L.LightningModule) or self._own_hooks["on_before_zero_grad"]
-        as_torch = all(type(optimizer).zero_grad is Optimizer.zero_grad for optimizer in trainer.optimizers)
-        self.drops_gradients = as_torch and not (clears or self._callbacks["on_before_zero_grad"])  # nobody looks
+        self._callbacks: dict[str, list[Any]] = {name: [] for name in OF_EACH_BATCH}
+        for name, hooks in self._callbacks.items():
+            for callback in trainer.callbacks:
+                if hook := own(callback, name, Callback):
+                    hooks.append(partial(hook, trainer, module))
+        self.drops_gradients = not (
+            own(module, "optimizer_zero_grad", L.LightningModule)
+            or self._own_hooks["on_before_zero_grad"]
+            or self._callbacks["on_before_zero_grad"]
+            or any(type(one).zero_grad is not Optimizer.zero_grad for one in trainer.optimizers)
+        )
         before, transfer, after = (self._transfer_hook(name) for name in TRANSFER)
         is_default = getattr(transfer, "__func__", None) in (
             L.LightningModule.transfer_batch_to_device,
@@ -128,14 +135,16 @@ class EpochLoop(ResumableEpochLoop):
         selector: Any = self.trainer._data_connector._datahook_selector
         owner = selector.get_instance(name)
         hook = own(owner, name, L.LightningModule)
-        return partial(call, self._module, name, hook) if hook and owner is self._module else getattr(owner, name)
+        if hook and owner is self._module:
+            return partial(call, self._module, name, hook)
+        return getattr(owner, name)
 
     def each(self, name: str, *args: Any) -> Any:
         """Call the hook `name` of the callbacks, then the module's, whose answer it is."""
         if (last := self._own_hooks[name]) is None and not self._callbacks[name]:
             return None
         names = vars(self._module)
-        before, names["_current_fx_name"] = names["_current_fx_name"], name  # `self.log` asks for it
+        before, names["_current_fx_name"] = names["_current_fx_name"], name  # for `self.log`
         for hook in self._callbacks[name]:
             hook(*args)
         answer = last(*args) if last else None
@@ -143,12 +152,12 @@ class EpochLoop(ResumableEpochLoop):
         return answer
 
     def advance(self, data_fetcher: Any) -> None:
-        """A batch. callbacks/preemption.py does what Lightning's look at SIGTERM, left out here,
-        was for."""
+        """Runs a batch. It does not check for SIGTERM: callbacks/preemption.py does."""
         if self.restarting or not self._is_ours:
             super().advance(data_fetcher)
             return
-        trainer, progress, connector = self.trainer, self.batch_progress, self.trainer._logger_connector
+        trainer, progress = self.trainer, self.batch_progress
+        connector = trainer._logger_connector
         if self.val_loop._restarting:
             self.val_loop.restarting = False
         batch, _, _ = next(data_fetcher)
@@ -163,7 +172,7 @@ class EpochLoop(ResumableEpochLoop):
 
         output, ends = None, False
         if batch is None:
-            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            self._warning_cache.warn("train_dataloader yielded None; its batch is skipped")
         else:
             ends = self.each("on_train_batch_start", batch, batch_idx) == -1
             trainer.strategy.on_train_batch_start(batch, batch_idx)
@@ -172,7 +181,9 @@ class EpochLoop(ResumableEpochLoop):
                 self._accumulates = super()._should_accumulate()
             else:
                 progress.increment_started()
-                given: Any = {"batch": batch} | ({"batch_idx": batch_idx} if self._takes_index else {})
+                given: Any = {"batch": batch}
+                if self._takes_index:
+                    given["batch_idx"] = batch_idx
                 output = self.automatic_optimization.run(trainer.optimizers[0], batch_idx, given)
         progress.increment_processed()
         self.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -181,7 +192,7 @@ class EpochLoop(ResumableEpochLoop):
         if ends:
             raise StopIteration
         self.each("on_train_batch_end", output, batch, batch_idx)
-        if results:  # somebody used `self.log`
+        if results:  # `self.log` was used
             connector.on_batch_end()
         results.batch = results.batch_size = None
         progress.increment_completed()
@@ -210,7 +221,8 @@ class EpochLoop(ResumableEpochLoop):
         elif interval == "step" and not update_plateau_schedulers and not self._should_accumulate():
             for config in self.trainer.lr_scheduler_configs:
                 self.scheduler_progress.increment_ready()
-                call(self._module, "lr_scheduler_step", self._module.lr_scheduler_step, config.scheduler, None)
+                step = self._module.lr_scheduler_step
+                call(self._module, "lr_scheduler_step", step, config.scheduler, None)
                 self.scheduler_progress.increment_completed()
 
     def _should_accumulate(self) -> bool:
@@ -224,19 +236,20 @@ class Optimization(_AutomaticOptimization):
     """What Lightning calls within a micro-batch and an optimizer step."""
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Lightning makes four closures and two objects for this, and two copies of the loss."""
+        """Lightning creates four closures, two objects and two copies of the loss for this."""
         if self._skip_backward:
             return super().run(optimizer, batch_idx, kwargs)
-        trainer, strategy, module = self.trainer, self.trainer.strategy, self.trainer.lightning_module
+        trainer, strategy = self.trainer, self.trainer.strategy
+        module = trainer.lightning_module
         epoch_loop: Any = trainer.fit_loop.epoch_loop
 
         def step() -> dict[str, Any]:
-            begins = batch_idx % trainer.accumulate_grad_batches == 0
-            if begins and epoch_loop.drops_gradients:
+            is_first = batch_idx % trainer.accumulate_grad_batches == 0
+            if is_first and epoch_loop.drops_gradients:
                 _drop_gradients(optimizer)  # and the forward pass has their memory
             output = call(module, "training_step", strategy.training_step, *kwargs.values())
             loss, outputs = with_loss(output, trainer)
-            if begins:
+            if is_first:
                 self._clear(optimizer, batch_idx)
             if loss is not None:
                 call(module, "backward", strategy.backward, loss, optimizer)
@@ -262,12 +275,14 @@ class Optimization(_AutomaticOptimization):
         progress.increment_completed()
 
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
-        trainer, module, steps = self.trainer, self.trainer.lightning_module, self.optim_progress.optimizer.step
-        accumulates = trainer.fit_loop._should_accumulate()  # DeepSpeed's engine is called all the same
+        trainer, steps = self.trainer, self.optim_progress.optimizer.step
+        module = trainer.lightning_module
+        accumulates = trainer.fit_loop._should_accumulate()  # DeepSpeed's engine is called anyway
         if not accumulates:
             steps.increment_ready()
-        arguments = (trainer.current_epoch, batch_idx, trainer.strategy._lightning_optimizers[0])
-        call(module, "optimizer_step", module.optimizer_step, *arguments, train_step_and_backward_closure)
+        optimizer = trainer.strategy._lightning_optimizers[0]
+        arguments = (trainer.current_epoch, batch_idx, optimizer, train_step_and_backward_closure)
+        call(module, "optimizer_step", module.optimizer_step, *arguments)
         if not accumulates:
             steps.increment_completed()
 
@@ -285,4 +300,8 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
     if type(batch) is not dict or not all(isinstance(value, Tensor) for value in batch.values()):
         return move_data_to_device(batch, device)
     blocks = device.type in ("cpu", "mps")  # as there
-    return {n: v if v.device == device else v.to(device, non_blocking=not blocks) for n, v in batch.items()}
+    moved = {}
+    for name, value in batch.items():
+        is_there = value.device == device
+        moved[name] = value if is_there else value.to(device, non_blocking=not blocks)
+    return moved

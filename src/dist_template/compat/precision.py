@@ -2,7 +2,7 @@
 empty ones too.
 
 Read in lightning 2.6.6, plugins/precision/. The second class has its name from Lightning's: under
-it a checkpoint holds the state of the loss scaler. """
+it a checkpoint holds the state of the loss scaler."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ class Precision(precision.Precision):
         self, model: Any, optimizer: Any, clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         if model.automatic_optimization:
-            options = {"gradient_clip_val": clip_val, "gradient_clip_algorithm": gradient_clip_algorithm}
-            clip = partial(model.configure_gradient_clipping, **options)
+            clip = partial(
+                model.configure_gradient_clipping,
+                gradient_clip_val=clip_val,
+                gradient_clip_algorithm=gradient_clip_algorithm,
+            )
             call(model, "configure_gradient_clipping", clip, optimizer)
 
 

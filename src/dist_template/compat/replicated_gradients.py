@@ -3,7 +3,7 @@ and key norms.
 
 transformers 5.23 sums a parameter's accumulated gradient over the ranks after each micro-batch, the
 earlier ones' again each time: with accumulation the gradient is too large, and neither loss nor
-norm need show it. Here each micro-batch's gradient is summed as it comes. """
+norm need show it. Here each micro-batch's gradient is summed as it comes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReplicatedWithSummedGradient(ReplicatedWithGradAllReduce):
 
         def hooked_forward(*args: Any, **kwargs: Any) -> Any:
             for name, parameter in module.named_parameters(recurse=False):
-                known = hooked.get(name) is parameter  # it is another once the weights are filled in
+                known = hooked.get(name) is parameter  # it is replaced when weights are filled in
                 if torch.is_grad_enabled() and parameter.requires_grad and not known:
                     parameter.register_hook(summed)
                     hooked[name] = parameter
@@ -47,5 +47,5 @@ class ReplicatedWithSummedGradient(ReplicatedWithGradAllReduce):
 
 def register() -> None:
     """Use it in place of transformers' own."""
-    style: Any = ReplicatedWithSummedGradient()  # transformers' own styles are none of the Callables it declares
+    style: Any = ReplicatedWithSummedGradient()  # transformers declares a Callable, but has none
     ALL_PARALLEL_STYLES.register(STYLE, style)

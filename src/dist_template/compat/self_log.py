@@ -2,7 +2,7 @@
 
 Lightning 2.6.6 (`_LoggerConnector.log_metrics`) writes it under the number of steps before it, one
 less than `trainer.global_step`: beside other metrics of the same step it would stand in another
-line. """
+line."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 tests/compat/test_names.py checks them.
 
 Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
-a fallback. """
+a fallback."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def compile_checkpointed_hooks() -> None:
 
     torch 2.13 otherwise runs the block eagerly, and the hook again in the backward pass.
     """
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # ty: ignore[invalid-assignment]
+    config: Any = torch._dynamo.config
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
@@ -74,12 +75,13 @@ def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
 
     Those never ran Optimizer's constructor, and registering a hook would raise AttributeError.
     """
-    if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    is_torchs = isinstance(optimizer, torch.optim.Optimizer)
+    if is_torchs and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer.register_step_pre_hook(hook)
     return None
 
 
-# ---- process groups ----------------------------------------------------------------------------------------------
+# ---- process groups ------------------------------------------------------------------------------
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -93,7 +95,7 @@ def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
-# ---- distributed checkpoints ---------------------------------------------------------------------------------------
+# ---- distributed checkpoints ---------------------------------------------------------------------
 
 
 def read_unsharded(reader: FileSystemReader) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def read_unsharded(reader: FileSystemReader) -> dict[str, Any]:
     entries.
 
     The public way, `dcp_to_torch_save`, writes a file, and unpickles with whatever reader it makes
-    itself. """
+    itself."""
     tensors: dict[str, Any] = {}
     _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return tensors

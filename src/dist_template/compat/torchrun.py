@@ -2,7 +2,7 @@
 tests/compat/test_names.py.
 
 torchrun restarts workers whatever their exit codes are, and has no public hook between an exit and
-the restart. Where a name is gone, creating the agent, or its first call, raises AttributeError. """
+the restart. Where a name is gone, creating the agent, or its first call, raises AttributeError."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class OpenAgent(LocalElasticAgent):
         self.shut_down(death_sig)
 
 
-def use(agent: type[OpenAgent], on_signal: Callable[[int, Any], None], preexec_fn: Callable[[], None]) -> None:
+def use(
+    agent: type[OpenAgent], on_signal: Callable[[int, Any], None], preexec_fn: Callable[[], None]
+) -> None:
     """Lets torchrun in this process make this agent, handle signals so, and call `preexec_fn` in
     each new worker."""
     vars(launcher)["LocalElasticAgent"] = agent

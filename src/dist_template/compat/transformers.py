@@ -3,7 +3,7 @@
 
 transformers changes them in minor versions; tests/compat/test_names.py checks them. Where a name is
 gone, its function raises AttributeError or ImportError, unless its docstring names a fallback.
-transformers is imported when it is needed. """
+transformers is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -43,23 +43,18 @@ def finding_documents(find: Callable[[Tensor], Tensor | None]) -> Generator[None
     None for one a row.
 
     transformers' own function reads from the device in every forward pass whether a row holds
-    several documents. """
+    several documents."""
     from transformers import masking_utils
 
-    masks: Any = masking_utils
-    own = masks.find_packed_sequence_indices
-    masks.find_packed_sequence_indices = find
-    try:
+    with replaced(masking_utils, find_packed_sequence_indices=find):
         yield
-    finally:
-        masks.find_packed_sequence_indices = own
 
 
 def wrap_grouped_mm(wrap: Callable[[Any], Any]) -> None:
     """Replaces the experts' grouped product by `wrap` of it, for the whole process.
 
     torch's autocast does not know `grouped_mm` (pytorch#174763), and transformers has no place to
-    cast its operands. """
+    cast its operands."""
     from transformers.integrations import moe
 
     experts: Any = moe
