@@ -18,7 +18,7 @@ from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks import garbage
 from dist_template.checkpoint.formats import read_full
-from dist_template.cli import fit as cli
+from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
 from dist_template.text.rows import PackedRows
