@@ -38,7 +38,7 @@ BUDGETS = {
     "model": (1_425, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (1_745, 1_200, "sources, tokenizers, cache, packed rows, the order of samples"),
     "observe": (3_500, 2_500, "history, loggers, diagnosis, report with its page's styles"),
-    "callbacks": (3_000, 1_300, "what is measured, saved and guarded during training"),
+    "callbacks": (3_050, 1_300, "what is measured, saved and guarded during training"),
     "cli": (1_780, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_830, 1_400, "a cluster's configuration proven on CPU processes"),
     "tools": (830, 550, "doctor, export, diagnose, report, prepare"),

@@ -15,6 +15,7 @@ from ..callbacks.garbage import Garbage
 from ..callbacks.record import Record
 from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
+from ..callbacks.unused_parameters import UnusedParameters
 from ..callbacks.watchdog import Watchdog
 from ..checkpoint.resume import use_every_format
 from ..cluster.fingerprint import SameEnvironment
@@ -55,7 +56,7 @@ def complete(
     plain = redacted(json.loads(json.dumps(config, default=str)))
     summary = Summary(run, reports and not trainer.fast_dev_run)
     first: list[Any] = [Crash(run)] if any_module.owns_order(data) else [SampleOrder(), Crash(run)]
-    last = [Record(run, plain, defaults), Garbage(), summary]
+    last = [Record(run, plain, defaults), Garbage(), UnusedParameters(), summary]
     trainer.callbacks = [*first, *trainer.callbacks, *last]
     if given.get("enable_checkpointing") is False:
         savers = (LastCheckpoint, BestCheckpoint)

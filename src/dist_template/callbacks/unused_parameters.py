@@ -1,0 +1,52 @@
+"""Warns about trainable parameters that get no gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from ..compat.lightning import accumulates
+from .console import write_lines
+
+MOST = 5  # names in the warning
+
+
+class UnusedParameters(Callback):
+    """In the first optimizer step, names the trainable parameters without a gradient, on rank 0.
+
+    It checks whether a gradient exists and reads no values. Later steps cost only the call.
+    """
+
+    _checks = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._checks = trainer.is_global_zero
+        self._reached: set[str] = set()
+        self._hooks: list[Any] = []
+        if not self._checks or not hasattr(trainer.strategy, "deepspeed_engine"):
+            return
+        for name, parameter in pl_module.named_parameters():  # DeepSpeed frees gradients in backward
+            if parameter.requires_grad:
+                add = partial(self._add, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(add))
+
+    def _add(self, name: str, parameter: Any) -> None:
+        self._reached.add(name)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not self._checks or accumulates(trainer):
+            return
+        self._checks = False
+        for hook in self._hooks:
+            hook.remove()
+        unused = []
+        for name, parameter in pl_module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None and name not in self._reached:
+                unused.append(name)
+        if unused:
+            more = f" and {len(unused) - MOST} more" if len(unused) > MOST else ""
+            what = f"no gradient in the first step: {', '.join(unused[:MOST])}{more}"
+            advice = "use them in forward, or freeze them with requires_grad_(False)"
+            write_lines(trainer, f"warning: {what}. They are not trained: {advice}")
