@@ -40,8 +40,8 @@ BUDGETS = {
     "observe": (3_500, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_050, 1_300, "what is measured, saved and guarded during training"),
     "cli": (1_780, 1_000, "verbs, parser, configuration errors, the run folder"),
-    "rehearsal": (2_830, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (830, 550, "doctor, export, diagnose, report, prepare"),
+    "rehearsal": (2_900, 1_400, "a cluster's configuration proven on CPU processes"),
+    "tools": (835, 550, "doctor, export, diagnose, report, prepare"),
 }
 AIM = 13_500
 

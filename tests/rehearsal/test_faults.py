@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from dist_template.rehearsal import source_order
 from dist_template.rehearsal.checks import CHECKS
 from dist_template.rehearsal.report import Result
 from dist_template.rehearsal.root_cause import trace
 from dist_template.rehearsal.runs import Runs
+from dist_template.text.sources import TextFiles
 from dist_template.tools.rehearse import main, make_small, own_flags
 from tests.support import edits, faults, faults_of_ranks, faults_of_runs
+from tests.support.hashed_source import FailingSource, HashedSource
 from tests.support.runs import CONFIGS, OURS
 from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY, tiers
@@ -198,6 +201,19 @@ def test_no_module_or_gradient_of_a_sound_training_is_accused(
 ) -> None:
     sound = rehearsals.sound(strategy, model, None)
     assert "outputs, gradients and learning rate of the first step agree" in trace(sound.one, sound.strategy)
+
+
+def test_a_source_whose_order_depends_on_hashes_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [f"--config={CONFIGS}/quickstart.yaml", "--keep_data", f"--only={source_order.NAME}"]
+    flags += [f"--data.source={HashedSource.__module__}.HashedSource", f"--output={tmp_path}/out"]
+    with pytest.raises(SystemExit):
+        main(["rehearse", *flags], OURS)
+    output = capsys.readouterr().out
+    assert "HashedSource.documents" in output and "hashed_source.py:" in output, output
+    failed = source_order.check(FailingSource())
+    assert failed.verdict == "limit" and "FailingSource fails in another process: OSError: no such" in failed.where
+    (tmp_path / "a.txt").write_text("a text")
+    assert source_order.check(TextFiles([f"{tmp_path}/*.txt"])).verdict == "pass"
 
 
 @pytest.mark.slow

@@ -37,11 +37,12 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
         SystemExit: with 1, if a check fails.
     """
     own, flags = own_flags().parse_known_args(argv[1:])
+    from ..rehearsal import source_order
     from ..rehearsal.checks import CHECKS
     from ..rehearsal.report import Report
     from ..rehearsal.runs import RunFailed
 
-    names = [REAL_SIZES, *(check.name for check in CHECKS)]
+    names = [REAL_SIZES, source_order.NAME, *(check.name for check in CHECKS)]
     if not any(own.only in name for name in names):
         raise InputError(f"--only {own.only!r} matches no check of: {', '.join(names)}")
     folder = Path(own.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
@@ -55,6 +56,8 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     title = f"rehearsal of {' '.join(flags)} on {small.processes} processes"
     report = Report(title, {"processes": small.processes, "notes": small.notes})
     report.add(_check_real_sizes(cli, model_config))
+    if own.keep_data and own.only in source_order.NAME and hasattr(cli.datamodule, "source"):
+        report.add(source_order.check(cli.datamodule.source))
     checks = [check for check in CHECKS if own.only in check.name]
     try:
         if checks:
