@@ -107,7 +107,7 @@ def test_a_step_does_eight_operations_more_than_one_by_hand_at_most(flags: list[
     """Kernels, views and profiler ranges. The numerics guard, the metrics and the count of tokens are in it."""
     ours, hand, steps = counted(flags).ops.seen, by_hand().seen, LAST - FIRST
     more = {name: (ours[name] - hand[name]) / steps for name in ours | hand if ours[name] != hand[name]}
-    assert sum(more.values()) <= 8, sorted(more.items(), key=lambda item: -item[1])
+    assert sum(more.values()) <= 8, "\n".join(map(str, sorted(more.items(), key=lambda item: -item[1])))
 
 
 def test_a_step_makes_half_of_the_calls_that_lightnings_own_loop_makes(

@@ -85,7 +85,7 @@ class Numerics(Callback):
         self.folder = folder
         self.skipped: Tensor | None = None  # () 1 where the newest step was skipped, on the device
         self._recent = torch.full((spike_window,), math.nan)  # the loss of step i is at i % window
-        self._steps = 0
+        self._no_limit, self._steps = torch.tensor(math.inf), 0
         self._loss: Tensor | None = None  # () of this rank, over this step's micro-batches so far
         self._check: StepCheck | None = None  # of the current step
         self._pending: StepCheck | None = None  # of the step before, until the host reads it
@@ -108,6 +108,7 @@ class Numerics(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._recent = self._recent.to(pl_module.device)
+        self._no_limit = self._no_limit.to(pl_module.device)
         self._loss = self._check = self._pending = None
         self._in_a_row, self._first_step = 0, trainer.global_step
         self._jumps = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
@@ -146,9 +147,7 @@ class Numerics(Callback):
             is_anomalous = self._check_step(torch.zeros((), device=pl_module.device))
             trainer.precision_plugin.skip_step(pl_module, is_anomalous)
 
-    def _clip_and_check(
-        self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any
-    ) -> None:
+    def _clip_and_check(self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any):
         norm: Any = None
         if not (self._uses_deepspeed or tracks_metrics(module)):
             # Lightning's own clipping reports no norm.
@@ -167,12 +166,14 @@ class Numerics(Callback):
         """Returns (): 1.0 where the step must be skipped. Starts the copy that the host reads."""
         if self._gathering is not None:
             self._gathering.wait()  # on a GPU the stream waits, not the host
-        loss, limit = self._losses.mean(), self._limit()
-        norm = norm.to(loss, non_blocking=True)
-        difference = (loss + norm) - (loss + norm)  # 0, or NaN where one of them is not finite
-        self.skipped = torch.nan_to_num(difference, nan=1.0).maximum((loss > limit).to(loss))
-        index = self._steps % self.spike_window
-        self._recent[index] = torch.where(loss.isfinite(), loss, math.nan)
+        loss, limit = self._losses.mean(), self._no_limit
+        both = loss + (norm := norm.to(loss, non_blocking=True))
+        self.skipped = torch.nan_to_num(both - both, nan=1.0)  # inf - inf is NaN
+        if self.on_spike != "off":  # five kernels
+            limit = self._limit()
+            self.skipped = self.skipped.maximum((loss > limit).to(loss))
+            index = self._steps % self.spike_window
+            self._recent[index] = torch.where(loss.isfinite(), loss, math.nan)
         self._steps += 1
         figures = torch.stack([norm, limit, self.skipped])
         self._check = StepCheck.copy(torch.cat([self._losses, figures]))
@@ -180,8 +181,8 @@ class Numerics(Callback):
 
     def _limit(self) -> Tensor:
         """Returns () the highest usual loss. With `dim`, torch's median needs no device sync."""
-        if self.on_spike == "off" or self._steps < self.spike_window // 2:
-            return self._recent.new_full((), math.inf)
+        if self._steps < self.spike_window // 2:
+            return self._no_limit
         median = self._recent.nanmedian(dim=0).values
         spread = (self._recent - median).abs().nanmedian(dim=0).values
         return median + self.spike_sigmas * MAD_TO_SIGMA * spread
