@@ -9,14 +9,20 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dist_template.callbacks import diagnosis
+from dist_template.errors import Ended, Exit
+from dist_template.observe.diagnosis.finding import Finding
+from dist_template.observe.history.run import read_run
 from dist_template.observe.loggers.artifacts import Uploads
 from dist_template.observe.loggers.wandb import WandB
 from tests.support import read_back
 from tests.support.wandb_service import Service
+from tests.support.written import falling, write_run
 
 
 @pytest.fixture
@@ -118,6 +124,7 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.taken: list[dict[str, Any]] = []
+        self.alerts: list[tuple[str, ...]] = []
         self.outlived: list[str] = []
         self.may = threading.Event()
 
@@ -130,6 +137,9 @@ class FakeRun:
     def _wait(self, artifact: Any) -> None:
         assert self.may.wait(120)
         self.outlived += [Path(entry.local_path).read_text() for entry in artifact.manifest.entries.values()]
+
+    def alert(self, *message: str) -> None:
+        self.alerts.append(message)
 
     def finish(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -177,6 +187,38 @@ def test_the_option_artifacts_selects_the_uploads(tmp_path: Path, monkeypatch: p
             logger.on_checkpoint(checkpoint(tmp_path / kind, name))
         logger._uploads.wait(10)
         assert len(fake.taken) == expected, kind
+
+
+def test_alerts_report_the_end_a_crash_and_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeRun()
+    logger = logger_of(fake, tmp_path, monkeypatch, alerts=True)
+    logger._trains = True
+    logger.finalize("success")
+    logger.finalize("success")  # of the validation after training
+    for error in RuntimeError("out of luck\nmore"), Ended(Exit.REQUEUE, "preempted"):
+        try:
+            raise error
+        except Exception:
+            logger.finalize("failed")
+    assert fake.alerts == [
+        ("training has finished", "r", "INFO"),
+        ("training has failed", "r: RuntimeError: out of luck", "ERROR"),
+        ("training was interrupted", "r: preempted", "WARN"),
+    ]
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_alerts_report_findings_of_level_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    error, warning = Finding("a", "error", "certain", "t" * 70, "why"), Finding("b", "warning", "likely", "", "")
+    fake = FakeRun()
+    loggers = [SimpleNamespace(), logger_of(fake, tmp_path, monkeypatch, alerts=enabled)]
+    monkeypatch.setattr(diagnosis, "diagnose", lambda _: [error, warning])
+    callback = diagnosis.Diagnosis(folder=str(tmp_path))
+    callback._history = read_run(write_run(tmp_path / "a" / "1", falling(3)))
+    trainer: Any = SimpleNamespace(global_step=1, callbacks=[], loggers=loggers)
+    for _ in range(2):
+        callback._diagnose(trainer)
+    assert fake.alerts == [("t" * 63, "why", "ERROR")] * enabled
 
 
 def test_an_error_of_wandb_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from ..model.any_module import metrics_of, results_of
 from ..observe.diagnosis.engine import diagnose
 from ..observe.diagnosis.finding import Finding
 from ..observe.history.run import History, look_again, read_run
+from ..observe.loggers.wandb import WandB
 from ..project import program
 from .console import console_of, only_shows, write_lines
 
@@ -96,6 +97,9 @@ class Diagnosis(Callback):
         for finding in new:
             self._reported.add(finding.identity)
             self._write(finding, trainer.global_step)
+            for logger in trainer.loggers:
+                if finding.level == "error" and isinstance(logger, WandB):
+                    logger.alert(finding.title, finding.evidence, "ERROR")
         if console := console_of(trainer):
             titles = [finding.title for finding in self._open if finding.level != "info"]
             console.worst = titles[0] if titles else ""

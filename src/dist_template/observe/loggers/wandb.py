@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from ...cluster.redaction import redacted_command
 from ...compat.lightning import has_wandb_run, wandb_options
-from ...errors import reason, require
+from ...errors import Ended, Exit, first_line, reason, require
 from .artifacts import Uploads
 
 
@@ -36,6 +36,7 @@ class WandB(WandbLogger):
         artifacts: Committed checkpoints to upload in the background: none, best (of
             `best_checkpoint`), last (of `last_checkpoint`, each one as a new version), all (both).
             None are uploaded offline.
+        alerts: Whether W&B notifies you of findings of level "error", of a crash, and of the end.
         init_timeout_s: Seconds to wait for the service before logging offline.
         finish_timeout_s: Seconds to wait at the end for uploads; `wandb sync` uploads the rest.
     """
@@ -50,6 +51,7 @@ class WandB(WandbLogger):
         notes: str | None = None,
         offline: bool | None = None,
         artifacts: Literal["none", "best", "last", "all"] = "none",
+        alerts: bool = False,
         init_timeout_s: float = 30.0,
         finish_timeout_s: float = 20.0,
     ) -> None:
@@ -66,8 +68,9 @@ class WandB(WandbLogger):
             mode="offline" if offline else "online", group=group, tags=tags, notes=notes,
             settings=settings,
         )  # fmt: skip
-        self.artifacts, self.finish_timeout_s = artifacts, finish_timeout_s
-        self._failed = False
+        self.run_name = name or run_id
+        self.artifacts, self.alerts, self.finish_timeout_s = artifacts, alerts, finish_timeout_s
+        self._failed = self._trains = False
         self._uploads = Uploads()
 
     @property
@@ -87,6 +90,7 @@ class WandB(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._trains = True
         self._attempt(lambda: super(WandB, self).log_metrics(metrics, step))
 
     @rank_zero_only
@@ -100,6 +104,12 @@ class WandB(WandbLogger):
 
         page: Any = wandb.Html(f"<pre>{html.escape(text)}</pre>")
         self.log_metrics({"eval/sample": page}, step)
+
+    @rank_zero_only
+    def alert(self, title: str, text: str, level: Literal["INFO", "WARN", "ERROR"]) -> None:
+        """Sends a notification, if `alerts` is true."""
+        if self.alerts:  # W&B allows titles of 63 characters
+            self._attempt(lambda: self.experiment.alert(title[:63], text, level))
 
     @rank_zero_only
     def on_checkpoint(self, path: Path) -> None:
@@ -116,9 +126,22 @@ class WandB(WandbLogger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Ends a failed run. After success a validation may follow; wandb ends that run at exit."""
+        error = sys.exc_info()[1] if status != "success" else None
+        if self._trains or error:
+            self._alert_of_end(error)
+        self._trains = False
         self._uploads.wait(self.finish_timeout_s)
         if status != "success" and has_wandb_run(self):
             self._attempt(lambda: self.experiment.finish(exit_code=1))
+
+    def _alert_of_end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.alert("training has finished", self.run_name, "INFO")
+        elif isinstance(error, Ended) and error.code == Exit.REQUEUE:
+            self.alert("training was interrupted", f"{self.run_name}: {first_line(error)}", "WARN")
+        else:
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            self.alert("training has failed", f"{self.run_name}: {cause}", "ERROR")
 
     def _attempt(self, call: Callable[[], object]) -> None:
         """Calls wandb; if that fails (a killed process, a full disk), training continues."""
