@@ -99,6 +99,10 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     ),
     "a plan that is turned off": ({**mesh(tp_size=2, tp_plan={}), "config": DEEPSEEK}, "no plan for tensor"),
     "tensor parallelism of an own model": ({**mesh(tp_size=2), "config": None}, "build_config in module.py"),
+    "Liger with a sharded output layer": (
+        {**mesh(tp_size=2), "module": LanguageModule(loss_kernel="liger")},
+        r"loss_kernel liger .* \(tp_size 2\) shards it: set torch",
+    ),
     "half precision on a mesh": (
         {**mesh(), "machine": Machine("cuda", 8, precision="16-mixed")},
         "precision '16-mixed' does not exist under MeshStrategy: set 32-true",
@@ -169,7 +173,7 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
 
 def test_a_module_of_ones_own_needs_no_argument_of_ours() -> None:
     module = LanguageModule()
-    for name in ("optim", "blocks"):
+    for name in ("optim", "blocks", "loss_kernel"):
         delattr(module, name)
     assert violations_of(module=module) == []
 

@@ -13,7 +13,7 @@ from .conftest import PACKAGE, ROOT, SOURCE, BakedProject
 
 SKIPPED = {".git", ".venv", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache"}
 LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-KERNELS = {"flash"}  # extras for GPUs, which constraints.txt does not pin
+KERNELS = {"flash", "liger"}  # extras for GPUs, which constraints.txt does not pin
 IMAGES = {".png", ".gif", ".svg"}
 
 

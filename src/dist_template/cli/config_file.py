@@ -27,7 +27,7 @@ SECTIONS = {  # keys that hold keys, and where their class is defined
     "data": "; the data module's class is DataModule of data.py: edit it there",
 }
 # Keys of older runs, and the value that is what happens without the key.
-REMOVED = {"follow_links": False, "loss_kernel": "torch"}
+REMOVED = {"follow_links": False}
 # Names of environment variables from which Lightning could read keys; this command line does not.
 VARIABLE = re.compile(
     r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)"

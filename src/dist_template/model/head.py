@@ -7,8 +7,7 @@ them by the gradient of the sum, one number, so nothing is computed twice (the i
 arXiv:2410.10989, in plain torch).
 
 `torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns
-cross entropy
-alone: no accuracy, no customised `loss` or `sums`.
+cross entropy alone: no accuracy, no customised `loss` or `sums`.
 
 The weight's gradient is accumulated over the chunks in float32. Results differ from those of all
 tokens at once by rounding.
@@ -18,8 +17,10 @@ Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,23 @@ from ..errors import InputError
 from ..weights import is_partitioned_by_zero
 
 Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
+Kernel = Literal["torch", "liger"]
+
+
+def check_kernel(kernel: Kernel, device: torch.device) -> None:
+    """Checks the key `model.loss_kernel` before a model is built.
+
+    Raises:
+        InputError: Liger is not installed, or has no kernels for `device`.
+    """
+    if kernel == "torch":
+        return
+    if not find_spec("liger_kernel"):
+        raise InputError(
+            "model.loss_kernel liger needs a package: pip install 'dist-template[liger]', or set torch"
+        )
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
+        raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 
 
 def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
@@ -60,7 +78,7 @@ def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
     if [_state(hidden) for hidden in given] != [_state(returned)]:
         raise InputError(
             f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
-            " set model.loss_chunk null"
+            " set model.loss_chunk null and model.loss_kernel torch"
         )
     return returned
 
@@ -83,13 +101,25 @@ class ChunkedLoss(nn.Module):
             the others are metrics without a gradient. Only the output layer's input and weights get
             a gradient from the first.
         size: N. None: all tokens are computed at once.
+        kernel: liger computes cross entropy and accuracy itself, in chunks of its choice, and does
+            not call `sums`.
+
+    Raises:
+        InputError: kernel is liger, and the model has no output layer.
     """
 
-    def __init__(self, model: nn.Module, sums: Sums, size: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch"
+    ) -> None:
         super().__init__()
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        if kernel == "liger" and not hasattr(head, "weight"):
+            name = type(model).__name__
+            raise InputError(
+                f"model.loss_kernel liger needs an output layer, {name} has none: set torch"
+            )
         self._unregistered = (head,)  # as a submodule its weights would get a second name in checkpoints
-        self.sums, self.size = sums, size
+        self.sums, self.size, self.kernel = sums, size, kernel
         for weight in [] if head is None else head.parameters():
             if is_partitioned_by_zero(weight):
                 import deepspeed
@@ -97,15 +127,17 @@ class ChunkedLoss(nn.Module):
                 deepspeed.zero.register_external_parameter(self, weight)
 
     def applies_to(self, labels: Tensor) -> bool:
-        """Returns whether a micro-batch with these labels has more tokens than a chunk."""
+        """Returns whether the micro-batch exceeds a chunk; Liger's kernel applies to all."""
         (head,) = self._unregistered
-        return bool(head is not None and self.size and labels.numel() > self.size)
+        return self.kernel == "liger" or bool(head is not None and self.size and labels.numel() > self.size)
 
     def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Returns the sums by name of `hidden` (B, T, D), from `hidden_states`, and labels (B, T)."""
         (head,) = self._unregistered
         if isinstance(head, FSDPModule):
             head.unshard()  # does nothing if the forward pass kept the weights, as with transformers' plans
+        if self.kernel == "liger":
+            return _sums_by_liger(head, hidden, labels)
         num = -(-labels.numel() // (self.size or labels.numel()))  # of equal size: compiled for one shape
         rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
         chunks = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
@@ -122,6 +154,17 @@ class ChunkedLoss(nn.Module):
         else:
             totals = _total(values(*chunk) for chunk in chunks)
         return dict(zip(names, totals.unbind(), strict=True))
+
+
+def _sums_by_liger(head: Any, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    from liger_kernel.transformers import functional  # ty: ignore[import-not-found]
+
+    flat = labels.flatten()
+    options = {"reduction": "sum", "accum_dtype": torch.float32, "return_predicted_tokens": True}
+    result = functional.liger_fused_linear_cross_entropy(
+        hidden.flatten(0, -2), head.weight, flat, getattr(head, "bias", None), **options
+    )
+    return {"loss": result.loss, "token_accuracy": (result.predicted_tokens == flat).sum()}
 
 
 def _total(results: Iterable[tuple[Tensor, ...]]) -> Tensor:

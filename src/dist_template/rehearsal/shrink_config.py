@@ -123,6 +123,8 @@ def shrink(
     chunk = given["model"].get("loss_chunk")
     if chunk and given["data"]["micro_batch_size"] * given["data"]["seq_len"] > chunk:
         config["model"]["loss_chunk"] = config["data"]["seq_len"]  # still computes it in chunks
+    if "loss_kernel" in config["model"]:
+        config["model"]["loss_kernel"] = "torch"  # Liger's kernels need a GPU
     _shrink_callbacks(config, steps)
     return small
 

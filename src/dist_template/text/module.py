@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
-from ..model.head import ChunkedLoss, hidden_states
+from ..model.head import ChunkedLoss, Kernel, check_kernel, hidden_states
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 
@@ -24,6 +24,9 @@ class TextModule(TrainingModule):
     Args:
         loss_chunk: Tokens whose logits are in memory at a time. null: those of the micro-batch, for
             a model that changes its logits after the output layer.
+        loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for
+            GPUs, in chunks that it chooses; it computes cross entropy itself and does not call
+            `loss` and `sums`.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
         options: See TrainingModule.
@@ -32,21 +35,26 @@ class TextModule(TrainingModule):
     def __init__(
         self,
         loss_chunk: int | None = 4096,
+        loss_kernel: Kernel = "torch",
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
         **options: Any,
     ) -> None:
         super().__init__(**options)
         self.loss_chunk = loss_chunk
+        self.loss_kernel: Kernel = loss_kernel
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
+            check_kernel(self.loss_kernel, self.device)
             super().configure_model()
             if self.blocks.compile:  # one pass over the logits forward, one backward, instead of a dozen
                 self.sums = torch.compile(self.sums)
-            self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk)
+            self.chunked_loss = ChunkedLoss(
+                self.model, self.sums, self.loss_chunk, self.loss_kernel
+            )
 
     # ---- loss and metrics ----------------------------------------------------------------------------------------
 

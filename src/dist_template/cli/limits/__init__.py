@@ -31,6 +31,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.callbacks,
     options.batch_norm,
     training.precision,
+    training.loss_kernel,
     mesh.sizes,
     mesh.plans,
     mesh.heads,

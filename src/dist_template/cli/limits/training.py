@@ -47,6 +47,15 @@ def other_strategies(setup: Setup) -> Iterator[str]:
         yield f"trainer.strategy {name!r} is not supported, because it pickles the module: set ddp"
 
 
+def loss_kernel(setup: Setup) -> Iterator[str]:
+    kernel = getattr(setup.module, "loss_kernel", "torch")
+    if kernel == "liger" and setup.mesh is not None and setup.mesh.tp > 1:
+        yield (
+            "model.loss_kernel liger needs the full output layer, and tensor parallelism"
+            f" (tp_size {setup.mesh.tp}) shards it: set torch"
+        )
+
+
 def precision(setup: Setup) -> Iterator[str]:
     given = setup.machine.precision
     if given == "16-mixed" and setup.machine.accelerator == "cpu":
