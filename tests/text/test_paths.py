@@ -1,4 +1,4 @@
-"""What `data.source.paths` matches: each file once, whatever links there are."""
+"""What `data.source.paths` matches: each file once, and links out of the folder only if allowed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dist_template.errors import InputError
 from dist_template.text.paths import matching
+from dist_template.text.sources import TextFiles
 
 
 @pytest.fixture
@@ -27,9 +29,9 @@ PATTERNS = ["*.txt", "**/*.txt", "**", "**/er/*", "*/*.txt", "**/deep/**/*.txt",
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_without_links_it_is_what_glob_finds(pattern: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sorted({path for path in glob.glob(f"{tree}/{pattern}", recursive=True) if os.path.isfile(path)})
-    assert [str(path) for path in matching([f"{tree}/{pattern}"])] == expected
+    assert [str(path) for path in matching([f"{tree}/{pattern}"], False)] == expected
     monkeypatch.chdir(tree)
-    assert [str(tree / path) for path in matching([pattern])] == expected
+    assert [str(tree / path) for path in matching([pattern], False)] == expected
 
 
 @pytest.mark.timeout(20)
@@ -39,13 +41,27 @@ def test_links_in_a_circle_give_each_file_once(tree: Path) -> None:
         (tree / "deep" / f"loop{number}").symlink_to(tree / "deep", target_is_directory=True)
     (tree / "deep" / "again.txt").symlink_to(tree / "a.txt")
     os.link(tree / "a.txt", tree / "deep" / "er" / "hard.txt")
-    found = [path.relative_to(tree).as_posix() for path in matching([f"{tree}/**/*.txt"])]
+    found = [path.relative_to(tree).as_posix() for path in matching([f"{tree}/**/*.txt"], False)]
     assert found == ["a.txt", "deep/b.txt", "deep/er/c.txt"]
 
 
 @pytest.mark.parametrize("pattern", ["**/*.txt", "*/*.txt", "**/*"])
 @pytest.mark.parametrize("to", ["other", "other/e.txt"])
-def test_links_out_of_the_folder_are_followed(pattern: str, to: str, tree: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused_unless_allowed(
+    pattern: str, to: str, tree: Path
+) -> None:
     (tree / "deep" / "link.txt").symlink_to(tree.parent / to)
     (tree / "link").symlink_to(tree.parent / "other", target_is_directory=True)
-    assert {path.name for path in matching([f"{tree}/{pattern}"])} & {"e.txt", "link.txt"}
+    reason = r"link leads from there to .*other.*data.source.follow_links to true"
+    with pytest.raises(InputError, match=reason):
+        matching([f"{tree}/{pattern}"], False)
+    found = matching([f"{tree}/{pattern}"], True)
+    assert {path.name for path in found} & {"e.txt", "link.txt"}
+    named = tree / "deep" / "link.txt"
+    if named.is_file():
+        assert matching([str(named)], False) == [named]
+
+
+def test_the_key_names_a_cache_of_its_own_only_if_it_is_set() -> None:
+    assert TextFiles(["a"]).spec() == {"class": "TextFiles", "paths": ["a"], "separator": None}
+    assert TextFiles(["a"], follow_links=True).spec()["follow_links"] is True

@@ -115,6 +115,14 @@ def test_jsonl_gives_its_field(tmp_path: Path) -> None:
     assert read(Jsonl([str(first), str(second)], "body")) == TEXTS * 2
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_file_may_be_one_array_or_one_object(indent: int | None, tmp_path: Path) -> None:
+    array, single = tmp_path / "array.json", tmp_path / "single.json"
+    array.write_text(json.dumps([{"text": text} for text in TEXTS], indent=indent))
+    single.write_text(json.dumps({"text": TEXTS[0]}, indent=indent))
+    assert read(Jsonl([str(array), str(single)])) == [*TEXTS, TEXTS[0]]
+
+
 def test_a_missing_field_is_reported_with_the_existing_ones(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", "body")
     message = error_of(Jsonl([str(path)]))

@@ -26,8 +26,6 @@ SECTIONS = {  # keys that hold keys, and where their class is defined
     "model": "; the model's class is LanguageModule of module.py: edit it there",
     "data": "; the data module's class is DataModule of data.py: edit it there",
 }
-# Keys of older runs, and the value that is what happens without the key.
-REMOVED = {"follow_links": False}
 # Names of environment variables from which Lightning could read keys; this command line does not.
 VARIABLE = re.compile(
     r"PL_(?:FIT__|VALIDATE__|TEST__|PREDICT__|(?=TRAINER_|MODEL__|DATA__|CONFIG$))(\w+)"
@@ -99,10 +97,7 @@ def with_classes_of_the_library(content: Any, package: str) -> Any:
         return [with_classes_of_the_library(item, package) for item in content]
     if not isinstance(content, dict):
         return content
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        if key not in REMOVED or value != REMOVED[key]:
-            found[key] = with_classes_of_the_library(value, package)
+    found = {key: with_classes_of_the_library(value, package) for key, value in content.items()}
     if str(found.get("class_path")).startswith(f"{package}."):
         module, _, name = found["class_path"].rpartition(".")
         if not _exists(module):

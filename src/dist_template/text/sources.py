@@ -40,7 +40,10 @@ class Source(ABC):
 
     def spec(self) -> dict[str, Any]:
         """Returns what identifies the corpus, in plain types."""
-        return {"class": type(self).__name__, **vars(self)}
+        spec = {"class": type(self).__name__, **vars(self)}
+        if not spec.get("follow_links"):
+            spec.pop("follow_links", None)  # older caches, whose sources had no such key, stay valid
+        return spec
 
 
 class StandardLibrary(Source):
@@ -69,11 +72,16 @@ class TextFiles(Source):
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
         separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
             document.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
+            false: refuse them.
     """
 
-    def __init__(self, paths: list[str], separator: str | None = None) -> None:
+    def __init__(
+        self, paths: list[str], separator: str | None = None, follow_links: bool = False
+    ) -> None:
         self.paths = paths
         self.separator = separator
+        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for name, text in _read(self.files()):
@@ -81,27 +89,32 @@ class TextFiles(Source):
                 yield name, part
 
     def files(self) -> list[Path]:
-        return matching(self.paths)
+        return matching(self.paths, self.follow_links)
 
 
 class Jsonl(Source):
-    """One JSON object per line.
+    """One JSON object per line, or one JSON array of objects per file.
 
     Args:
         paths: Files or glob patterns; .gz and .zst are read too.
         field: The key that holds the text.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
+            false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text") -> None:
+    def __init__(
+        self, paths: list[str], field: str = "text", follow_links: bool = False
+    ) -> None:
         self.paths = paths
         self.field = field
+        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.files():
-            number = 0
+            number = 1
             try:
                 with fsspec.open(str(path), "rb", compression="infer") as file:
-                    for number, line in enumerate(file, start=1):
+                    for number, line in enumerate(_json_lines(file), start=1):
                         if line.strip():
                             yield _document(f"{path}:{number}", json.loads(line), self.field)
             except InputError:
@@ -113,7 +126,7 @@ class Jsonl(Source):
                 raise InputError(f"{path} of data.source cannot be read: {first_line(error)}") from error
 
     def files(self) -> list[Path]:
-        return matching(self.paths)
+        return matching(self.paths, self.follow_links)
 
 
 class Parquet(Source):
@@ -122,11 +135,16 @@ class Parquet(Source):
     Args:
         paths: Files or glob patterns.
         field: The column that holds the text; the others are not read.
+        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
+            false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text") -> None:
+    def __init__(
+        self, paths: list[str], field: str = "text", follow_links: bool = False
+    ) -> None:
         self.paths = paths
         self.field = field
+        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         require("pyarrow", "data.source Parquet")
@@ -148,7 +166,7 @@ class Parquet(Source):
                 raise InputError(f"{path} of data.source cannot be read: {first_line(error)}") from error
 
     def files(self) -> list[Path]:
-        return matching(self.paths)
+        return matching(self.paths, self.follow_links)
 
 
 class HubDataset(Source):
@@ -199,6 +217,18 @@ class HubDataset(Source):
             while reason.__cause__ is not None:
                 reason = reason.__cause__
             raise InputError(f"{self.name} of data.source cannot be read: {first_line(reason)}") from error
+
+
+def _json_lines(file: Any) -> Iterator[bytes]:
+    """Yields one record per line, also of a file that is one JSON array or one indented object."""
+    first = file.readline()
+    if not (first.startswith(b"[") or first.strip() == b"{"):
+        yield first
+        yield from file
+        return
+    value = json.loads(first + file.read())
+    for record in value if isinstance(value, list) else [value]:
+        yield json.dumps(record).encode()
 
 
 def _document(name: str, record: Any, field: str) -> tuple[str, str]:
