@@ -50,6 +50,13 @@ FLAGS = {
     "a name outside of the root": (["--run.name=../../x"], r"run\.name '\.\./\.\./x' is not a folder below run\.root"),
     "a name from the top": (["--run.name=/x"], r"run\.name '/x' is not a folder below run\.root"),
     "no name": (["--run.name="], r"run\.name '' is not a folder below run\.root"),
+    "a name of 300 letters": (["--run.name=" + "x" * 300], r"run\.name 'x{59}…' .* may have 255 bytes"),
+    "a name with NUL": (["--run.name=a\0b"], r"run\.name 'a\\x00b' .*no NUL"),
+    "a misspelt metric": (["--best_checkpoint.monitor=eval/los"], r"best_checkpoint\.monitor .*mean eval/loss\?"),
+    "a misspelt metric of a callback": (
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=eval/perplexety"],
+        r"EarlyStopping\.monitor, .*did you mean eval/perplexity\?",
+    ),
     "a negative limit": (["--watchdog.timeout_s=-5"], r"watchdog\.timeout_s is -5\.0; give 0 or more"),
     "a limit that is no number": (["--watchdog.start_timeout_s=.nan"], r"watchdog\.start_timeout_s is nan; give 0"),
     "a precision without its package": (

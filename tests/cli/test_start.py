@@ -145,10 +145,17 @@ def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_pat
     assert not unused & set(json.loads(imported.replace("'", '"')))
 
 
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n"
+for below, name in zip("abcdefgh", "bcdefghi", strict=True):
+    BOMB += f"{name}: &{name} [{', '.join([f'*{below}'] * 9)}]\n"
+MERGED_BOMB = BOMB.replace("[", "{<<: [").replace("]", "]}").replace("[x,", "[{x: 1},")
 FILES = {
     "a number in place of keys": ("trainer: 5", "x.yaml: trainer is 5: it takes keys"),
     "a list": ("- trainer\n- model", "x.yaml is a list: give keys"),
     "a word": ("trainer", "x.yaml is a str: give keys"),
+    "nested aliases": (BOMB, "over 100,000 values"),
+    "an alias of itself": ("data: &a [*a]", "over 100,000 values"),
+    "merged aliases": (MERGED_BOMB, "aliases|not YAML"),
 }
 
 

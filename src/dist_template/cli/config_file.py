@@ -21,6 +21,7 @@ from .defaults import ALWAYS_ON
 TOP_LEVEL = {"trainer", "model", "data", "run", "optimizer", "lr_scheduler", *ALWAYS_ON}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 TOP_LEVEL |= {"ckpt_path", "weights_only", "verbose", "return_predictions"}
+MAX_VALUES = 100_000  # in a file whose aliases are expanded; a full configuration has 200
 SECTIONS = {  # keys that hold keys, and where their class is defined
     "trainer": "",
     "model": "; the model's class is LanguageModule of module.py: edit it there",
@@ -67,11 +68,12 @@ def read(path: str) -> dict[str, Any]:
     """Returns the keys of the file at `path`.
 
     Raises:
-        InputError: it cannot be read, is not YAML, or holds no keys.
+        InputError: it cannot be read, is not YAML, or has no keys or too many values.
     """
     where = f"--config {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
+        _check_size(yaml.compose(text, yaml.SafeLoader), where)
         content = yaml.safe_load(text)
     except OSError as error:
         why = f"seen from {Path.cwd()}: {error.strerror}"
@@ -86,6 +88,22 @@ def read(path: str) -> dict[str, Any]:
     for name, value in content.items():
         check_section(str(name), value, f"{where}: {name}")
     return content
+
+
+def _check_size(root: Any, where: str) -> None:
+    """Counts the values as if each alias (*name) were expanded, without expanding it."""
+    nodes, count = [root], 0
+    while nodes:
+        count += 1
+        if count > MAX_VALUES:
+            why = "when its aliases (*name) are expanded: remove some"
+            raise InputError(f"{where} has over {MAX_VALUES:,} values {why}")
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            for pair in node.value:
+                nodes += pair
 
 
 def with_classes_of_the_library(content: Any, package: str) -> Any:

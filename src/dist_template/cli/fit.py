@@ -193,6 +193,7 @@ class CLI(OpenCLI):
 
     def _check_limits(self, *model_config: Any) -> None:
         """Refuses what cannot work; called again when the model's configuration is known."""
+        best = self._setting("best_checkpoint")
         violations = limits.violations(
             self._machine,
             self._trainer_arguments,
@@ -201,6 +202,7 @@ class CLI(OpenCLI):
             *model_config,
             trains=self.subcommand == "fit",
             saves_asynchronously=self._setting("last_checkpoint").asynchronous,
+            monitor=best.monitor if best.keep else None,
         )
         if violations:
             raise InputError(violations[0])

@@ -23,6 +23,7 @@ from ..cluster.launch import RUN_ID
 from ..errors import InputError
 from ..observe.report.plotly_js import PlotlyJs
 
+MAX_NAME_BYTES = 255  # of one part of a path, in the file systems of Linux and macOS
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
 
 
@@ -52,6 +53,14 @@ class RunConfig:
         Raises:
             InputError: the name leaves the root, or the folder cannot be made or written.
         """
+        for key, path in (("run.name", self.name), ("run.root", self.root)):
+            is_too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(path).parts)
+            if "\0" in path or is_too_long:
+                shown = path if len(path) <= 60 else f"{path[:59]}…"
+                raise InputError(
+                    f"{key} {shown!r} is not a folder's name: each part of it may have"
+                    f" {MAX_NAME_BYTES} bytes, and no NUL character"
+                )
         name = Path(self.name)
         if not name.parts or name.is_absolute() or ".." in name.parts:
             raise InputError(

@@ -10,6 +10,7 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     mesh.py       sizes, plans, heads, experts
     options.py    keys and callbacks that are replaced
     training.py   strategies, precision, batches, schedule, intervals, the model's sizes
+    values.py     monitored metrics
     zero.py       offload, clipping, the DeepSpeed JSON
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, training, zero
+from . import mesh, options, training, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "violations"]
@@ -41,6 +42,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.batches,
     training.optimization,
     training.plateau,
+    values.monitors,
     training.architecture_keys,
     training.architecture,
 )
@@ -54,6 +56,7 @@ def violations(
     model_config: Any | None = NOT_READ_YET,
     trains: bool = True,
     saves_asynchronously: bool = False,
+    monitor: str | None = None,
 ) -> list[str]:
     """Returns a sentence for each thing that cannot work; starts nothing.
 
@@ -65,6 +68,9 @@ def violations(
         model_config: transformers' configuration; None for another kind of model. Default: unknown.
         trains: Whether the verb is `fit`; evaluation has no accumulation and no schedule.
         saves_asynchronously: last_checkpoint.asynchronous.
+        monitor: best_checkpoint.monitor; None if no best checkpoint is kept.
     """
-    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously)
+    setup = Setup(
+        machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor
+    )
     return [sentence for topic in TOPICS for sentence in topic(setup)]

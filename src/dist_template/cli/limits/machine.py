@@ -87,6 +87,7 @@ class Setup:
     model_config: Any
     trains: bool
     saves_asynchronously: bool = False
+    monitor: str | None = None
 
     @property
     def optim(self) -> OptimConfig | None:
