@@ -118,6 +118,10 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
         zero(config={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
         "offload_parameters needs ZeRO stage 3, .* the stage is 2",
     ),
+    "a DeepSpeed file whose saves end later": (
+        zero(config={"checkpoint": {"writer": {"decoupled": True}}, "zero_optimization": {"stage": 2}}),
+        "remove checkpoint.writer.decoupled",
+    ),
     "a DeepSpeed file with another batch": (
         zero(config={"train_micro_batch_size_per_gpu": 7, "zero_optimization": {"stage": 2}}),
         "train_micro_batch_size_per_gpu 7, data.micro_batch_size is 1",
@@ -168,6 +172,10 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
         "needs validations, but data.validation_share is 0",
     ),
     "a plateau with validation switched off": (plateau(limit_val_batches=0), "trainer.limit_val_batches is 0"),
+    "a plateau whose first validation is too late": (
+        plateau(val_check_interval=2000),
+        "the first is at step 2000, after .* 1000",
+    ),
 }
 
 
@@ -261,6 +269,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "num_key_value_heads 1 is not a multiple of tp_size 2",
     ),
     "16-mixed on a mesh": ([MESH, "--trainer.precision=16-mixed"], "'16-mixed' does not exist"),
+    "Adafactor on a mesh": ([MESH, "--optimizer=torch.optim.Adafactor"], "Adafactor: .* fails on sharded matrices"),
     "clipping by value in ZeRO": ([ZERO, "--trainer.gradient_clip_algorithm=value"], "clips by norm only"),
     "no disk": (
         [ZERO, "--trainer.strategy.stage=3", "--trainer.strategy.offload_parameters=true",

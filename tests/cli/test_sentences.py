@@ -65,6 +65,9 @@ FLAGS = {
     "checkpoints where nothing can be written": (
         ["--last_checkpoint.dirpath={here}/file/x"], r"last_checkpoint\.dirpath .* cannot be written: .*Not a directory"
     ),
+    "a validation every 0 steps": (["--trainer.val_check_interval=0"], r"trainer\.val_check_interval is 0: set 1"),
+    "a log line every 0 steps": (["--trainer.log_every_n_steps=0"], r"trainer\.log_every_n_steps is 0: set 1 or more"),
+    "a negative norm": (["--trainer.gradient_clip_val=-1"], r"trainer\.gradient_clip_val is -1"),
     "fewer than no workers": (["--data.num_workers=-1"], r"data\.num_workers is -1: it must be 0 or more"),
     "no layers": (
         ["--model.architecture=" + SMALL_LLAMA.replace("layers: 2", "layers: 0")], r"num_hidden_layers is 0: give 1"

@@ -7,10 +7,10 @@ The libraries refuse most of this too, but on every rank, in the middle of a sta
 name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
     machine.py    what is known before the start
-    mesh.py       sizes, plans, heads, experts
+    mesh.py       sizes, plans, heads, experts, Adafactor
     options.py    keys and callbacks that are replaced
-    training.py   strategies, precision, batches, schedule, intervals, the model's sizes
-    values.py     monitored metrics
+    training.py   strategies, precision, batches, schedule, the model's sizes
+    values.py     monitored metrics, intervals, the clipping norm
     zero.py       offload, clipping, the DeepSpeed JSON
 """
 
@@ -37,12 +37,14 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     mesh.plans,
     mesh.heads,
     mesh.experts,
+    mesh.optimizer,
     zero.zero,
     training.blocks,
     training.batches,
     training.optimization,
     training.plateau,
     values.monitors,
+    values.intervals,
     training.architecture_keys,
     training.architecture,
 )

@@ -92,6 +92,16 @@ def experts(setup: Setup) -> Iterator[str]:
         )
 
 
+def optimizer(setup: Setup) -> Iterator[str]:
+    chosen = getattr(setup.optim, "optimizer", None) or {}
+    if setup.mesh is not None and chosen.get("class_path") == "torch.optim.Adafactor":
+        # torch 2.13: "in-place operations that require placement changes are not supported"
+        yield (
+            "--optimizer Adafactor: torch's fails on sharded matrices, whose rows it reads: use"
+            " configs/strategy/ddp.yaml, or another optimizer"
+        )
+
+
 def experts_of(config: Any) -> tuple[str, int]:
     """Returns the field with the number of experts, and the number; 0 if there are none."""
     for name in EXPERTS:

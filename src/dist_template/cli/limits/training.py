@@ -1,4 +1,4 @@
-"""Checks under every strategy: precision, batches, optimizer, intervals, the model's sizes."""
+"""Checks under every strategy: precision, batches, optimizer, schedule, the model's sizes."""
 
 from __future__ import annotations
 
@@ -132,6 +132,13 @@ def plateau(setup: Setup) -> Iterator[str]:
         none = "data.validation_share is 0" if has_share else "there is no val_dataloader"
     if none:
         yield f"{key} needs validations, but {none}: edit one of the two"
+        return
+    every = trainer.get("val_check_interval")
+    if isinstance(every, int) and every > (setup.num_steps or every):
+        yield (
+            f"{key} needs validations, but the first is at step {every}, after the end at"
+            f" {trainer['max_steps']}: edit trainer.val_check_interval or trainer.max_steps"
+        )
 
 
 def architecture_keys(setup: Setup) -> Iterator[str]:

@@ -30,3 +30,14 @@ def monitors(setup: Setup) -> Iterator[str]:
         if not near or metric in MEASURED or str(metric).rpartition("/")[2] in own_words:
             continue  # a metric of the user's own module may resemble one of these
         yield f"{key} is {metric!r}, which no validation measures; did you mean {near[0]}?"
+
+
+def intervals(setup: Setup) -> Iterator[str]:
+    """An interval of 0 divides by zero in the first step; a negative norm reverses gradients."""
+    for key in ("log_every_n_steps", "val_check_interval"):
+        value = setup.trainer.get(key)
+        if isinstance(value, int | float) and value <= 0:
+            yield f"trainer.{key} is {value}: set 1 or more"
+    clip = setup.trainer.get("gradient_clip_val")
+    if clip is not None and not clip >= 0:
+        yield f"trainer.gradient_clip_val is {clip}: set the largest norm, or 0 for no clipping"

@@ -30,6 +30,14 @@ def _options(setup: Setup, strategy: ZeroStrategy) -> Iterator[str]:
             f" is {strategy.stage}: set stage 3, or offload_parameters false"
         )
 
+    writer = (strategy.given.get("checkpoint") or {}).get("writer") or {}
+    if writer.get("decoupled") or strategy.given.get("datastates_ckpt", False) is not False:
+        yield (
+            f"{ARGS}.config makes DeepSpeed write checkpoints after the save has returned, but they"
+            " are hashed then: remove checkpoint.writer.decoupled and datastates_ckpt from the"
+            " DeepSpeed file"
+        )
+
 
 def _nvme(setup: Setup, strategy: ZeroStrategy) -> Iterator[str]:
     zero = strategy.given["zero_optimization"]
