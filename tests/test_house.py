@@ -39,7 +39,7 @@ BUDGETS = {
     "text": (1_775, 1_200, "sources, tokenizers, cache, packed rows, the order of samples"),
     "observe": (3_500, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_050, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (1_880, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "cli": (1_910, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_900, 1_400, "a cluster's configuration proven on CPU processes"),
     "tools": (835, 550, "doctor, export, diagnose, report, prepare"),
 }
