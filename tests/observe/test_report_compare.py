@@ -78,7 +78,7 @@ def test_compare_prints_what_differs_and_draws_the_curves_over_each_other(
         "0.003",
     ] in lines
     assert "run.name" not in shown, "only keys that differ"
-    assert (tmp_path / "x/report.html").exists()
+    assert (tmp_path / "x/report.html").exists() and (tmp_path / "x/report.md").exists()
 
     shown_figures, _ = curves.figures([read_run(folder) for folder in runs], ["r0", "r1", "r2"])
     colours = [trace["meta"]["colour"] for trace in shown_figures[0].plot["data"]]

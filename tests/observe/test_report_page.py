@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ from dist_template.observe.history.run import read_run
 from dist_template.observe.report import curves, files
 from dist_template.observe.report.commands import resume
 from dist_template.observe.report.differences import from_defaults
+from dist_template.observe.report.page import context
 from dist_template.observe.report.page import page as render
 from dist_template.observe.report.plotly_js import PlotlyJs
 from tests.support.runs import PROJECT, only_run, run
@@ -122,11 +124,14 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     assert page.text.count(HOSTILE) >= 8, "and all of it can be read"
     plotted = [trace["name"] for plot in figures(page) for trace in plot["data"]]
     assert not [name for name in plotted if "<" in name], "plotly takes names for HTML"
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    assert f"````text\n{HOSTILE}\n```\n````" in markdown, "a fence in a sample does not end its block"
+    assert "<b>" not in markdown and "<script>" not in re.sub("(`{3,})text\n.*?\n\\1", "", markdown, flags=re.DOTALL)
 
 
 def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
     history = read_run(write_run(tmp_path / "a" / "1", falling(3) | {"x/</script><b>": [1.0]}))
-    page = Elements(render([history], ["<i>"], [[]], link='"><b>'))
+    page = Elements(render(context([history], ["<i>"], [[]], link='"><b>')))
     assert libraries(page) == ['"><b>']
     assert "i" not in [tag for tag, _ in page.elements]
     assert "x/</script><b>" in page.text and json.loads(page.scripts[0])
@@ -148,7 +153,8 @@ def test_non_finite_values_are_gaps_and_counted_in_a_sentence(tmp_path: Path) ->
     page = report(folder)
     (loss,) = figures(page)[0]["data"]
     assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20]
-    assert "train/loss: 2 of 30 values are not finite, the first at step 10." in page.text
+    sentence = "train/loss: 2 of 30 values are not finite, the first at step 10."
+    assert sentence in page.text and sentence in (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_thinning_keeps_every_spike_and_every_gap() -> None:
@@ -240,6 +246,8 @@ def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.
     assert figures(page)[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
     assert ("data.seq_len", 32, 256) in from_defaults(read_run(folder))
     assert "samples.folder" not in [key for key, *_ in from_defaults(read_run(folder))]
+    markdown = (folder / "report.md").read_text(encoding="utf-8")
+    assert "| data.seq_len | 32 | 256 |" in markdown and "samples.folder" not in markdown
     assert f"report            {folder}/report.html" in capfd.readouterr().out
 
 

@@ -33,7 +33,7 @@ class Summary(Callback):
 
     Args:
         folder: The run's folder.
-        reports: Whether to write report.html there at the end, also after a failure.
+        reports: Whether to write report.html and report.md there at the end, also after a failure.
     """
 
     def __init__(self, folder: Path, reports: bool) -> None:

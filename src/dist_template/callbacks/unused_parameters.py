@@ -27,7 +27,8 @@ class UnusedParameters(Callback):
         self._hooks: list[Any] = []
         if not self._checks or not hasattr(trainer.strategy, "deepspeed_engine"):
             return
-        for name, parameter in pl_module.named_parameters():  # DeepSpeed frees gradients in backward
+        # DeepSpeed frees gradients during the backward pass.
+        for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad:
                 add = partial(self._add, name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(add))

@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 from ..errors import InputError
-from ..observe.report.files import HTML, names_of, write
+from ..observe.report.files import HTML, MARKDOWN, names_of, write
 from ..observe.report.sections import of_several
 from ..project import Project, program
 from ..table import Table
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Writes report.html about the runs in `argv`, for `report` or `compare`.
+    """Writes report.html and report.md about the runs in `argv`, for `report` or `compare`.
 
     Raises:
         InputError: one is not a run folder, the page cannot be written, or `compare` has one run.
@@ -46,4 +46,4 @@ def main(argv: list[str], project: Project) -> None:
         return
     for folder, found in zip(runs, findings, strict=True):
         print(f"{folder}: {found[0].line if found else 'no findings'}")
-    print(f"written to {output / HTML}")
+    print(f"written to {output / HTML} and {MARKDOWN}")

@@ -1,4 +1,4 @@
-"""Writes report.html."""
+"""Writes report.html and report.md."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ...records import write_atomically
 from ..diagnosis.engine import diagnose
 from ..diagnosis.finding import Finding
 from ..history.run import History, read_run
-from .page import page
+from .markdown import markdown
+from .page import context, page
 from .plotly_js import PlotlyJs, link
 
-HTML = "report.html"
+HTML, MARKDOWN = "report.html", "report.md"
 
 
 def write(
@@ -34,7 +35,9 @@ def write(
     names = names_of(histories)
     output.mkdir(parents=True, exist_ok=True)
     address = link(plotly or histories[0].key("run.plotly", "shared"), histories[0], output)
-    write_atomically(output / HTML, page(histories, names, findings, address))
+    content = context(histories, names, findings, address)
+    write_atomically(output / HTML, page(content))
+    write_atomically(output / MARKDOWN, markdown(content))
     return histories, findings
 
 

@@ -18,13 +18,14 @@ from .commands import resume
 from .results import figures
 from .sections import of_one, of_several, status, what
 
+FOLDER = Path(__file__).parent
 AXES = ("steps", "tokens", "hours")
 
 
-def page(
+def context(
     histories: list[History], names: list[str], findings: list[list[Finding]], link: str = ""
-) -> str:
-    """Returns the file's content: the report of one run, or the comparison of several.
+) -> dict[str, Any]:
+    """Returns the variables of the templates: for the report of one run, or of several.
 
     Args:
         histories: Of the runs.
@@ -32,33 +33,38 @@ def page(
         findings: Of each run.
         link: The address of plotly.js. Empty: the page contains it.
     """
-    from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
     is_one = len(histories) == 1
     shown, more = curves.figures(histories, names)
     axes = curves.axes(histories)
-    folder = Path(__file__).parent
     folders = " ".join(str(history.folder) for history in histories)
-    environment = Environment(loader=FileSystemLoader(folder), autoescape=True)
-    return environment.get_template("page.html").render(
-        title=names[0] if is_one else f"{len(histories)} runs compared",
-        css=Markup((folder / "page.css").read_text("utf-8")),
-        script=Markup((folder / "page.js").read_text("utf-8")),
-        data=Markup(_as_json({"figures": [f.plot for f in [*shown, *more]], "axes": axes})),
-        link=link,
-        library=Markup("" if link else _plotly_js()),
-        what=what(histories[0]),
-        runs=list(map(_run, histories, names, findings)),
-        figures=figures(histories[0]),
-        resume=resume(histories[0]),
-        sections=of_one(histories[0]) if is_one else of_several(histories, names),
-        shown=shown,
-        more=more,
-        axes=[axis for axis in AXES if all(axis in each for each in axes)],
-        colours=curves.COLOURS,
-        command=f"{program('report')} {folders}",
-    )
+    return {
+        "title": names[0] if is_one else f"{len(histories)} runs compared",
+        "css": Markup((FOLDER / "page.css").read_text("utf-8")),
+        "script": Markup((FOLDER / "page.js").read_text("utf-8")),
+        "data": Markup(_as_json({"figures": [f.plot for f in [*shown, *more]], "axes": axes})),
+        "link": link,
+        "library": Markup("" if link else _plotly_js()),
+        "what": what(histories[0]),
+        "runs": list(map(_run, histories, names, findings)),
+        "figures": figures(histories[0]),
+        "resume": resume(histories[0]),
+        "sections": of_one(histories[0]) if is_one else of_several(histories, names),
+        "shown": shown,
+        "more": more,
+        "axes": [axis for axis in AXES if all(axis in each for each in axes)],
+        "colours": curves.COLOURS,
+        "command": f"{program('report')} {folders}",
+    }
+
+
+def page(context: dict[str, Any]) -> str:
+    """Returns the content of report.html from `context`."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(loader=FileSystemLoader(FOLDER), autoescape=True)
+    return environment.get_template("page.html").render(context)
 
 
 def _run(history: History, name: str, findings: list[Finding]) -> dict[str, Any]:
