@@ -68,7 +68,7 @@ def read_full(path: str | Path) -> dict[str, Any]:
     readers = {"file": _read_file, "distributed": _read_distributed, "zero": zero.read}
     found = format_of(path)
     if found is None:
-        raise InputError(f"{str(path)!r} is not a checkpoint, or only part of one")
+        raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
     with refusing_unreadable(path):
         return readers[found](path)
 

@@ -1,5 +1,4 @@
-"""Lightning's training loop at a fraction of its cost: the same hooks in the same order, and the
-same state.
+"""Lightning's training loop at a fraction of its cost: same hooks, same order, same state.
 
 Read in lightning 2.6.6, loops/ and trainer/call.py. For each hook of each callback, empty ones too,
 Lightning formats a debug message, enters a profiler's context, and writes the hook's name to the
@@ -12,10 +11,7 @@ resumed epoch, validation, manual optimization, `dataloader_iter`, a schedule th
 once per optimizer step. With a profiler (`--trainer.profiler simple`) all but epochs.py is
 Lightning's own, and on any Lightning but 2.6 everything is; tests/compat/test_step.py finds no
 other difference.
-
-Tried and rejected: Lightning's own loop with one callback that calls all others. A step of a model
-of 0.1M parameters then took 3.4 % longer than Hugging Face's Trainer's in each of four rounds, with
-the classes here 0.3 %."""
+docs/decisions/speed.md says why Lightning's own loop was not kept."""
 
 from __future__ import annotations
 
@@ -53,8 +49,7 @@ TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_ba
 
 
 def lighten(trainer: Any) -> None:
-    """Gives `trainer` the loops of this folder; Lightning's own epoch loop if it has a profiler,
-    which sees every call.
+    """Gives `trainer` the loops of this folder; with a profiler, Lightning's own epoch loop.
 
     On a Lightning that they were not verified on, it keeps its own and prints that in one line.
     """
@@ -73,8 +68,7 @@ def lighten(trainer: Any) -> None:
 
 
 def make_fit_resumable(trainer: Any) -> None:
-    """Gives a Trainer without the command line resumable loops, at `setup`; Lightning's own are
-    kept as above."""
+    """Gives a Trainer without the command line resumable loops, at `setup`."""
     if L.__version__.startswith(VERIFIED) and not isinstance(trainer.fit_loop, FitLoop):
         make_resumable(trainer)
 
@@ -288,15 +282,14 @@ class Optimization(_AutomaticOptimization):
 
 
 def _drop_gradients(optimizer: Any) -> None:
-    """As torch's `zero_grad`, which does so in a range for its profiler, and that takes longer."""
+    """As torch's `zero_grad`, without the range for its profiler, which takes longer."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
 
 
 def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
-    """As Lightning does it, which walks through any nesting and asks each leaf's class whether it
-    can be moved."""
+    """As Lightning, which walks through any nesting and asks each leaf whether it can be moved."""
     if type(batch) is not dict or not all(isinstance(value, Tensor) for value in batch.values()):
         return move_data_to_device(batch, device)
     blocks = device.type in ("cpu", "mps")  # as there
