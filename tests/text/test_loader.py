@@ -1,6 +1,9 @@
-"""The number of counted labels in a global batch is known on all ranks before the first forward pass of a step."""
+"""The number of counted labels in a global batch is known on all ranks before the first forward pass of a step,
+and no rank waits for it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,20 +11,25 @@ import torch
 from torch import Tensor
 
 from dist_template.text import loader
-from dist_template.text.loader import COUNTED, StepLoader, tokens_per_micro_batch
+from dist_template.text.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 
 LABELS = [3, 8, 1, 2, 5]  # labels that count, in each batch of 8
 CPU = torch.device("cpu")
 
 
-def read(accumulation: int) -> list[dict[str, Tensor]]:
+def read(accumulation: int) -> list[dict[str, Any]]:
     rows = [{"labels": torch.from_numpy(np.where(np.arange(8) < counted, 7, -100))} for counted in LABELS]
     return list(StepLoader(rows, accumulation, batch_size=None))
 
 
-def test_the_first_batch_of_a_step_has_the_count_of_the_step() -> None:
-    assert [batch.get(COUNTED) for batch in read(2)] == [11, None, 3, None, 5]
-    assert [batch.get(COUNTED) for batch in read(1)] == LABELS
+def steps(accumulation: int) -> list[Counted]:
+    return [batch[COUNTED] for batch in read(accumulation) if COUNTED in batch]
+
+
+def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
+    assert [COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
+    assert steps(2) == [Counted(11, 3, True), Counted(3, 5, False), Counted(5, None, False)]
+    assert [counted.step for counted in steps(1)] == LABELS
 
 
 def test_an_evaluation_has_no_steps() -> None:
@@ -34,11 +42,15 @@ def test_labels_that_a_transform_masks_do_not_count() -> None:
     def mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"labels": batch["labels"].index_fill(0, torch.arange(3), -100)}
 
-    assert [batch.get(COUNTED) for batch in StepLoader(rows, 2, mask, batch_size=None)] == [10, None]
+    first, second = StepLoader(rows, 2, mask, batch_size=None)
+    assert first[COUNTED] == Counted(10, None, True) and COUNTED not in second
 
 
 class TwoRanks:
-    """In place of torch.distributed: the other rank has 10 labels more."""
+    """In place of torch.distributed: the other rank has 10 labels more; sums are there after a wait."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
 
     def is_initialized(self) -> bool:
         return True
@@ -46,12 +58,45 @@ class TwoRanks:
     def get_world_size(self) -> int:
         return 2
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        tensor.add_(tensor + 10)
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> Any:
+        assert async_op
+        name = f"{tensor.item():.0f}"
+        self.calls.append(f"start {name}")
+
+        class Work:
+            def wait(_) -> None:
+                self.calls.append(f"wait {name}")
+                tensor.add_(tensor + 10)
+
+        return Work()
 
 
-def test_the_mean_is_over_ranks_and_micro_batches_and_at_least_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tokens_per_micro_batch(12, 4, CPU).item() == 3
-    assert tokens_per_micro_batch(0, 1, CPU).item() == 1
-    monkeypatch.setattr(loader, "dist", TwoRanks())
-    assert tokens_per_micro_batch(11, 2, CPU).item() == (11 + 21) / 2 / 2
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
+    ranks = TwoRanks()
+    monkeypatch.setattr(loader, "dist", ranks)
+    return ranks
+
+
+def test_the_sum_starts_a_step_early(ranks: TwoRanks) -> None:
+    tokens, means, calls = TokensPerMicroBatch(), [], []
+    for counted in steps(2):
+        means.append(tokens.of(counted, 2, CPU).item())
+        calls.append(ranks.calls[:])
+        ranks.calls.clear()
+    assert means == [(11 + 21) / 2 / 2, (3 + 13) / 2 / 2, (5 + 15) / 2 / 2]
+    assert calls == [["start 11", "wait 11", "start 3"], ["wait 3", "start 5"], ["wait 5"]]
+
+
+def test_a_new_iteration_does_not_use_the_sum_of_the_one_before(ranks: TwoRanks) -> None:
+    """An epoch may end before the data do."""
+    tokens = TokensPerMicroBatch()
+    tokens.of(Counted(4, 6, True), 1, CPU)
+    assert tokens.of(Counted(20, 2, True), 1, CPU).item() == 25
+    tokens.close()
+    assert ranks.calls[-1] == "wait 2", "no sum is left unfinished"
+
+
+def test_one_process_has_its_own_mean_of_at_least_1() -> None:
+    assert TokensPerMicroBatch().of(Counted(12, 3, True), 4, CPU).item() == 3
+    assert TokensPerMicroBatch().of(Counted(0, None, True), 1, CPU).item() == 1

@@ -33,7 +33,7 @@ from ..cluster.signals import isolate_worker
 from .build import build_cache
 from .cache import CacheError, Corpus, Recipe, open_cache
 from .limits import check_numbers, check_rows
-from .loader import COUNTED, StepLoader, tokens_per_micro_batch
+from .loader import COUNTED, StepLoader, TokensPerMicroBatch
 from .order import ConsumedSamples, EvalOrder, GlobalOrder, Jump
 from .rows import ROWS, PackedRows
 from .sources import Source, StandardLibrary
@@ -111,7 +111,7 @@ class PackedText(L.LightningDataModule):
         self.rank, self.world_size = 0, 1  # of data parallelism, set in `setup`
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
-        self._tokens_per_micro_batch = torch.ones(())
+        self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
         self.fetched_s = 0.0  # time.perf_counter when the loader returned the newest batch
         self.step_rows: list[list[int]] = []  # this rank's rows in the optimizer step, per micro-batch
 
@@ -203,10 +203,13 @@ class PackedText(L.LightningDataModule):
         """Adds `tokens_per_micro_batch`, by which a training step divides its sum of losses."""
         if COUNTED in batch:
             counted, device = batch.pop(COUNTED), batch["labels"].device
-            self._tokens_per_micro_batch = tokens_per_micro_batch(counted, self.accumulation, device)
+            self._tokens_per_micro_batch = self._tokens.of(counted, self.accumulation, device)
         if self.trainer is None or not self.trainer.training:
             return batch
         return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}
+
+    def teardown(self, stage: str) -> None:
+        self._tokens.close()
 
     def val_dataloader(self) -> DataLoader | list:
         return self._eval_loader("validation")

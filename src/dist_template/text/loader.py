@@ -2,14 +2,15 @@
 
 Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
 number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
-of the global batch. That number is one all-reduce of one value per optimizer step.
+of the global batch. That number is one all-reduce of one value per optimizer step. The all-reduce
+starts one step early, so that no rank waits for it: the loader reads one step ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,21 @@ from torch.utils.data import DataLoader
 from ..compat.torch import without_profiler_range
 from .rows import NOT_COUNTED
 
-COUNTED = "counted"  # key in the first batch of an optimizer step: how many of the step's labels count on this rank
+COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
+
+
+class Counted(NamedTuple):
+    """How many labels count on this rank.
+
+    Args:
+        step: In the optimizer step.
+        following: In the step after it. None: this is the last step.
+        is_first: Whether an iteration over the data starts with this step.
+    """
+
+    step: int
+    following: int | None
+    is_first: bool
 
 
 class StepLoader(DataLoader):
@@ -27,8 +42,8 @@ class StepLoader(DataLoader):
 
     Args:
         dataset: Returns batches by `__getitems__`.
-        accumulation: Micro-batches per optimizer step. They are read together, and the first of
-            them gets the key `COUNTED`. 0: an evaluation, which has no steps.
+        accumulation: Micro-batches per optimizer step. They are read together, one step ahead, and
+            the first of them gets the key `COUNTED`. 0: an evaluation, which has no steps.
         transform: Applied to each batch in this process, also where workers read.
         options: Of DataLoader.
     """
@@ -47,20 +62,51 @@ class StepLoader(DataLoader):
         batches = map(self.transform, batches)
         if not self.accumulation:
             yield from batches
-        while step := list(islice(batches, self.accumulation)):
-            counted = sum(int((batch["labels"] != NOT_COUNTED).sum()) for batch in step)
-            yield step[0] | {COUNTED: counted}
+            return
+        step, is_first = list(islice(batches, self.accumulation)), True
+        counted = _counted(step)
+        while step:
+            following = list(islice(batches, self.accumulation))
+            coming = _counted(following)
+            yield step[0] | {COUNTED: Counted(counted, coming if following else None, is_first)}
             yield from step[1:]
+            step, counted, is_first = following, coming, False
 
 
-def tokens_per_micro_batch(counted: int, accumulation: int, device: torch.device) -> Tensor:
-    """Returns () float32, at least 1: counted labels per micro-batch, averaged over the global batch and all ranks.
+def _counted(step: list[Any]) -> int:
+    return sum(int((batch["labels"] != NOT_COUNTED).sum()) for batch in step)
 
-    Collective over all ranks. On a GPU the stream waits for it and the host does not; Lightning's
-    `strategy.reduce` would wait at a barrier first (2.6.6).
-    """
+
+class TokensPerMicroBatch:
+    """Counted labels per micro-batch, averaged over the global batch and all ranks."""
+
+    def __init__(self) -> None:
+        self._coming: tuple[Tensor, Any] | None = None  # the next step's sum, perhaps unfinished
+
+    def of(self, counted: Counted, accumulation: int, device: torch.device) -> Tensor:
+        """Returns () float32, at least 1, and starts the sum of the next step.
+
+        Collective over all ranks. On a GPU the stream waits for the sum and the host does not.
+        """
+        if counted.is_first or self._coming is None:
+            self._coming = _sum_over_ranks(counted.step, device)
+        total, work = self._coming
+        if work is not None:
+            work.wait()
+            total /= dist.get_world_size()
+        following = counted.following
+        self._coming = None if following is None else _sum_over_ranks(following, device)
+        return (total / accumulation if accumulation > 1 else total).clamp(min=1)
+
+    def close(self) -> None:
+        """Waits for a started sum: a process that exits during a collective may be aborted."""
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[1] is not None:
+            coming[1].wait()
+
+
+def _sum_over_ranks(counted: int, device: torch.device) -> tuple[Tensor, Any]:
+    """Starts the sum; Lightning's `strategy.reduce` would wait at a barrier first (2.6.6)."""
     total = torch.full((), float(counted), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= dist.get_world_size()
-    return (total / accumulation if accumulation > 1 else total).clamp(min=1)
+    work = dist.all_reduce(total, async_op=True) if dist.is_initialized() else None
+    return total, work
