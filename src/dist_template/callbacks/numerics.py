@@ -136,9 +136,9 @@ class Numerics(Callback):
         self._loss = loss if self._loss is None else self._loss + loss
         if accumulates(trainer):
             return
-        own, self._loss, self._gathering = self._loss.reshape(1), None, None
-        self._losses = self._own_loss = own  # (ranks,), and (1,) until it is sent
+        self._losses, self._loss, self._gathering = self._loss, None, None
         if trainer.world_size > 1:
+            self._own_loss = own = self._losses.reshape(1)  # kept until it is sent
             self._losses = own.new_empty(trainer.world_size)
             self._gathering = dist.all_gather_into_tensor(self._losses, own, async_op=True)
 
@@ -149,8 +149,7 @@ class Numerics(Callback):
 
     def _clip_and_check(self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any):
         norm: Any = None
-        if not (self._uses_deepspeed or tracks_metrics(module)):
-            # Lightning's own clipping reports no norm.
+        if not (self._uses_deepspeed or tracks_metrics(module)):  # Lightning reports no norm
             norm = total_norm(p.grad for p in module.parameters() if p.grad is not None)
             metrics_of(module).add("train/grad_norm", norm)
         clip(optimizer, **options)
@@ -166,7 +165,8 @@ class Numerics(Callback):
         """Returns (): 1.0 where the step must be skipped. Starts the copy that the host reads."""
         if self._gathering is not None:
             self._gathering.wait()  # on a GPU the stream waits, not the host
-        loss, limit = self._losses.mean(), self._no_limit
+        several, limit = self._losses.dim() > 0, self._no_limit
+        loss = self._losses.mean() if several else self._losses
         both = loss + (norm := norm.to(loss, non_blocking=True))
         self.skipped = torch.nan_to_num(both - both, nan=1.0)  # inf - inf is NaN
         if self.on_spike != "off":  # five kernels
@@ -175,8 +175,8 @@ class Numerics(Callback):
             index = self._steps % self.spike_window
             self._recent[index] = torch.where(loss.isfinite(), loss, math.nan)
         self._steps += 1
-        figures = torch.stack([norm, limit, self.skipped])
-        self._check = StepCheck.copy(torch.cat([self._losses, figures]))
+        kept = torch.stack([loss, norm, limit, self.skipped])
+        self._check = StepCheck.copy(torch.cat([self._losses, kept[1:]]) if several else kept)
         return self.skipped
 
     def _limit(self) -> Tensor:

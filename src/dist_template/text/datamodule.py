@@ -14,8 +14,7 @@ From a text to a batch:
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
-Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; ids are int64; a label of -100
-does not count.
+Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not count.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from .tokenizers import ByteBPE, TokenizerSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Mapped rows are read faster without workers: a token through one takes some 20 times the CPU
-# (benchmarks/data.py).
+# Mapped rows are read faster without workers: benchmarks/data.py.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
@@ -51,29 +49,20 @@ class PackedText(L.LightningDataModule):
     """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
-        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset,
-            or yours.
-        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split),
-            Pretrained, yours.
+        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, yours.
+        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks.
-        micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global
-            batch.
-        validation_share: Share of the documents, below 1, held out for validation. 0 turns
-            validation off.
+        micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global batch.
+        validation_share: Share of the documents, below 1, held out for validation. 0 turns it off.
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
         cache_dir: Folder of the token caches; on a cluster, one that all nodes can read.
-        check_source: Refuse a cache whose source files have changed. false trains from the cache
-            alone.
-        cross_document_attention: true lets tokens attend to earlier documents in their row, so that
-            attention kernels without document boundaries can be used. false separates documents.
-        num_workers: Processes per rank that read rows. 0 reads in the training process, which is
-            faster for text.
-        repeat_first_batch: true trains on one global batch repeatedly, to see that the model can
-            learn it.
+        check_source: Refuse a cache whose source files have changed. false uses the cache alone.
+        cross_document_attention: Let tokens attend to earlier documents in their row, as some kernels must.
+        num_workers: Processes per rank that read rows. 0, faster for text: the training process.
+        repeat_first_batch: true trains on one global batch repeatedly, to see that the model learns it.
         seed: Seed of the order of rows. Splits do not depend on it.
-        prompts: Prompts that `predict`, and the sample after each validation, continue. [] turns
-            both off.
+        prompts: Prompts that `predict`, and the sample after each validation, continue. [] turns both off.
     """
 
     def __init__(
@@ -129,8 +118,7 @@ class PackedText(L.LightningDataModule):
         """Tokenizes into the cache, unless it is there. One process calls it before any other is started.
 
         Raises:
-            InputError: the source is missing, empty or unreadable, the disk is full, or another
-                process is preparing.
+            InputError: the source is missing, empty or unreadable, the disk is full, or another process prepares.
         """
         recipe = self._recipe
         try:
@@ -182,8 +170,7 @@ class PackedText(L.LightningDataModule):
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size, self.rank, self.world_size, self.seed,
             consumed=lambda: self.consumed_samples,
-            repeat_first_batch=self.repeat_first_batch,
-            jumps=lambda: self.jumps,
+            repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 

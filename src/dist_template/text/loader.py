@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,7 +75,7 @@ class StepLoader(DataLoader):
 
 
 def _counted(step: list[Any]) -> int:
-    return sum(int((batch["labels"] != NOT_COUNTED).sum()) for batch in step)
+    return sum(int(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED)) for batch in step)
 
 
 class TokensPerMicroBatch:
