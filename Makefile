@@ -11,7 +11,7 @@ TORCH_CUDA ?=
 PROJECT := {{cookiecutter.project_slug}}
 DEMO := $(OUT)/my-trainer
 READY := .venv/.ready
-JOBS ?= 2
+JOBS ?= 3
 PARALLEL = -n $(JOBS) --dist loadfile
 TESTS = .venv/bin/python -m pytest $(PARALLEL)
 TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
@@ -20,7 +20,7 @@ export PYTHON TORCH_INDEX TORCH_CUDA
 help:  ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 	@echo "  Variables: PYTHON (makes .venv; 3.11 or newer), OUT (where demo generates; build),"
-	@echo "             JOBS (test files that run at once; 2),"
+	@echo "             JOBS (test files that run at once; 3),"
 	@echo "             TORCH_INDEX (package index for torch alone), TORCH_CUDA=1 (accept its CUDA build without a GPU)"
 
 demo: $(OUT)/.my-trainer  ## generate a project with the default answers under build/ and train it

@@ -16,7 +16,7 @@ NEED = {
     "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"], f"pip install --no-build-isolation {LIBRARY}"),
     "wandb": ("fit", [f"--config={CONFIGS}/logger/wandb.yaml"], f"pip install {LIBRARY}"),
     "tensorboard": ("fit", ["--trainer.logger=TensorBoard"], f"pip install {LIBRARY}"),
-    "datasets": ("prepare", ["--data.source=Jsonl", "--data.source.paths=[{}]"], f"pip install {LIBRARY}"),
+    "datasets": ("prepare", ["--data.source=HubDataset", "--data.source.name={}"], f"pip install {LIBRARY}"),
 }
 
 

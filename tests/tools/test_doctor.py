@@ -53,6 +53,7 @@ def test_the_package_lock(where: Where, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_torch_and_the_driver(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # a training in this process may have set it
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "driver", lambda: "550.54")
