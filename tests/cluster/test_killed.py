@@ -40,6 +40,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # minutes; test_exact_resume.py kills ranks in `make test`
 def test_ranks_killed_at_any_time_cost_at_most_one_interval_each(flags: list[str], tmp_path: Path) -> None:
     """`KILLS=50 pytest …` for more; the times are printed (`-s`)."""
     run("prepare", *flags)
