@@ -6,8 +6,7 @@ Lightning.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from .lazy import attribute_of
 
 PLACES = {  # public name -> the module that defines it
     "main": "cli.main",
@@ -21,12 +20,7 @@ PLACES = {  # public name -> the module that defines it
 }
 
 __all__ = [*PLACES]  # noqa: PLE0604  (lazy)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{PLACES[name]}", __name__), name)
+__getattr__ = attribute_of(__name__, PLACES)
 
 
 def __dir__() -> list[str]:

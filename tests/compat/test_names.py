@@ -28,7 +28,6 @@ FUNCTIONS = {
     "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector.dump_checkpoint": (
         "self weights_only"
     ),
-    "lightning.fabric.connector:_convert_precision_to_unified_args": "precision",
     "lightning.fabric.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "lightning.pytorch.strategies:ModelParallelStrategy._setup_distributed": "self",
     "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",

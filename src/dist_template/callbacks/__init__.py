@@ -6,27 +6,21 @@ any Trainer, without the command line; names are imported when they are first us
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from ..lazy import attribute_of
 
-PLACES = {  # public name -> the file that defines it, in the order for a Trainer's `callbacks`
-    "Watchdog": "watchdog",
-    "RandomState": "random_state",
-    "SampleOrder": "sample_order",
-    "Numerics": "numerics",
-    "Throughput": "throughput",
-    "TrainingLog": "training_log",
-    "Console": "console",
-    "LastCheckpoint": "checkpoint",
-    "BestCheckpoint": "checkpoint",
-    "Goodput": "goodput",
-    "Preemption": "preemption",
+PLACES = {  # public name -> the module that defines it, in the order for a Trainer's `callbacks`
+    "Watchdog": "callbacks.watchdog",
+    "RandomState": "callbacks.random_state",
+    "SampleOrder": "callbacks.sample_order",
+    "Numerics": "callbacks.numerics",
+    "Throughput": "callbacks.throughput",
+    "TrainingLog": "callbacks.training_log",
+    "Console": "callbacks.console",
+    "LastCheckpoint": "callbacks.checkpoint",
+    "BestCheckpoint": "callbacks.checkpoint",
+    "Goodput": "callbacks.goodput",
+    "Preemption": "callbacks.preemption",
 }
 
 __all__ = [*PLACES]  # noqa: PLE0604  (lazy)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{PLACES[name]}", __name__), name)
+__getattr__ = attribute_of(__name__, PLACES)

@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.connector import _convert_precision_to_unified_args
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.launchers import subprocess_script as launcher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -66,12 +65,6 @@ def limit_threads(num_processes: int) -> None:
     """Divides this machine's CPUs over its ranks, on each rank: Lightning does so in rank 0, for
     some strategies."""
     _set_num_threads_if_needed(num_processes)
-
-
-def unified_precision(precision: Any) -> str:
-    """Returns the precision as strategies call it: "bf16" and torch's numbers have long names of
-    Lightning's."""
-    return _convert_precision_to_unified_args(precision) or "32-true"
 
 
 def torch_optimizer(optimizer: Any) -> Any:
