@@ -35,7 +35,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import checkpoint_of
 from ..errors import InputError, reason
 from . import manifest
-from .manifest import FORMAT, MANIFEST, Files, crc32, wrong_file
+from .manifest import FORMAT, MANIFEST, Files, crc32
 
 
 class SaveError(Exception):
@@ -227,36 +227,22 @@ def agreed(path: Path) -> Path:
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
     """
-    path = Path(weights.broadcast(str(path)))
-    if weights.broadcast((path.parent / MANIFEST).exists()):  # `path` is the file in a folder
-        path = path.parent
-    several = weights.broadcast([str(one) for one in manifest.found(path)])
-    skipped, why = [], None
-    for candidate in map(Path, several or [path]):
-        if (why := _verify_together(candidate)) is None:
+    path, candidates = weights.broadcast(manifest.meant(path))
+    skipped: list[str] = []
+    for candidate in candidates:
+        own = manifest.damage(candidate, rank=_rank(None), ranks=_world_size(None))
+        why = next(filter(None, weights.from_all_ranks(own)), None)
+        if why is None:
             _warn_of(skipped, candidate)
             return candidate
         skipped.append(f"{candidate.name} ({why})")
-    if several:
-        found = f"{path} holds damaged checkpoints only: {', '.join(skipped)}"
-        raise InputError(f"{found}; move it away to start a new run")
-    found = f"checkpoint {str(path)!r} is damaged: {why}"
-    raise InputError(f"{found}; give another, or `last` for the newest valid one")
-
-
-def _verify_together(path: Path) -> str | None:
-    """Like `verify`, with the files distributed over the ranks. Returns the same on all of them."""
-    files, why = {}, None
-    if weights.is_rank_zero() and manifest.is_ours(path):
-        try:
-            files = manifest.read(path)["files"]
-            why = manifest.extra_file(path, files)
-        except ValueError as error:
-            why = str(error)
-    files, why = weights.broadcast((files, why))
-    own = _assigned(list(files), None)
-    answers = weights.from_all_ranks(why or wrong_file(path, files, own, every_byte=True))
-    return next(filter(None, answers), None)
+    if not candidates:
+        return path
+    if candidates == [path]:
+        found = f"checkpoint {str(path)!r} is damaged: {why}"
+        raise InputError(f"{found}; give another, or `last` for the newest valid one")
+    found = f"{path} holds damaged checkpoints only: {', '.join(skipped)}"
+    raise InputError(f"{found}; move it away to start a new run")
 
 
 def _warn_of(skipped: list[str], loaded: Path | None) -> None:
@@ -272,9 +258,13 @@ def _rank(group: Any) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def _world_size(group: Any) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
 def _assigned(files: list[str], group: Any) -> list[str]:
-    """Returns the files that this rank flushes or verifies."""
-    return files[_rank(group) :: dist.get_world_size(group) if dist.is_initialized() else 1]
+    """Returns the files that this rank flushes and hashes."""
+    return files[_rank(group) :: _world_size(group)]
 
 
 def _agree(temporary: Path, failure: str | None, value: Any, group: Any) -> list[Any]:

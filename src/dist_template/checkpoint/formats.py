@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..compat.torch import read_unsharded
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
+from ..layout import full_shape
 from . import zero
 from .optimizer import by_name, by_name_from_flat, is_by_name
 from .untrusted import DataReader, as_data
@@ -51,10 +52,14 @@ def format_of(path: Path) -> Format | None:
     return None
 
 
-def read_full(path: str | Path) -> dict[str, Any]:
+def read_full(path: str | Path, module: nn.Module | None = None) -> dict[str, Any]:
     """Reads a checkpoint of any strategy in one process, with full (unsharded) tensors on the host.
 
     Call commit.agreed before, which verifies the files.
+
+    Args:
+        path: The checkpoint.
+        module: The module into which it is to be loaded. None: any.
 
     Returns:
         Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
@@ -62,7 +67,8 @@ def read_full(path: str | Path) -> dict[str, Any]:
         if the checkpoint has any.
 
     Raises:
-        InputError: `path` is no checkpoint, incomplete, unreadable, or not data alone.
+        InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another
+            model than `module`.
     """
     path = Path(path)
     readers = {"file": _read_file, "distributed": _read_distributed, "zero": zero.read}
@@ -70,7 +76,10 @@ def read_full(path: str | Path) -> dict[str, Any]:
     if found is None:
         raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
     with refusing_unreadable(path):
-        return readers[found](path)
+        full = readers[found](path)
+    if module is not None:
+        refuse_another_models(path, full, module)
+    return full
 
 
 @contextlib.contextmanager
@@ -114,6 +123,22 @@ def state_dict_of(path: Path, checkpoint: Any) -> dict[str, Tensor]:
     if not isinstance(weights, dict):
         raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
     return weights
+
+
+def refuse_another_models(path: Path, checkpoint: Any, module: nn.Module) -> None:
+    """Compares names and shapes with those of `module`, before any tensor is copied.
+
+    Raises:
+        InputError: they differ, or the content of the file `path` has no weights.
+    """
+    saved, own = state_dict_of(path, checkpoint), module.state_dict(keep_vars=True)
+    refuse_other_shapes(path, shapes(saved), shapes(own))
+
+
+def shapes(state_dict: dict[str, Any]) -> Shapes:
+    """Returns the full (unsharded) shape of each tensor."""
+    tensors = {name: one for name, one in state_dict.items() if isinstance(one, Tensor)}
+    return {name: tuple(full_shape(tensor)) for name, tensor in tensors.items()}
 
 
 def refuse_other_shapes(path: Path, saved: Shapes, own: Shapes) -> None:

@@ -53,6 +53,15 @@ def is_ours(path: Path) -> bool:
     return (path / MANIFEST).exists() or NAME.fullmatch(name) is not None
 
 
+def meant(path: Path) -> tuple[Path, list[Path]]:
+    """Returns what to load by `path`, and which checkpoints of ours that may be, newest first.
+
+    `path` is a checkpoint, the file in one, or a folder of them. Another library's has no manifest.
+    """
+    path = path.parent if (path.parent / MANIFEST).exists() else path
+    return path, found(path) or ([path] if is_ours(path) else [])
+
+
 def rendered(manifest: dict[str, Any]) -> str:
     """Returns the manifest's text, with its own CRC-32, so that any change is detected."""
     body = {key: value for key, value in manifest.items() if key != "crc32"}
@@ -86,13 +95,17 @@ def torn(path: Path) -> str | None:
     return damage(path, every_byte=False)
 
 
-def damage(path: Path, every_byte: bool = True) -> str | None:
-    """Returns why the checkpoint `path` is not valid, or None if it is."""
+def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -> str | None:
+    """Returns why the checkpoint `path` is not valid, or None if it is.
+
+    With `ranks` above 1, each of them reads only a part of the files.
+    """
     try:
         files: Files = read(path)["files"]
     except ValueError as error:
         return str(error)
-    return extra_file(path, files) or wrong_file(path, files, files, every_byte)
+    why = extra_file(path, files) if rank == 0 else None
+    return why or wrong_file(path, files, list(files)[rank::ranks], every_byte)
 
 
 def extra_file(path: Path, files: Files) -> str | None:

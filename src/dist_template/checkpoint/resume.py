@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from .. import weights
 from ..errors import InputError
-from ..layout import full_shape
 from . import zero
 from .commit import agreed
 from .formats import (
@@ -27,7 +26,7 @@ from .formats import (
     file_in,
     format_of,
     read_full,
-    refuse_other_shapes,
+    refuse_another_models,
     refusing_unreadable,
     state_dict_of,
 )
@@ -59,11 +58,11 @@ class EveryFormat(TorchCheckpointIO):
         if format_of(path) == "file":
             with refusing_unreadable(path):
                 checkpoint = super().load_checkpoint(file_in(path), *args, **kwargs)
+            state_dict_of(path, checkpoint)
         else:
             checkpoint = {"optimizer_states": [], **read_full(path)}
-        saved = state_dict_of(path, checkpoint)
         if self._module.strict_loading and not is_overridden("on_load_checkpoint", self._module):
-            refuse_another_models(path, saved, self._module)
+            refuse_another_models(path, checkpoint, self._module)
         return checkpoint
 
 
@@ -109,27 +108,12 @@ def _read_on_rank_zero(path: Path, module: nn.Module) -> dict[str, Any]:
     full, refusal = {}, None
     if weights.is_rank_zero():
         try:
-            full = read_full(path)
-            refuse_another_models(path, full["state_dict"], module)
+            full = read_full(path, module)
         except InputError as error:
             refusal = str(error)
     if refusal := weights.broadcast(refusal):  # else the other ranks would wait forever
         raise InputError(refusal)
     return full
-
-
-def refuse_another_models(path: Path, state_dict: dict[str, Tensor], module: nn.Module) -> None:
-    """Compares names and shapes with those of `module`, before any tensor is copied.
-
-    Raises:
-        InputError: they differ.
-    """
-    own = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            own[name] = tuple(full_shape(tensor))
-    saved = {name: tuple(one.shape) for name, one in state_dict.items() if isinstance(one, Tensor)}
-    refuse_other_shapes(path, saved, own)
 
 
 def _outline(state: State) -> State:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .. import weights
 from ..compat.lightning import torch_optimizer
 from ..compat.torch import tree_map
-from .formats import META, refuse_other_shapes, refusing_unreadable, saved_shapes
+from .formats import META, refuse_other_shapes, refusing_unreadable, saved_shapes, shapes
 from .optimizer import groups_of, without_moments
 from .untrusted import DataReader, as_data
 
@@ -65,20 +65,17 @@ def load(
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     for index, optimizer in enumerate(optimizers):
         state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
-    tensors: dict[str, Any] = state["state_dict"]
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     with as_data(), refusing_unreadable(path):
         reader = DataReader(path)
-        saved = saved_shapes(reader)
-        refuse_other_shapes(path, saved, own)
+        refuse_other_shapes(path, saved_shapes(reader), shapes(state["state_dict"]))
         entries = set(reader.read_metadata().state_dict_metadata)
     for index, optimizer in enumerate(optimizers):
         prefix = f"optimizer_{index}"
         _drop_missing_moments(module, optimizer, state[prefix], f"{prefix}.", entries)
     loaded = _contiguous(state)
-    with as_data(), refusing_unreadable(path):
-        dcp.load(loaded, storage_reader=reader)
     with refusing_unreadable(path):
+        with as_data():
+            dcp.load(loaded, storage_reader=reader)
         rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
     state = tree_map(_as_placed, loaded, state)
     set_model_state_dict(module, state["state_dict"])

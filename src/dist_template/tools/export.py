@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import read_full
-from ..checkpoint.resume import refuse_another_models
 from ..cli.fit import WithoutTrainer
 from ..cli.run import check_checkpoint, newest_checkpoint
 from ..errors import InputError, reason
@@ -86,10 +85,8 @@ def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
     """
     if not hasattr(module, "build_model"):
         raise InputError(f"{type(module).__name__} has no build_model to export")
-    checkpoint = read_full(path)
     module.model = module.build_model(data)
-    refuse_another_models(path, checkpoint["state_dict"], module)
-    module.load_state_dict(checkpoint["state_dict"], strict=True)
+    module.load_state_dict(read_full(path, module)["state_dict"], strict=True)
     return module.model.eval()
 
 
