@@ -17,7 +17,9 @@ class Exit(IntEnum):
     FAILED = 1  # a bug; the log has a traceback. torchrun restarts it a few times
     BAD_INPUT = 2  # do not retry: the input must be edited
     NON_FINITE = 65  # do not retry: training diverged, and a replay would diverge again
-    OUT_OF_MEMORY = 69  # do not retry: not one step fitted in memory. After a first step it is FAILED
+    OUT_OF_MEMORY = (
+        69  # do not retry: not one step fitted in memory. After a first step it is FAILED
+    )
     HUNG = 71  # restart: a rank is stalled or lost
     REQUEUE = 75  # relaunch the same command: preempted, out of time, or killed; the state is saved
     MISMATCH = 78  # do not retry on these machines: their environments differ
@@ -25,7 +27,8 @@ class Exit(IntEnum):
 
     @classmethod
     def of_all(cls, codes: Iterable[int]) -> Exit:
-        """Returns one code for a run whose processes exited with `codes`; negative codes are signals.
+        """Returns one code for a run whose processes exited with `codes`; negative codes are
+        signals.
 
         Deliberate exits have priority over failures, and the first failure over those that follow
         from it: the other ranks fail with 1, or are aborted or terminated.
@@ -34,7 +37,10 @@ class Exit(IntEnum):
         for code in DECIDED:
             if code in found:
                 return code
-        if any(code == cls.HUNG or code < 0 and code not in (-signal.SIGABRT, -signal.SIGTERM) for code in found):
+        if any(
+            code == cls.HUNG or code < 0 and code not in (-signal.SIGABRT, -signal.SIGTERM)
+            for code in found
+        ):
             return cls.REQUEUE
         if any(code > 0 for code in found):
             return cls.FAILED
@@ -66,7 +72,10 @@ class InputError(ValueError):
     """The user's input is wrong; the message says what was given, what is allowed and which key to edit."""
 
 
-EXTRAS = {"plotly": "report", "pyarrow": "datasets"}  # package: its extra, where that has another name
+EXTRAS = {
+    "plotly": "report",
+    "pyarrow": "datasets",
+}  # package: its extra, where that has another name
 
 
 def require(package: str, purpose: str) -> None:
@@ -76,9 +85,13 @@ def require(package: str, purpose: str) -> None:
         InputError: with the command that installs it.
     """
     if find_spec(package) is None:
-        flag = "--no-build-isolation " if package == "deepspeed" else ""  # it is built from source, against torch
+        flag = (
+            "--no-build-isolation " if package == "deepspeed" else ""
+        )  # it is built from source, against torch
         extra = EXTRAS.get(package, package)
-        raise InputError(f"{purpose} needs the package {package}: pip install {flag}'dist-template[{extra}]'")
+        raise InputError(
+            f"{purpose} needs the package {package}: pip install {flag}'dist-template[{extra}]'"
+        )
 
 
 def local_rank() -> int:
@@ -129,7 +142,9 @@ def is_disk_full(error: BaseException | None) -> bool:
     full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     while error is not None:
         # `tokenizers` writes in Rust and raises a plain Exception
-        if getattr(error, "errno", None) in full or any(f"(os error {number})" in str(error) for number in full):
+        if getattr(error, "errno", None) in full or any(
+            f"(os error {number})" in str(error) for number in full
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -137,7 +152,13 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether memory of the device or the host ran out, by the messages of torch, CUDA and Python."""
-    signs = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory", "ALLOC_FAILED")
+    signs = (
+        "out of memory",
+        "can't allocate memory",
+        "not enough memory",
+        "Cannot allocate memory",
+        "ALLOC_FAILED",
+    )
     names = {one.__name__ for one in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or (
         isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs)

@@ -1,4 +1,5 @@
-"""Tensors with different device meshes or placements: groups them, and computes one norm over all of them.
+"""Tensors with different device meshes or placements: groups them, and computes one norm over all
+of them.
 
 Under tensor or expert parallelism some parameters are plain tensors and others DTensors on
 different meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`)
@@ -58,7 +59,8 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor | None:
-    """Scales all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0 only measures.
+    """Scales all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0
+    only measures.
 
     Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm,
     and fails for parameters on different meshes.

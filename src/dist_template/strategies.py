@@ -1,4 +1,5 @@
-"""Strategies for any Lightning Trainer; importing this file registers their names: `Trainer(strategy="fsdp2")`.
+"""Strategies for any Lightning Trainer; importing this file registers their names:
+`Trainer(strategy="fsdp2")`.
 
 All of them run on GPUs and on CPU processes. Those of ZeRO need the package deepspeed.
 """
@@ -23,8 +24,13 @@ NAMES: dict[str, tuple[type, dict[str, Any]]] = {  # name in Lightning's registr
     "zero2": (ZeroStrategy, {"stage": 2}),
     "zero2_offload": (ZeroStrategy, {"stage": 2, "offload_optimizer": True}),
     "zero3": (ZeroStrategy, {"stage": 3}),
-    "zero3_offload": (ZeroStrategy, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
+    "zero3_offload": (
+        ZeroStrategy,
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
 }
 
 for _name, (_kind, _arguments) in NAMES.items():
-    StrategyRegistry.register(_name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments)
+    StrategyRegistry.register(
+        _name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments
+    )

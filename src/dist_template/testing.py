@@ -1,4 +1,5 @@
-"""Functions for a project's own tests: build its module on this CPU, check its configurations, train on N ranks.
+"""Functions for a project's own tests: build its module on this CPU, check its configurations,
+train on N ranks.
 
     PROJECT = this_project(__file__)
     module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
@@ -27,11 +28,20 @@ from .rehearsal.record import RunRecord
 from .rehearsal.workers import Workers
 from .tools.rehearse import make_small, own_flags
 
-__all__ = ["batches", "build", "check_config", "first_steps", "rehearse", "run_ranks", "this_project"]
+__all__ = [
+    "batches",
+    "build",
+    "check_config",
+    "first_steps",
+    "rehearse",
+    "run_ranks",
+    "this_project",
+]
 
 
 def this_project(file: str) -> Project:
-    """Returns the project whose folder is the nearest above `file` with a package that has a `__main__.py`.
+    """Returns the project whose folder is the nearest above `file` with a package that has a
+    `__main__.py`.
 
     Raises:
         FileNotFoundError: there is none.
@@ -43,7 +53,8 @@ def this_project(file: str) -> Project:
 
 
 def check_config(project: Project, *flags: str) -> list[str]:
-    """Returns a sentence for each thing in a configuration that cannot work on the machine that it describes.
+    """Returns a sentence for each thing in a configuration that cannot work on the machine that it
+    describes.
 
     Devices and nodes are those of the configuration; where it says auto, one node with 8 GPUs.
     Nothing is started.
@@ -59,7 +70,8 @@ def check_config(project: Project, *flags: str) -> list[str]:
 
 
 def build(project: Project, *flags: str) -> tuple[Any, Any]:
-    """Returns the project's module with its network built on this CPU, in training mode, and its prepared data.
+    """Returns the project's module with its network built on this CPU, in training mode, and its
+    prepared data.
 
     Raises:
         InputError: the configuration or the data are wrong.
@@ -94,7 +106,9 @@ def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Any]]:
         if hasattr(callback, "as_state"):  # the counter of samples
             callback.on_train_start(data.trainer, None)
     found = islice(iter(data.train_dataloader()), num)
-    return [data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in found]
+    return [
+        data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in found
+    ]
 
 
 def run_ranks(project: Project, argv: list[str], num: int, folder: Path) -> RunRecord:
@@ -118,14 +132,19 @@ def first_steps(project: Project, *flags: str, folder: Path, steps: int = 6) -> 
 
 
 def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
-    """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed, with the cause.
+    """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
+    with the cause.
 
     Raises:
         InputError: the configuration cannot be read or made small.
     """
     runs = _small(project, flags, folder, 6)
     results = [check.run(runs) for check in CHECKS if only in check.name]
-    return {r.check: f"{r.got} {r.where} {r.cause}".strip() for r in results if r.verdict in ("FAIL", "not run")}
+    return {
+        r.check: f"{r.got} {r.where} {r.cause}".strip()
+        for r in results
+        if r.verdict in ("FAIL", "not run")
+    }
 
 
 def _small(project: Project, flags: tuple[str, ...], folder: Path, steps: int) -> Any:

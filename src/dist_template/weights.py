@@ -123,7 +123,9 @@ def copy_part(target: Tensor, full: Tensor | None) -> None:
 
 def _shard(full: Tensor, like: DTensor) -> Tensor:
     """Returns this rank's shard of `full`, with the placements of `like`."""
-    from transformers.distributed.sharding_utils import DtensorShardOperation  # supports interleaved shards
+    from transformers.distributed.sharding_utils import (
+        DtensorShardOperation,
+    )  # supports interleaved shards
 
     shard = DtensorShardOperation(like).shard_tensor(full)
     assert shard is not None  # it is None for single experts only

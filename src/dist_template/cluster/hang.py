@@ -59,7 +59,8 @@ def _phase(file: str, function: str) -> str:
 
 
 def find_stalled(statuses: dict[int, dict[str, Any]], silent: list[int]) -> dict[str, Any]:
-    """Returns the `sentence` that names the stalled rank, the `silent` ranks, and who prints (`by`).
+    """Returns the `sentence` that names the stalled rank, the `silent` ranks, and who prints
+    (`by`).
 
     Ranks that do not answer are stalled; else those with the least progress which do not wait for
     another rank.

@@ -91,7 +91,9 @@ def _setup_environment(strategy: Any, timeout_s: float, act: Act) -> None:
         strategy.set_world_ranks()
         if strategy.world_size > 1:
             if strategy.root_device.type == "cuda":
-                torch.cuda.set_device(strategy.root_device)  # else queries allocate on the first GPU
+                torch.cuda.set_device(
+                    strategy.root_device
+                )  # else queries allocate on the first GPU
             _connect(strategy, timeout_s, act)
     type(strategy).setup_environment(strategy)
 

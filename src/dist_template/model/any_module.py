@@ -15,7 +15,8 @@ from .metrics import MetricBuffer
 
 
 def samples_of(trainer: Any) -> Any:
-    """Returns the stream of samples, PackedText or SampleOrder; None for a loader whose order is its own.
+    """Returns the stream of samples, PackedText or SampleOrder; None for a loader whose order is
+    its own.
 
     It has `global_batch_size`, `consumed_samples`, `jumps` and `jump(intervals)`.
     """
@@ -36,7 +37,9 @@ def own(module: Any, name: str, kind: type) -> Any:
 
 def metrics_of(module: Any) -> MetricBuffer:
     """Returns the module's metric buffer; a plain LightningModule gets one when it is first asked for."""
-    return own(module, "metrics", MetricBuffer) or vars(module).setdefault("metric_buffer", MetricBuffer())
+    return own(module, "metrics", MetricBuffer) or vars(module).setdefault(
+        "metric_buffer", MetricBuffer()
+    )
 
 
 def tracks_metrics(module: Any) -> bool:

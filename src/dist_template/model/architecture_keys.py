@@ -1,4 +1,5 @@
-"""Checks the keys of `model.architecture`: the configuration class of its `model_type` or its model must read them.
+"""Checks the keys of `model.architecture`: the configuration class of its `model_type` or its model
+must read them.
 
 transformers keeps any other key as an attribute that no model reads, so a misspelt one would have
 no effect. Keys for a model of your own are given under `extra`; they are passed to the
@@ -34,7 +35,9 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
     extra = architecture.get(EXTRA) or {}
     if not isinstance(extra, dict):
         raise InputError(f"model.architecture.{EXTRA} is {extra!r}; give keys and their values")
-    if architecture.get("model_type") in CONFIG_MAPPING:  # an unknown type is refused by transformers
+    if (
+        architecture.get("model_type") in CONFIG_MAPPING
+    ):  # an unknown type is refused by transformers
         config_class = CONFIG_MAPPING[architecture["model_type"]]
         known = _known(config_class)
         for key in sorted(fields.keys() - known):
@@ -57,9 +60,13 @@ def _known(config_class: Any) -> set[str]:
     classes = [one for one in config_class.__mro__ if one.__module__.startswith("transformers.")]
     known = {field.name for field in dataclasses.fields(config_class)}
     known |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
-    with contextlib.suppress(Exception):  # of some classes the defaults are refused, each in its own way
+    with contextlib.suppress(
+        Exception
+    ):  # of some classes the defaults are refused, each in its own way
         known |= vars(config_class()).keys()
-    known |= {name for one in classes for name, value in vars(one).items() if isinstance(value, property)}
+    known |= {
+        name for one in classes for name, value in vars(one).items() if isinstance(value, property)
+    }
     for one in classes:
         known |= set(re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(one)))
     model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))

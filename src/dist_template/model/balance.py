@@ -40,7 +40,8 @@ BIAS = "e_score_correction_bias"
 
 @dataclass
 class BalanceConfig:
-    """How tokens are balanced over the experts of a mixture of experts. Has no effect on other models.
+    """How tokens are balanced over the experts of a mixture of experts. Has no effect on other
+    models.
 
     Args:
         bias_update_speed: How far a router's `e_score_correction_bias` moves after each optimizer
@@ -86,7 +87,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
     for name, block in model.named_modules():
         for experts in stacked.intersection(block.children()):
             num = num_experts(experts)
-            routers = (m for m in block.children() if any(_is_router_weight(p, num) for p in m.parameters(False)))
+            routers = (
+                m
+                for m in block.children()
+                if any(_is_router_weight(p, num) for p in m.parameters(False))
+            )
             owners = (m for m in block.modules() if BIAS in dict(m.named_buffers(recurse=False)))
             layers.append(Layer(name, experts, num, next(routers, None), next(owners, None)))
     return layers
@@ -130,7 +135,10 @@ class Balancer:
         self._arriving: tuple[Tensor, Any] | None = None
         self._model_config = text_config(model)
         configured = getattr(self._model_config, "router_aux_loss_coef", None) or 0.0
-        numbers, routers = range(len(self.layers)), [layer.router is not None for layer in self.layers]
+        numbers, routers = (
+            range(len(self.layers)),
+            [layer.router is not None for layer in self.layers],
+        )
         if config.aux_loss_coef is None:
             without_bias = [i for i in numbers if self.layers[i].bias_owner is None and routers[i]]
             self._aux = without_bias if configured else []
@@ -138,40 +146,62 @@ class Balancer:
             self._aux = [i for i in numbers if config.aux_loss_coef]
         self.aux_loss_coef = (config.aux_loss_coef or configured) if self._aux else 0.0
         self.has_bias = any(layer.bias_owner is not None for layer in self.layers)
-        self._biased = [i for i in numbers if config.bias_update_speed and self.layers[i].bias_owner is not None]
+        self._biased = [
+            i for i in numbers if config.bias_update_speed and self.layers[i].bias_owner is not None
+        ]
         self.needs_shares = bool(self._aux)
         self.needs_loads = bool(self._aux or self._biased)  # of every optimizer step
-        losses = (name for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef") if getattr(config, name))
+        losses = (
+            name
+            for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")
+            if getattr(config, name)
+        )
         if (name := next(losses, None)) and not (routers and all(routers)):
             raise InputError(
                 f"model.balance.{name} is {getattr(config, name)}, but no router was found in every mixture-of-experts"
                 f" layer of {type(model).__name__}; set it to 0"
             )
 
-    # ---- counting ------------------------------------------------------------------------------------------------
+    # ---- counting --------------------------------------------------------------------------------
 
     def attach(self, device: torch.device) -> list[Any]:
         """Registers the hooks that count loads and keep router logits; returns their handles."""
-        width = max(layer.num for layer in self.layers) + 1  # the last: an index that stands for no expert
-        self.loads = torch.zeros(len(self.layers), width, device=device)  # of this rank, in this optimizer step
-        self._num = torch.tensor([[layer.num] for layer in self.layers], device=device, dtype=torch.float32)
-        self.shares = torch.zeros(len(self.layers), width - 1, device=device)  # of the newest step's load, all ranks'
+        width = (
+            max(layer.num for layer in self.layers) + 1
+        )  # the last: an index that stands for no expert
+        self.loads = torch.zeros(
+            len(self.layers), width, device=device
+        )  # of this rank, in this optimizer step
+        self._num = torch.tensor(
+            [[layer.num] for layer in self.layers], device=device, dtype=torch.float32
+        )
+        self.shares = torch.zeros(
+            len(self.layers), width - 1, device=device
+        )  # of the newest step's load, all ranks'
         for row, layer in zip(self.shares, self.layers, strict=True):
             row[: layer.num] = 1 / layer.num
         handles = []
         keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
         for i, layer in enumerate(self.layers):
             hook = self._counting_hook(self.loads[i])
-            handles.append(layer.experts.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+            handles.append(
+                layer.experts.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            )
             if layer.router is not None and (keeps_all or i in self._aux):
-                handles.append(layer.router.register_forward_hook(self._keeping_hook(self._kept[i], layer.num)))
+                handles.append(
+                    layer.router.register_forward_hook(self._keeping_hook(self._kept[i], layer.num))
+                )
         return handles
 
     def _counting_hook(self, loads: Tensor) -> Any:
         def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.counts_now:
-                tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-                chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())  # (N, chosen ones)
+                tensors = (
+                    value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
+                )
+                chosen = next(
+                    tensor for tensor in tensors if not tensor.is_floating_point()
+                )  # (N, chosen ones)
                 loads.scatter_add_(0, chosen.reshape(-1), loads.new_ones(()).expand(chosen.numel()))
 
         return count
@@ -180,11 +210,13 @@ class Balancer:
         def keep(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if self.counts_now:  # transformers' routers return their logits first
                 outputs = (output,) if isinstance(output, Tensor) else output
-                kept.logits = next(each for each in outputs if each.shape[-1] == num and each.is_floating_point())
+                kept.logits = next(
+                    each for each in outputs if each.shape[-1] == num and each.is_floating_point()
+                )
 
         return keep
 
-    # ---- the loss terms --------------------------------------------------------------------------------------------
+    # ---- the loss terms --------------------------------------------------------------------------
 
     def losses(self, batch: dict[str, Tensor]) -> Iterator[tuple[str, float, Tensor]]:
         """Yields (metric, weight, value ()) of each loss term of the newest forward pass.
@@ -201,8 +233,14 @@ class Balancer:
             values = [self._aux_loss(i, logits[i]) for i in self._aux]
             yield "moe/aux_loss", self.aux_loss_coef * len(values), torch.stack(values).mean()
         if self.config.sequence_loss_coef:
-            values = [self._sequence_loss(i, each, len(batch["input_ids"])) for i, each in logits.items()]
-            yield "moe/sequence_loss", self.config.sequence_loss_coef * len(values), torch.stack(values).mean()
+            values = [
+                self._sequence_loss(i, each, len(batch["input_ids"])) for i, each in logits.items()
+            ]
+            yield (
+                "moe/sequence_loss",
+                self.config.sequence_loss_coef * len(values),
+                torch.stack(values).mean(),
+            )
         if self.config.z_loss_coef:
             values = [each.float().logsumexp(-1).square().mean() for each in logits.values()]
             yield "moe/z_loss", self.config.z_loss_coef * len(values), torch.stack(values).mean()
@@ -217,7 +255,9 @@ class Balancer:
         scores = self._probabilities(i, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
         top_k = self._model_config.num_experts_per_tok
         chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
-        counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, scores.new_ones(()).expand(chosen.shape))
+        counts = torch.zeros_like(scores[:, 0]).scatter_add_(
+            1, chosen, scores.new_ones(()).expand(chosen.shape)
+        )
         return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
 
     def _probabilities(self, i: int, logits: Tensor) -> Tensor:
@@ -227,12 +267,15 @@ class Balancer:
         scores = logits.float().sigmoid()
         return scores / scores.sum(-1, keepdim=True)
 
-    # ---- the end of an optimizer step ------------------------------------------------------------------------------
+    # ---- the end of an optimizer step ------------------------------------------------------------
 
     def begin_reduction(self) -> None:
         """Starts to sum the step's loads over all ranks. Call it before the last micro-batch's backward pass."""
         loads = self.loads[:, :-1].clone()
-        self._arriving = loads, dist.all_reduce(loads, async_op=True) if dist.is_initialized() else None
+        self._arriving = (
+            loads,
+            dist.all_reduce(loads, async_op=True) if dist.is_initialized() else None,
+        )
 
     @torch.no_grad()
     def finish_step(self, skipped: Tensor | None) -> None:

@@ -23,7 +23,8 @@ INDEX = "model.safetensors.index.json"
 def causal_lm_config(
     architecture: dict[str, Any], pretrained: str | None, attention: Attention | None, data: Any
 ) -> Any:
-    """Returns the transformers configuration; also called before any process starts, to find errors early.
+    """Returns the transformers configuration; also called before any process starts, to find errors
+    early.
 
     Args:
         architecture: `model_type` and fields of its configuration. Not used when `pretrained` is
@@ -45,14 +46,22 @@ def causal_lm_config(
         except InputError:
             raise
         except (OSError, ValueError) as error:
-            raise InputError(f"model.pretrained {pretrained!r} cannot be loaded: {reason(error)}") from error
+            raise InputError(
+                f"model.pretrained {pretrained!r} cannot be loaded: {reason(error)}"
+            ) from error
     fields = {"max_position_embeddings": data.seq_len, **checked_fields(architecture)}
-    fields |= {"vocab_size": data.vocab_size, "bos_token_id": data.eos_token_id, "eos_token_id": data.eos_token_id}
+    fields |= {
+        "vocab_size": data.vocab_size,
+        "bos_token_id": data.eos_token_id,
+        "eos_token_id": data.eos_token_id,
+    }
     model_type: Any = architecture.get("model_type")
     try:
         config = AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # each architecture refuses in its own way
-        raise InputError(f"model.architecture with model_type {model_type!r}: {reason(error)}") from error
+        raise InputError(
+            f"model.architecture with model_type {model_type!r}: {reason(error)}"
+        ) from error
     return set_attention(config, attention)
 
 
@@ -84,7 +93,9 @@ def _check_files(name: str) -> None:
     try:
         files = {"model.safetensors"}
         if (folder / INDEX).exists():
-            files = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            files = set(
+                json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+            )
         for file in sorted(files):
             if not (folder / file).is_file():
                 raise InputError(
@@ -96,7 +107,9 @@ def _check_files(name: str) -> None:
     except InputError:
         raise
     except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
-        sentence = f"model.pretrained {name!r} is damaged ({reason(error)}): copy or download it again"
+        sentence = (
+            f"model.pretrained {name!r} is damaged ({reason(error)}): copy or download it again"
+        )
         raise InputError(sentence) from error
 
 

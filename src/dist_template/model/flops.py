@@ -69,7 +69,8 @@ PEAKS = (
 
 
 def peak(device: str, precision: str) -> tuple[float, str] | None:
-    """Returns the TFLOP/s of one device in a precision of Lightning, and its source; None if it is not known.
+    """Returns the TFLOP/s of one device in a precision of Lightning, and its source; None if it is
+    not known.
 
     Half precision only: in float32 a matrix product has one of several speeds (TF32 or not, by
     torch's settings and by shape).
@@ -112,9 +113,21 @@ class Size:
         if experts:
             num = num_experts(experts[0])
             share = chosen / num if isinstance(chosen, int) else 0.0
-        is_known = bool(share) and bool(experts or not num or num == 1)  # only stacked experts are found
-        tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-        used = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+        is_known = bool(share) and bool(
+            experts or not num or num == 1
+        )  # only stacked experts are found
+        tables = {
+            id(p)
+            for m in model.modules()
+            if isinstance(m, nn.Embedding)
+            for p in m.parameters(recurse=False)
+        }
+        used = {
+            id(p)
+            for m in model.modules()
+            if not isinstance(m, nn.Embedding)
+            for p in m.parameters(recurse=False)
+        }
         total = trainable = embedding = 0
         active = multiplied = 0.0
         for parameter in model.parameters():
@@ -146,7 +159,8 @@ def text_config(model: nn.Module) -> Any:
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules that store a layer's routed experts as stacked tensors (experts, ...), as in transformers 5.
+    """Returns the modules that store a layer's routed experts as stacked tensors (experts, ...), as
+    in transformers 5.
 
     Experts that a router of your own calls one by one are not found.
     """
@@ -160,4 +174,6 @@ def find_experts(model: nn.Module) -> list[nn.Module]:
 
 def num_experts(experts: nn.Module) -> int:
     """Returns the number over all ranks; under expert parallelism the module's attribute is this rank's number."""
-    return next(full_shape(p)[0] for p in experts.parameters(recurse=False) if len(full_shape(p)) == 3)
+    return next(
+        full_shape(p)[0] for p in experts.parameters(recurse=False) if len(full_shape(p)) == 3
+    )

@@ -51,7 +51,8 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
 
 
 def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
-    """Runs `forward`, which calls `model`, without its output layer; returns that layer's input, (B, T, D).
+    """Runs `forward`, which calls `model`, without its output layer; returns that layer's input,
+    (B, T, D).
 
     The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one
     token, and a hook returns its input in place of the logits.
@@ -67,8 +68,12 @@ def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
 
     head = model.get_output_embeddings()
     hooks = (
-        head.register_forward_pre_hook(shorten),  # the last one: FSDP2's and ZeRO's have prepared the input
-        head.register_forward_hook(lambda *_: given[-1], prepend=True),  # the first one: theirs get the hidden states
+        head.register_forward_pre_hook(
+            shorten
+        ),  # the last one: FSDP2's and ZeRO's have prepared the input
+        head.register_forward_hook(
+            lambda *_: given[-1], prepend=True
+        ),  # the first one: theirs get the hidden states
     )
     try:
         returned = forward()
@@ -118,7 +123,9 @@ class ChunkedLoss(nn.Module):
             raise InputError(
                 f"model.loss_kernel liger needs an output layer, {name} has none: set torch"
             )
-        self._unregistered = (head,)  # as a submodule its weights would get a second name in checkpoints
+        self._unregistered = (
+            head,
+        )  # as a submodule its weights would get a second name in checkpoints
         self.sums, self.size, self.kernel = sums, size, kernel
         for weight in [] if head is None else head.parameters():
             if is_partitioned_by_zero(weight):
@@ -129,7 +136,9 @@ class ChunkedLoss(nn.Module):
     def applies_to(self, labels: Tensor) -> bool:
         """Returns whether the micro-batch exceeds a chunk; Liger's kernel applies to all."""
         (head,) = self._unregistered
-        return self.kernel == "liger" or bool(head is not None and self.size and labels.numel() > self.size)
+        return self.kernel == "liger" or bool(
+            head is not None and self.size and labels.numel() > self.size
+        )
 
     def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Returns the sums by name of `hidden` (B, T, D), from `hidden_states`, and labels (B, T)."""
@@ -138,13 +147,17 @@ class ChunkedLoss(nn.Module):
             head.unshard()  # does nothing if the forward pass kept the weights, as with transformers' plans
         if self.kernel == "liger":
             return _sums_by_liger(head, hidden, labels)
-        num = -(-labels.numel() // (self.size or labels.numel()))  # of equal size: compiled for one shape
+        num = -(
+            -labels.numel() // (self.size or labels.numel())
+        )  # of equal size: compiled for one shape
         rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
         chunks = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
         names: list[str] = []
 
         def values(part: Tensor, part_labels: Tensor) -> tuple[Tensor, ...]:
-            named = self.sums(head.forward(part), part_labels)  # without hooks: they ran once for all chunks
+            named = self.sums(
+                head.forward(part), part_labels
+            )  # without hooks: they ran once for all chunks
             names[:] = named
             return tuple(named.values())
 
@@ -199,7 +212,9 @@ class _GradientsAtOnce(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
-        of_weights = [g.mul_(upstream[0]).to(dtype) for g, dtype in zip(of_weights, ctx.dtypes, strict=True)]
+        of_weights = [
+            g.mul_(upstream[0]).to(dtype) for g, dtype in zip(of_weights, ctx.dtypes, strict=True)
+        ]
         # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 %
         # too much.
         return None, None, (of_hidden.float() * upstream[0]).to(of_hidden.dtype), *of_weights

@@ -1,4 +1,5 @@
-"""Selects kernels of a transformers model: attention over packed documents, and products of experts.
+"""Selects kernels of a transformers model: attention over packed documents, and products of
+experts.
 
 transformers 5.23 reads from the device in each forward pass whether rows hold several documents
 (FlashAttention: in each layer, and only for a single row: in a batch of several rows documents
@@ -38,17 +39,24 @@ def set_attention(config: Any, attention: Attention | None) -> Any:
     """
     from transformers import utils
 
-    available = getattr(utils, f"is_{attention}_available".replace("flash_attention", "flash_attn"), None)
+    available = getattr(
+        utils, f"is_{attention}_available".replace("flash_attention", "flash_attn"), None
+    )
     if available and not available():
-        raise InputError(f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or flex_attention")
+        raise InputError(
+            f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or flex_attention"
+        )
     if attention:
         compat.set_attention(config, attention)
     return config
 
 
 @contextmanager
-def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = False) -> Generator[dict[str, Any]]:
-    """Inside, transformers does not search for documents; yields keyword arguments for the model's `forward`.
+def known_documents(
+    model: nn.Module, batch: dict[str, Any], compiled: bool = False
+) -> Generator[dict[str, Any]]:
+    """Inside, transformers does not search for documents; yields keyword arguments for the model's
+    `forward`.
 
     Args:
         model: A model of transformers.
@@ -64,12 +72,19 @@ def known_documents(model: nn.Module, batch: dict[str, Any], compiled: bool = Fa
     is_flash = "flash" in (compat.attention_of(model) or "")
     if bounds is None:
         if is_flash and num_rows > 1:
-            raise InputError(f"flash attention needs {BOUNDS} in a batch of yours, as text/rows.py has it; see data.py")
+            raise InputError(
+                f"flash attention needs {BOUNDS} in a batch of yours, as text/rows.py has it; see data.py"
+            )
         yield {}
         return
     apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
     with compat.finding_documents(_documents if apart else _none):
-        varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": seq_len, "max_length_k": seq_len}
+        varlen = {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": seq_len,
+            "max_length_k": seq_len,
+        }
         yield varlen if is_flash and apart else {}
 
 

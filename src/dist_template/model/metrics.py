@@ -29,15 +29,23 @@ class MetricBuffer:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, list[tuple[Tensor, int]]] = {}  # value x weight, each (), and its version when it came
+        self._kept: dict[
+            str, list[tuple[Tensor, int]]
+        ] = {}  # value x weight, each (), and its version when it came
         self._weights: dict[str, float] = {}
         self._host: dict[str, float] = {}
         self._own: dict[str, float] = {}
         self._counts: dict[str, Tensor] = {}
         self.latest: dict[str, float] = {}  # what the last log step wrote
-        self.of_ranks: dict[str, list[float]] = {}  # as `put_of_rank` had it at the newest `read`; index: rank
-        self.totals: dict[str, list[float]] = {}  # as `put_counts` had it at the newest `read`, summed over ranks
-        self.newest: dict[str, Tensor] = {}  # what was added last, on this rank's device, for callbacks to act upon
+        self.of_ranks: dict[
+            str, list[float]
+        ] = {}  # as `put_of_rank` had it at the newest `read`; index: rank
+        self.totals: dict[
+            str, list[float]
+        ] = {}  # as `put_counts` had it at the newest `read`, summed over ranks
+        self.newest: dict[
+            str, Tensor
+        ] = {}  # what was added last, on this rank's device, for callbacks to act upon
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a scalar tensor without reading it. It must not be changed in place before the next log step."""
@@ -67,7 +75,11 @@ class MetricBuffer:
         self._counts[name] = counts
 
     def read(
-        self, all_reduce: Callable[[Tensor], Tensor], device: torch.device, rank: int = 0, num_ranks: int = 1
+        self,
+        all_reduce: Callable[[Tensor], Tensor],
+        device: torch.device,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> dict[str, float]:
         """Returns the mean over ranks and time of every metric, and clears the buffer.
 
@@ -92,7 +104,11 @@ class MetricBuffer:
         for each in range(num_ranks):
             known += own.values() if each == rank else nothing
         sums = self._sums(names)
-        on_device = [torch.stack([sums[name].to(device, non_blocking=True) for name in names])] if names else []
+        on_device = (
+            [torch.stack([sums[name].to(device, non_blocking=True) for name in names])]
+            if names
+            else []
+        )
         on_device += [
             torch.tensor(known, dtype=dtype).to(device, non_blocking=True),
             *(each.to(dtype) for each in counts.values()),
@@ -108,7 +124,8 @@ class MetricBuffer:
         return means | host
 
     def _sums(self, names: list[str]) -> dict[str, Tensor]:
-        """Returns the sum () of each metric's values; metrics with equally many values share a GPU kernel.
+        """Returns the sum () of each metric's values; metrics with equally many values share a GPU
+        kernel.
 
         Raises:
             InputError: a value was changed in place.
@@ -123,7 +140,9 @@ class MetricBuffer:
             alike[len(kept), kept[0][0].dtype, kept[0][0].device].append(name)
         sums: dict[str, Tensor] = {}
         for (count, _, device), group in alike.items():
-            values = torch.stack([value for name in group for value, _ in self._kept[name]]).view(-1, count)
+            values = torch.stack([value for name in group for value, _ in self._kept[name]]).view(
+                -1, count
+            )
             sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
         return sums
 
@@ -141,8 +160,13 @@ class SplitMeans:
 
     def read(self, strategy: Any) -> dict[str, float]:
         """Returns the means, by one collective and one device-to-host transfer. NaN where no token counts."""
-        tokens, *totals = strategy.reduce(torch.stack([*self._sums.values()]), reduce_op="sum").tolist()
-        return {name: total / (tokens or math.nan) for name, total in zip([*self._sums][1:], totals, strict=True)}
+        tokens, *totals = strategy.reduce(
+            torch.stack([*self._sums.values()]), reduce_op="sum"
+        ).tolist()
+        return {
+            name: total / (tokens or math.nan)
+            for name, total in zip([*self._sums][1:], totals, strict=True)
+        }
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

@@ -20,8 +20,12 @@ from torch.optim import Optimizer
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
 
-Class = dict[str, Any]  # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
-Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"]
+Class = dict[
+    str, Any
+]  # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
+Schedule = Literal[
+    "cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"
+]
 
 
 @dataclass
@@ -68,7 +72,8 @@ class OptimConfig:
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
-    """The optimizer of `module`'s trainable parameters; AdamW is fused where torch has such a kernel for their device.
+    """The optimizer of `module`'s trainable parameters; AdamW is fused where torch has such a
+    kernel for their device.
 
     Args:
         module: With all of its parameters.
@@ -79,7 +84,9 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
-        raise InputError("no parameter of the module requires a gradient, so there is nothing to train; see module.py")
+        raise InputError(
+            "no parameter of the module requires a gradient, so there is nothing to train; see module.py"
+        )
     # Stacked expert biases are matrices by shape, so the name is checked too.
     decayed = [p for name, p in trainable if len(full_shape(p)) >= 2 and not name.endswith("bias")]
     kept = [p for name, p in trainable if len(full_shape(p)) < 2 or name.endswith("bias")]
@@ -110,7 +117,9 @@ def _named(flag: str, chosen: Class | None) -> Generator[None]:
         if chosen is None or isinstance(error, InputError):
             raise
         name = chosen["class_path"].rpartition(".")[2]
-        raise InputError(f"{flag} {name}: {reason(error)}; give other arguments or another class") from error
+        raise InputError(
+            f"{flag} {name}: {reason(error)}; give other arguments or another class"
+        ) from error
 
 
 @cache
@@ -123,7 +132,9 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
     def step(self: Any, closure: Any = None) -> Any:
         groups = self.param_groups
-        self.param_groups = [group | {"params": part} for group in groups for part in by_layout(group["params"])]
+        self.param_groups = [
+            group | {"params": part} for group in groups for part in by_layout(group["params"])
+        ]
         try:
             return kind.step(self, closure)
         finally:
@@ -133,9 +144,13 @@ def mixed(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def build_schedule(
-    optimizer: Optimizer, config: OptimConfig, num_steps: float, batches_per_validation: int | None = None
+    optimizer: Optimizer,
+    config: OptimConfig,
+    num_steps: float,
+    batches_per_validation: int | None = None,
 ) -> dict[str, Any]:
-    """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no end is set).
+    """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no
+    end is set).
 
     reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end
     of each epoch.
@@ -150,11 +165,17 @@ def build_schedule(
         options = {"factor": config.plateau_factor, "patience": config.plateau_patience}
         scheduler: Any = None
         if config.lr_scheduler is None:
-            scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options)
+            scheduler = get_scheduler(
+                "reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options
+            )
         else:
             scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
         # Lightning updates it right after the validation of the same step, and counts in batches.
-        when = {"interval": "step", "frequency": batches_per_validation} if batches_per_validation else {}
+        when = (
+            {"interval": "step", "frequency": batches_per_validation}
+            if batches_per_validation
+            else {}
+        )
         monitor = getattr(scheduler, "monitor", config.plateau_metric)
         return {"scheduler": scheduler, "monitor": monitor, "reduce_on_plateau": True, **when}
     if config.lr_scheduler:
@@ -166,7 +187,9 @@ def build_schedule(
         return {"scheduler": scheduler, "interval": "step"}
 
     ends = num_steps != float("inf")
-    if not ends and (config.warmup < 1 or config.schedule in ("cosine", "linear", "warmup_stable_decay")):
+    if not ends and (
+        config.warmup < 1 or config.schedule in ("cosine", "linear", "warmup_stable_decay")
+    ):
         raise InputError(
             f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long training is; "
             "set trainer.max_steps or trainer.max_epochs"
@@ -179,7 +202,9 @@ def build_schedule(
         )
     name, options = _transformers_schedule(config, warmup_steps, num_steps)
     total = int(num_steps) if ends else None
-    scheduler = get_scheduler(name, optimizer, warmup_steps, total, scheduler_specific_kwargs=options)
+    scheduler = get_scheduler(
+        name, optimizer, warmup_steps, total, scheduler_specific_kwargs=options
+    )
     return {"scheduler": scheduler, "interval": "step"}
 
 
@@ -188,13 +213,17 @@ def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
         return resolve_name(chosen["class_path"])(optimizer, **chosen["init_args"])
 
 
-def _transformers_schedule(config: OptimConfig, warmup_steps: int, num_steps: float) -> tuple[str, dict[str, Any]]:
+def _transformers_schedule(
+    config: OptimConfig, warmup_steps: int, num_steps: float
+) -> tuple[str, dict[str, Any]]:
     """Returns transformers' name of `config.schedule` and the keyword arguments of this schedule alone."""
     floor = config.min_learning_rate_share
     if config.schedule == "cosine":
         return "cosine_with_min_lr", {"min_lr_rate": floor}
     if config.schedule == "warmup_stable_decay":
-        decay_steps = min(max(1, int(config.decay_share * num_steps)), int(num_steps) - warmup_steps)
+        decay_steps = min(
+            max(1, int(config.decay_share * num_steps)), int(num_steps) - warmup_steps
+        )
         return "warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": floor}
     if config.schedule == "constant":
         return "constant_with_warmup", {}

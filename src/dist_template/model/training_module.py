@@ -18,7 +18,8 @@ from .optim import OptimConfig, build_optimizer, build_schedule
 
 
 class TrainingModule(L.LightningModule):
-    """Base class of a training module: define `build_model` and `training_step`, and override any hook.
+    """Base class of a training module: define `build_model` and `training_step`, and override any
+    hook.
 
     Args:
         optim: Optimizer and schedule.
@@ -48,7 +49,9 @@ class TrainingModule(L.LightningModule):
 
     def build_model(self, data: Any) -> nn.Module:
         """Returns the network. Only rank 0 builds it with weights; the other ranks receive theirs."""
-        raise NotImplementedError(f"{type(self).__name__} has no build_model: return the network from it")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no build_model: return the network from it"
+        )
 
     def build_config(self, data: Any) -> Any:
         """Returns the model's transformers configuration, which is checked before a start; None for other models."""
@@ -58,10 +61,12 @@ class TrainingModule(L.LightningModule):
         """Builds the model once, when the data are known, and shards it for the strategy."""
         if not hasattr(self, "model"):
             cast_experts()
-            self.model = place(lambda: self.build_model(self.data), self.trainer.strategy, self.blocks).train()
+            self.model = place(
+                lambda: self.build_model(self.data), self.trainer.strategy, self.blocks
+            ).train()
             self.balancer = Balancer(self.model, self.balance)
 
-    # ---- metrics -------------------------------------------------------------------------------------------------
+    # ---- metrics ---------------------------------------------------------------------------------
 
     def track(self, name: str, value: Tensor) -> None:
         """Logs the mean of `value` over ranks and the steps since the last log step, without a device sync."""
@@ -73,25 +78,34 @@ class TrainingModule(L.LightningModule):
     def log_eval(self, metrics: dict[str, float]) -> None:
         """Logs the results of a validation or test, by full name ("eval/loss"), to loggers and for callbacks."""
         self.eval_metrics = metrics
-        self.log_dict(metrics, logger=False)  # for callbacks to monitor; Lightning would log it a step early
-        if not self.trainer.sanity_checking or self.trainer.num_sanity_val_batches == self.trainer.num_val_batches:
+        self.log_dict(
+            metrics, logger=False
+        )  # for callbacks to monitor; Lightning would log it a step early
+        if (
+            not self.trainer.sanity_checking
+            or self.trainer.num_sanity_val_batches == self.trainer.num_val_batches
+        ):
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=self.global_step)
 
-    # ---- optimization --------------------------------------------------------------------------------------------
+    # ---- optimization ----------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
         optimizer = build_optimizer(self, self.optim, scaled=self.trainer.scaler is not None)
         num_steps = self.trainer.estimated_stepping_batches
         every = self.trainer.val_check_interval  # of a rank's batches
-        schedule = build_schedule(optimizer, self.optim, num_steps, every if isinstance(every, int) else None)
+        schedule = build_schedule(
+            optimizer, self.optim, num_steps, every if isinstance(every, int) else None
+        )
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         if gradient_clip_val and gradient_clip_algorithm == "value":
-            for parameter in self.parameters():  # one by one: tensor parallelism mixes meshes and placements
+            for (
+                parameter
+            ) in self.parameters():  # one by one: tensor parallelism mixes meshes and placements
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
         norm = clip_by_norm(self.parameters(), gradient_clip_val)

@@ -89,5 +89,7 @@ class Report:
         checks = [asdict(result) for result in self.results]
         found = {"title": self.title, "ok": self.ok, **self.facts, "checks": checks}
         text = json.dumps(found, indent=2) + "\n"
-        folder.mkdir(parents=True, exist_ok=True)  # the two checks of tools/rehearse.py train nothing
+        folder.mkdir(
+            parents=True, exist_ok=True
+        )  # the two checks of tools/rehearse.py train nothing
         (folder / "rehearsal.json").write_text(text, encoding="utf-8")

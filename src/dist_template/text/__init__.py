@@ -1,4 +1,5 @@
-"""Language models: where text comes from, how it becomes batches, and the module that is trained on them.
+"""Language models: where text comes from, how it becomes batches, and the module that is trained on
+them.
 
     datamodule.py   PackedText: from a source of documents to batches        sources.py      documents
     module.py       TextModule: loss, evaluation and generation              tokenizers.py   text to token ids

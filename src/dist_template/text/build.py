@@ -1,4 +1,5 @@
-"""Builds the token cache: documents to splits to tokens to files, in one process and in bounded memory.
+"""Builds the token cache: documents to splits to tokens to files, in one process and in bounded
+memory.
 
 `tokenizers` encodes on all cores by its own threads. The cache is written into a temporary folder,
 which is renamed when it is complete; an older cache stays until then.
@@ -54,8 +55,12 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
 
 
 def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    files = [fingerprint(path) for path in recipe.files()]  # before reading: a later change makes the cache stale
-    tokenizer = recipe.tokenizer.fit(text for text in _texts(recipe) if recipe.split_of(text) == "train")
+    files = [
+        fingerprint(path) for path in recipe.files()
+    ]  # before reading: a later change makes the cache stale
+    tokenizer = recipe.tokenizer.fit(
+        text for text in _texts(recipe) if recipe.split_of(text) == "train"
+    )
     tokenizer.save_pretrained(folder / "tokenizer")
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     with contextlib.ExitStack() as files_of_splits:
@@ -71,11 +76,15 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "splits": {split: writer.summary() for split, writer in writers.items()},
-        "unigram_bits_per_byte": unigram_bits_per_byte(writers["train"].counts, writers["validation"]),
+        "unigram_bits_per_byte": unigram_bits_per_byte(
+            writers["train"].counts, writers["validation"]
+        ),
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
         "files": files,
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, default=str), encoding="utf-8")
+    (folder / "manifest.json").write_text(
+        json.dumps(manifest, indent=1, default=str), encoding="utf-8"
+    )
     return manifest
 
 
@@ -142,7 +151,9 @@ def _texts(recipe: Recipe) -> Iterator[str]:
             found = True
             yield text.encode(errors="replace").decode()
     if not found:
-        raise InputError(f"data.source {type(recipe.source).__name__} has no text in it: point it at other files")
+        raise InputError(
+            f"data.source {type(recipe.source).__name__} has no text in it: point it at other files"
+        )
 
 
 def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -175,10 +186,14 @@ def _locked(folder: Path) -> Generator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.with_name(folder.name + ".lock").open("w")
     except OSError as error:
-        raise InputError(f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}") from error
+        raise InputError(
+            f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"another `prepare` is filling {folder} right now: wait until it is done") from None
+            raise InputError(
+                f"another `prepare` is filling {folder} right now: wait until it is done"
+            ) from None
         yield

@@ -1,4 +1,5 @@
-"""The token cache: a folder that one process writes once (`build.py`) and every rank maps into memory.
+"""The token cache: a folder that one process writes once (`build.py`) and every rank maps into
+memory.
 
     <cache_dir>/<source>-<hash of the recipe>/
         train.bin validation.bin test.bin   token ids, uint16 where they fit, EOS after each document
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation", "test")
 FORMAT = 1  # part of the folder's name: raise it when the layout changes
-FULL_CHECK_BYTES = 2**28  # larger files are checksummed by `prepare` alone, not at each start of each rank
+FULL_CHECK_BYTES = (
+    2**28
+)  # larger files are checksummed by `prepare` alone, not at each start of each rank
 
 
 class CacheError(InputError):
@@ -56,7 +59,10 @@ class Recipe:
 
     def folder(self, cache_dir: str) -> Path:
         spec = json.dumps(self.spec(), sort_keys=True, default=str).encode()
-        return Path(cache_dir) / f"{type(self.source).__name__}-{hashlib.sha256(spec).hexdigest()[:12]}"
+        return (
+            Path(cache_dir)
+            / f"{type(self.source).__name__}-{hashlib.sha256(spec).hexdigest()[:12]}"
+        )
 
     def files(self) -> list[Path]:
         return [*self.source.files(), *self.tokenizer.files()]
@@ -97,10 +103,14 @@ class Corpus:
 
     def describe(self) -> str:
         line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
-        return "\n".join(line.format(split, **held) for split, held in self.manifest["splits"].items())
+        return "\n".join(
+            line.format(split, **held) for split, held in self.manifest["splits"].items()
+        )
 
 
-def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False) -> Corpus:
+def open_cache(
+    recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False
+) -> Corpus:
     """Returns the prepared cache.
 
     Args:
@@ -116,7 +126,9 @@ def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_
     files = recipe.files() if check_source else []
     folder = recipe.folder(cache_dir)
     if not folder.is_dir():
-        raise CacheError(f"there is no token cache {folder} for this configuration: run `prepare` first")
+        raise CacheError(
+            f"there is no token cache {folder} for this configuration: run `prepare` first"
+        )
     manifest, damage = _read_manifest(folder, every_byte)
     if damage:
         raise CacheError(f"the token cache {folder} is damaged ({damage}): run `prepare` again")
@@ -128,7 +140,12 @@ def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True, every_
 
 def fingerprint(path: Path) -> dict[str, Any]:
     held = path.stat()
-    return {"path": str(path), "size": held.st_size, "mtime_ns": held.st_mtime_ns, "sha256": sha256(path)}
+    return {
+        "path": str(path),
+        "size": held.st_size,
+        "mtime_ns": held.st_mtime_ns,
+        "sha256": sha256(path),
+    }
 
 
 def sha256(path: Path) -> str:
@@ -141,11 +158,16 @@ def _read_manifest(folder: Path, every_byte: bool) -> tuple[dict[str, Any], str 
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         width = np.dtype(manifest["dtype"]).itemsize
-        expected = {folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()}
+        expected = {
+            folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()
+        }
         for split in SPLITS:
             held, path = manifest["splits"][split], folder / f"{split}.bin"
             if path.stat().st_size != held["tokens"] * width:
-                return {}, f"{path.name} has {path.stat().st_size} bytes, not {held['tokens'] * width}"
+                return (
+                    {},
+                    f"{path.name} has {path.stat().st_size} bytes, not {held['tokens'] * width}",
+                )
             expected[path] = held["sha256"]
         for path, digest in expected.items():
             if (every_byte or path.stat().st_size <= FULL_CHECK_BYTES) and sha256(path) != digest:

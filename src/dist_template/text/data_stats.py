@@ -1,4 +1,5 @@
-"""Statistics of the data before training, on rank 0: the facts that diagnosis needs, in well under a second.
+"""Statistics of the data before training, on rank 0: the facts that diagnosis needs, in well under
+a second.
 
 No more is read than the constants below say, whatever the size of the cache.
 """
@@ -19,7 +20,9 @@ PARTS = 16  # slices of a split that these tokens are taken from, spread evenly 
 # bytes, the length of a duplicate in "Deduplicating Training Data Makes Language Models Better"
 # (arXiv:2107.06499).
 DUPLICATE_BYTES = 200
-SAMPLED_BITS = 4  # one window in 2**SAMPLED_BITS is compared, chosen by its content: the same in both splits
+SAMPLED_BITS = (
+    4  # one window in 2**SAMPLED_BITS is compared, chosen by its content: the same in both splits
+)
 
 
 def data_statistics(data: Any) -> dict[str, Any]:
@@ -53,7 +56,9 @@ def data_statistics(data: Any) -> dict[str, Any]:
         "unshifted_share": float((labels == inputs)[counted].mean()) if counted.any() else None,
         "distinct_tokens": len(np.unique(inputs)),
         "examined_tokens": inputs.size,
-        "duplicate_share": duplicate_share(train, validation, max(8, round(DUPLICATE_BYTES / bytes_per_token))),
+        "duplicate_share": duplicate_share(
+            train, validation, max(8, round(DUPLICATE_BYTES / bytes_per_token))
+        ),
         "duplicate_examined_share": min(1.0, TRAIN_TOKENS / max(1, len(train))),
     }
 
@@ -61,7 +66,11 @@ def data_statistics(data: Any) -> dict[str, Any]:
 def duplicate_share(train: np.ndarray, validation: np.ndarray, length: int) -> float | None:
     """Returns the share of `validation`'s windows of about `length` tokens that `train` has too."""
     windows = _windows(validation, VALIDATION_TOKENS, length)
-    return float(np.isin(windows, _windows(train, TRAIN_TOKENS, length)).mean()) if len(windows) else None
+    return (
+        float(np.isin(windows, _windows(train, TRAIN_TOKENS, length)).mean())
+        if len(windows)
+        else None
+    )
 
 
 def _windows(tokens: np.ndarray, limit: int, length: int) -> np.ndarray:
@@ -74,7 +83,9 @@ def _windows(tokens: np.ndarray, limit: int, length: int) -> np.ndarray:
 def _hashes(tokens: np.ndarray, doublings: int) -> np.ndarray:
     hashes = tokens.astype(np.uint64) + np.uint64(1)
     factor = 0x9E3779B97F4A7C15  # odd, with irregular bits (Knuth's multiplicative hashing)
-    for doubling in range(doublings):  # adjacent windows a and b: h(ab) = h(a) * factor**len(b) + h(b)
+    for doubling in range(
+        doublings
+    ):  # adjacent windows a and b: h(ab) = h(a) * factor**len(b) + h(b)
         half = 2**doubling
         hashes = hashes[:-half] * np.uint64(pow(factor, half, 2**64)) + hashes[half:]
     return hashes[(hashes * np.uint64(factor)) >> np.uint64(64 - SAMPLED_BITS) == 0]

@@ -14,7 +14,8 @@ From a text to a batch:
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
-Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not count.
+Shapes: B sequences of `micro_batch_size`, T tokens of `seq_len`; int64 ids; labels of -100 do not
+count.
 """
 
 from __future__ import annotations
@@ -49,20 +50,26 @@ class PackedText(L.LightningDataModule):
     """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
-        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, yours.
-        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
+        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset,
+            yours.
+        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split),
+            Pretrained, yours.
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks.
-        micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global batch.
+        micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global
+            batch.
         validation_share: Share of the documents, below 1, held out for validation. 0 turns it off.
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
         cache_dir: Folder of the token caches; on a cluster, one that all nodes can read.
         check_source: Refuse a cache whose source files have changed. false uses the cache alone.
-        cross_document_attention: Let tokens attend to earlier documents in their row, as some kernels must.
+        cross_document_attention: Let tokens attend to earlier documents in their row, as some
+            kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
-        repeat_first_batch: true trains on one global batch repeatedly, to see that the model learns it.
+        repeat_first_batch: true trains on one global batch repeatedly, to see that the model learns
+            it.
         seed: Seed of the order of rows. Splits do not depend on it.
-        prompts: Prompts that `predict`, and the sample after each validation, continue. [] turns both off.
+        prompts: Prompts that `predict`, and the sample after each validation, continue. [] turns
+            both off.
     """
 
     def __init__(
@@ -102,9 +109,11 @@ class PackedText(L.LightningDataModule):
         self._consumed: ConsumedSamples | None = None
         self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
         self.fetched_s = 0.0  # time.perf_counter when the loader returned the newest batch
-        self.step_rows: list[list[int]] = []  # this rank's rows in the optimizer step, per micro-batch
+        self.step_rows: list[
+            list[int]
+        ] = []  # this rank's rows in the optimizer step, per micro-batch
 
-    # ---- before training -----------------------------------------------------------------------------------
+    # ---- before training -------------------------------------------------------------------------
 
     def check(self, world_size: int) -> None:
         """Checks the sizes and shares for `world_size` data-parallel ranks.
@@ -115,10 +124,12 @@ class PackedText(L.LightningDataModule):
         check_numbers(self, world_size)
 
     def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
-        """Tokenizes into the cache, unless it is there. One process calls it before any other is started.
+        """Tokenizes into the cache, unless it is there. One process calls it before any other is
+        started.
 
         Raises:
-            InputError: the source is missing, empty or unreadable, the disk is full, or another process prepares.
+            InputError: the source is missing, empty or unreadable, the disk is full, or another
+                process prepares.
         """
         recipe = self._recipe
         try:
@@ -152,18 +163,22 @@ class PackedText(L.LightningDataModule):
             self.require()
         if self.trainer is None:
             return
-        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        ranks = getattr(
+            self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
+        )
         self.rank, self.world_size = ranks["rank"], ranks["num_replicas"]
         if stage == "fit":
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation
-            if isinstance(self.trainer.val_check_interval, int):  # optimizer steps in YAML, batches in Lightning
+            if isinstance(
+                self.trainer.val_check_interval, int
+            ):  # optimizer steps in YAML, batches in Lightning
                 self.trainer.val_check_interval *= self.accumulation
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
             )
 
-    # ---- batches -------------------------------------------------------------------------------------------
+    # ---- batches ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader:
         rows = self._rows("train")
@@ -216,12 +231,21 @@ class PackedText(L.LightningDataModule):
         rows = self._rows(split)
         if not len(rows):
             return []
-        return self._loader(rows, EvalOrder(len(rows), self.micro_batch_size, self.rank, self.world_size), 0)
+        return self._loader(
+            rows, EvalOrder(len(rows), self.micro_batch_size, self.rank, self.world_size), 0
+        )
 
     def _rows(self, split: str) -> PackedRows:
-        return PackedRows(self.corpus.tokens(split), self.seq_len, self.eos_token_id, self.cross_document_attention)
+        return PackedRows(
+            self.corpus.tokens(split),
+            self.seq_len,
+            self.eos_token_id,
+            self.cross_document_attention,
+        )
 
-    def _loader(self, rows: PackedRows, order: GlobalOrder | EvalOrder, accumulation: int) -> DataLoader:
+    def _loader(
+        self, rows: PackedRows, order: GlobalOrder | EvalOrder, accumulation: int
+    ) -> DataLoader:
         return StepLoader(
             rows,
             accumulation,
@@ -230,11 +254,12 @@ class PackedText(L.LightningDataModule):
             collate_fn=_unchanged,
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),  # a non-blocking copy waits where memory is not pinned
-            persistent_workers=self.num_workers > 0,  # starting them for each evaluation takes longer than evaluating
+            persistent_workers=self.num_workers
+            > 0,  # starting them for each evaluation takes longer than evaluating
             worker_init_fn=isolate_worker,
         )
 
-    # ---- resuming ------------------------------------------------------------------------------------------
+    # ---- resuming --------------------------------------------------------------------------------
 
     @property
     def consumed_samples(self) -> int:
@@ -258,7 +283,7 @@ class PackedText(L.LightningDataModule):
         if self._consumed:
             self._consumed.load(state_dict)
 
-    # ---- facts, for the model and the callbacks ---------------------------------------------------------
+    # ---- facts, for the model and the callbacks --------------------------------------------------
 
     @property
     def corpus(self) -> Corpus:

@@ -19,7 +19,9 @@ def check_numbers(data: Any, world_size: int) -> None:
         raise InputError(f"data.num_workers is {data.num_workers}: it must be 0 or more")
     for name in ("validation_share", "test_share"):
         if not 0 <= getattr(data, name) < 1:
-            raise InputError(f"data.{name} is {getattr(data, name)}: it must be at least 0 and below 1")
+            raise InputError(
+                f"data.{name} is {getattr(data, name)}: it must be at least 0 and below 1"
+            )
     if data.validation_share + data.test_share >= 1:
         raise InputError(
             f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave"

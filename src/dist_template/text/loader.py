@@ -1,4 +1,5 @@
-"""The training loader: reads the micro-batches of an optimizer step together, and counts their labels.
+"""The training loader: reads the micro-batches of an optimizer step together, and counts their
+labels.
 
 Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
 number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
@@ -39,7 +40,8 @@ class Counted(NamedTuple):
 
 
 class StepLoader(DataLoader):
-    """Starts reading when the first batch is requested: Lightning makes the iterator before it loads the checkpoint.
+    """Starts reading when the first batch is requested: Lightning makes the iterator before it
+    loads the checkpoint.
 
     Args:
         dataset: Returns batches by `__getitems__`.
@@ -50,7 +52,11 @@ class StepLoader(DataLoader):
     """
 
     def __init__(
-        self, dataset: Any, accumulation: int, transform: Callable[[Any], Any] = lambda batch: batch, **options: Any
+        self,
+        dataset: Any,
+        accumulation: int,
+        transform: Callable[[Any], Any] = lambda batch: batch,
+        **options: Any,
     ) -> None:
         super().__init__(dataset, **options)
         self.accumulation = accumulation

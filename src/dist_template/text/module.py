@@ -50,21 +50,29 @@ class TextModule(TrainingModule):
         if not hasattr(self, "model"):
             check_kernel(self.loss_kernel, self.device)
             super().configure_model()
-            if self.blocks.compile:  # one pass over the logits forward, one backward, instead of a dozen
+            if (
+                self.blocks.compile
+            ):  # one pass over the logits forward, one backward, instead of a dozen
                 self.sums = torch.compile(self.sums)
             self.chunked_loss = ChunkedLoss(
                 self.model, self.sums, self.loss_chunk, self.loss_kernel
             )
 
-    # ---- loss and metrics ----------------------------------------------------------------------------------------
+    # ---- loss and metrics ------------------------------------------------------------------------
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
+        """Returns sums over all or some tokens by name: the first is minimized, the others are
+        metrics.
 
         `labels` (B, T) are already shifted; -100 does not count.
         """
-        cross_entropy = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
-        return {"loss": cross_entropy.sum(), "token_accuracy": (logits.detach().argmax(-1) == labels).sum()}
+        cross_entropy = F.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        return {
+            "loss": cross_entropy.sum(),
+            "token_accuracy": (logits.detach().argmax(-1) == labels).sum(),
+        }
 
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns `sums` over all tokens of a micro-batch. Only the first is differentiable."""
@@ -75,13 +83,17 @@ class TextModule(TrainingModule):
 
     def derive(self, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics:
-            metrics["train/perplexity"] = math.exp(min(metrics["train/loss"], 700.0))  # exp(710) overflows
+            metrics["train/perplexity"] = math.exp(
+                min(metrics["train/loss"], 700.0)
+            )  # exp(710) overflows
 
     def on_validation_epoch_start(self) -> None:
         self.split_means = SplitMeans()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        counted = (batch["labels"] != -100).sum()  # the last batch may be padded, so that all ranks have equally many
+        counted = (
+            batch["labels"] != -100
+        ).sum()  # the last batch may be padded, so that all ranks have equally many
         self.split_means.add(self.sums_of(batch), counted)
 
     def on_validation_epoch_end(self) -> None:
@@ -101,14 +113,20 @@ class TextModule(TrainingModule):
             means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
 
-    # ---- text out ------------------------------------------------------------------------------------------------
+    # ---- text out --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
         """Returns (1, T + n) tokens, n up to `sample_tokens`, within `seq_len`; keeps training's random state."""
         if not hasattr(self.model, "generate"):
-            raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
-        sampling = {"do_sample": True, "temperature": self.sample_temperature} if self.sample_temperature else {}
+            raise InputError(
+                f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate"
+            )
+        sampling = (
+            {"do_sample": True, "temperature": self.sample_temperature}
+            if self.sample_temperature
+            else {}
+        )
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -123,4 +141,7 @@ class TextModule(TrainingModule):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, str]:
         tokens = self.generate(batch["input_ids"])[0, batch["input_ids"].shape[1] :]
-        return {"prompt": batch["prompt"], "continuation": self.data.text_tokenizer.decode(tokens.tolist())}
+        return {
+            "prompt": batch["prompt"],
+            "continuation": self.data.text_tokenizer.decode(tokens.tolist()),
+        }

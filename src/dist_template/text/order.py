@@ -1,4 +1,5 @@
-"""The order of samples: a function of the seed and of the number of samples consumed so far, and of nothing else.
+"""The order of samples: a function of the seed and of the number of samples consumed so far, and of
+nothing else.
 
 The rows of the train split, shuffled anew for each epoch, make one endless stream. A global batch
 is its next `global_batch_size` entries, however they are distributed over ranks and micro-batches:
@@ -118,7 +119,9 @@ def permutation(num_rows: int, seed: int | None, epoch: int) -> np.ndarray:
 class EvalOrder(Sampler[list[int]]):
     """Yields one rank's batches for evaluation: every row once over all ranks, padded to equally many full batches."""
 
-    def __init__(self, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         self.num_rows = num_rows
         self.micro_batch_size = micro_batch_size
         self.rank = rank
@@ -135,12 +138,15 @@ class EvalOrder(Sampler[list[int]]):
 
 
 class ConsumedSamples(Callback):
-    """Counts the samples that were trained on, so that a run resumes with another micro-batch or number of ranks.
+    """Counts the samples that were trained on, so that a run resumes with another micro-batch or
+    number of ranks.
 
     The count follows the trainer's processed batches, because the loader's workers read ahead.
     """
 
-    def __init__(self, global_batch_size: int, samples_per_batch: int, processed_batches: int) -> None:
+    def __init__(
+        self, global_batch_size: int, samples_per_batch: int, processed_batches: int
+    ) -> None:
         self._global_batch_size = global_batch_size
         self._samples_per_batch = samples_per_batch  # over all ranks
         self._base = processed_batches * samples_per_batch
@@ -149,14 +155,19 @@ class ConsumedSamples(Callback):
         self.jumps: list[Jump] = []
 
     @classmethod
-    def attach(cls, trainer: Any, global_batch_size: int, samples_per_batch: int) -> ConsumedSamples:
+    def attach(
+        cls, trainer: Any, global_batch_size: int, samples_per_batch: int
+    ) -> ConsumedSamples:
         """Returns a new counter for this `fit`, inserted as the first of the trainer's callbacks."""
         counter = cls(global_batch_size, samples_per_batch, _progress(trainer).total.processed)
         trainer.callbacks = [counter, *(c for c in trainer.callbacks if not isinstance(c, cls))]
         return counter
 
     def value(self, trainer: Trainer) -> int:
-        return self._base + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
+        return (
+            self._base
+            + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
+        )
 
     def as_state(self, trainer: Trainer) -> dict[str, Any]:
         return {
@@ -180,8 +191,13 @@ class ConsumedSamples(Callback):
             return
         before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
         if before != (self._global_batch_size, self._samples_per_batch):
-            _rescale(_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch)
-        self._base, self._base_batches = self._loaded["consumed_samples"], _progress(trainer).total.processed
+            _rescale(
+                _progress(trainer), before[1], self._global_batch_size, self._samples_per_batch
+            )
+        self._base, self._base_batches = (
+            self._loaded["consumed_samples"],
+            _progress(trainer).total.processed,
+        )
         self.jumps = with_jumps(self._loaded.get("jumps", ()), ())
         self._loaded = {}
 
@@ -193,7 +209,9 @@ def _progress(trainer: Trainer) -> Any:
 def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:
     """Converts Lightning's counts of batches, by which it accumulates, from `old` to `new` samples per batch."""
     for counter in (progress.total, progress.current):
-        ready = counter.ready * old // global_batch_size * (global_batch_size // new)  # the boundary of a step
+        ready = (
+            counter.ready * old // global_batch_size * (global_batch_size // new)
+        )  # the boundary of a step
         shift = ready - counter.ready
         for name in ("ready", "started", "processed", "completed"):
             setattr(counter, name, getattr(counter, name) + shift)

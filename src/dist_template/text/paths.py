@@ -26,9 +26,17 @@ def matching(patterns: list[str], follow_links: bool) -> list[Path]:
     """
     found: dict[tuple[int, int], str] = {}
     for pattern in patterns:
-        files = [path for path in _checked(str(Path(pattern).expanduser()), follow_links) if os.path.isfile(path)]
+        files = [
+            path
+            for path in _checked(str(Path(pattern).expanduser()), follow_links)
+            if os.path.isfile(path)
+        ]
         if not files:
-            hint = f"; a folder is written {pattern.rstrip('/')}/**/*" if Path(pattern).is_dir() else ""
+            hint = (
+                f"; a folder is written {pattern.rstrip('/')}/**/*"
+                if Path(pattern).is_dir()
+                else ""
+            )
             raise InputError(
                 f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}: give"
                 f" files or glob patterns{hint}"
@@ -36,7 +44,9 @@ def matching(patterns: list[str], follow_links: bool) -> list[Path]:
         for path in files:
             status = os.stat(path)
             other = found.setdefault((status.st_dev, status.st_ino), path)
-            found[status.st_dev, status.st_ino] = min(path, other, key=lambda name: (name.count(os.sep), name))
+            found[status.st_dev, status.st_ino] = min(
+                path, other, key=lambda name: (name.count(os.sep), name)
+            )
     if not found:
         raise InputError("data.source.paths is empty: give at least one file or glob pattern")
     return [Path(path) for path in sorted(found.values())]

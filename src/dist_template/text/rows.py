@@ -1,4 +1,5 @@
-"""Reads rows of a token cache as batches, with the boundaries of documents, by which kernels.py separates them.
+"""Reads rows of a token cache as batches, with the boundaries of documents, by which kernels.py
+separates them.
 
 Shapes: B sequences, T tokens of a sequence; ids are int64.
 """
@@ -26,9 +27,15 @@ class PackedRows(Dataset):
     """
 
     def __init__(
-        self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool = False
+        self,
+        tokens: np.ndarray,
+        seq_len: int,
+        eos_token_id: int,
+        cross_document_attention: bool = False,
     ) -> None:
-        self.tokens = np.asarray(tokens)  # still mapped; slicing np.memmap itself takes several times as long
+        self.tokens = np.asarray(
+            tokens
+        )  # still mapped; slicing np.memmap itself takes several times as long
         self.seq_len = seq_len
         self.eos_token_id = eos_token_id
         self.cross_document_attention = cross_document_attention
@@ -40,7 +47,9 @@ class PackedRows(Dataset):
         """Returns the batch of these rows, and their numbers; DataLoader calls this once per batch."""
         last = len(self.tokens) - self.seq_len - 1  # start of the last row
         window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
-        for tokens, row in zip(window, rows, strict=True):  # slices: twice as fast as one index array of B x T
+        for tokens, row in zip(
+            window, rows, strict=True
+        ):  # slices: twice as fast as one index array of B x T
             start = min(max(row, 0) * self.seq_len, last)  # a padding row reads any row
             tokens[:] = self.tokens[start : start + self.seq_len + 1]
         inputs, labels = window[:, :-1].copy(), window[:, 1:].copy()  # (B, T) each
@@ -54,7 +63,8 @@ class PackedRows(Dataset):
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
     def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns positions and boundaries of documents; with `cross_document_attention` a row is one document.
+        """Returns positions and boundaries of documents; with `cross_document_attention` a row is
+        one document.
 
         Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the
         documents' starts among the B x T tokens, and B x T.

@@ -1,4 +1,5 @@
-"""Sources of documents. A new source is one class in the project's `data.py`, and three lines of YAML.
+"""Sources of documents. A new source is one class in the project's `data.py`, and three lines of
+YAML.
 
     data:
       source:
@@ -42,14 +43,18 @@ class Source(ABC):
         """Returns what identifies the corpus, in plain types."""
         spec = {"class": type(self).__name__, **vars(self)}
         if not spec.get("follow_links"):
-            spec.pop("follow_links", None)  # older caches, whose sources had no such key, stay valid
+            spec.pop(
+                "follow_links", None
+            )  # older caches, whose sources had no such key, stay valid
         return spec
 
 
 class StandardLibrary(Source):
     """The running Python's standard library without its tests: about 11 MB of text on every machine."""
 
-    SKIPPED = frozenset({"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__"})
+    SKIPPED = frozenset(
+        {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__"}
+    )
 
     def documents(self) -> Iterator[tuple[str, str]]:
         return _read(self.files())
@@ -57,7 +62,9 @@ class StandardLibrary(Source):
     def files(self) -> list[Path]:
         found: list[Path] = []
         for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-            inside[:] = [name for name in inside if name not in self.SKIPPED]  # installed packages are below it
+            inside[:] = [
+                name for name in inside if name not in self.SKIPPED
+            ]  # installed packages are below it
             found += (Path(folder, name) for name in names if name.endswith(".py"))
         return sorted(found)
 
@@ -102,9 +109,7 @@ class Jsonl(Source):
             false: refuse them.
     """
 
-    def __init__(
-        self, paths: list[str], field: str = "text", follow_links: bool = False
-    ) -> None:
+    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
         self.paths = paths
         self.field = field
         self.follow_links = follow_links
@@ -121,9 +126,13 @@ class Jsonl(Source):
                 raise
             except ValueError as error:
                 kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-                raise InputError(f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}") from error
+                raise InputError(
+                    f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}"
+                ) from error
             except Exception as error:  # each decompressor has errors of its own
-                raise InputError(f"{path} of data.source cannot be read: {first_line(error)}") from error
+                raise InputError(
+                    f"{path} of data.source cannot be read: {first_line(error)}"
+                ) from error
 
     def files(self) -> list[Path]:
         return matching(self.paths, self.follow_links)
@@ -139,9 +148,7 @@ class Parquet(Source):
             false: refuse them.
     """
 
-    def __init__(
-        self, paths: list[str], field: str = "text", follow_links: bool = False
-    ) -> None:
+    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
         self.paths = paths
         self.field = field
         self.follow_links = follow_links
@@ -163,7 +170,9 @@ class Parquet(Source):
             except InputError:
                 raise
             except Exception as error:  # OSError, ArrowInvalid
-                raise InputError(f"{path} of data.source cannot be read: {first_line(error)}") from error
+                raise InputError(
+                    f"{path} of data.source cannot be read: {first_line(error)}"
+                ) from error
 
     def files(self) -> list[Path]:
         return matching(self.paths, self.follow_links)
@@ -205,7 +214,11 @@ class HubDataset(Source):
         require("datasets", f"data.source, to read {self.name},")
         import datasets  # 1.5 s: only for this source
 
-        options: dict[str, Any] = {"split": self.split, "streaming": self.streaming, "revision": self.revision}
+        options: dict[str, Any] = {
+            "split": self.split,
+            "streaming": self.streaming,
+            "revision": self.revision,
+        }
         try:
             records: Any = datasets.load_dataset(self.name, self.config, **options)
             for number, record in enumerate(islice(records, self.max_documents), start=1):
@@ -216,7 +229,9 @@ class HubDataset(Source):
             reason = error
             while reason.__cause__ is not None:
                 reason = reason.__cause__
-            raise InputError(f"{self.name} of data.source cannot be read: {first_line(reason)}") from error
+            raise InputError(
+                f"{self.name} of data.source cannot be read: {first_line(reason)}"
+            ) from error
 
 
 def _json_lines(file: Any) -> Iterator[bytes]:
@@ -240,7 +255,11 @@ def _document(name: str, record: Any, field: str) -> tuple[str, str]:
     fields = record if isinstance(record, dict) else {}
     text = fields.get(field)
     if not isinstance(text, str):
-        found = "it is no text" if field in fields else f"there is only {', '.join(sorted(fields)) or 'no key'}"
+        found = (
+            "it is no text"
+            if field in fields
+            else f"there is only {', '.join(sorted(fields)) or 'no key'}"
+        )
         raise InputError(f"data.source.field {field!r} names no text in {name}: {found}")
     return name, text
 

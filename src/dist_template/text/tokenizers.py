@@ -47,7 +47,9 @@ class Bytes(TokenizerSpec):
     def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
         from tokenizers import Tokenizer, models
 
-        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())} | {EOS: 256}
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())} | {
+            EOS: 256
+        }
         return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), use_regex=False)
 
     def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
@@ -56,7 +58,8 @@ class Bytes(TokenizerSpec):
 
 
 class ByteBPE(TokenizerSpec):
-    """Byte-pair encoding over bytes, as GPT-2's, learned from the train split: same data, same merges.
+    """Byte-pair encoding over bytes, as GPT-2's, learned from the train split: same data, same
+    merges.
 
     Args:
         vocab_size: Number of tokens, with the 256 bytes and the end of a document among them; at
@@ -66,7 +69,9 @@ class ByteBPE(TokenizerSpec):
 
     def __init__(self, vocab_size: int = 2048, train_mib: int = 256) -> None:
         if vocab_size < 257:
-            raise InputError(f"data.tokenizer.vocab_size {vocab_size} is below 257: 256 bytes and the EOS token")
+            raise InputError(
+                f"data.tokenizer.vocab_size {vocab_size} is below 257: 256 bytes and the EOS token"
+            )
         self.vocab_size = vocab_size
         self.train_mib = train_mib
 
@@ -80,7 +85,9 @@ class ByteBPE(TokenizerSpec):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.backend_tokenizer.train_from_iterator(_first(texts, self.train_mib * 2**20), trainer)
+        tokenizer.backend_tokenizer.train_from_iterator(
+            _first(texts, self.train_mib * 2**20), trainer
+        )
         return _wrap(tokenizer.backend_tokenizer, use_regex=True)
 
 
@@ -100,16 +107,24 @@ class Pretrained(TokenizerSpec):
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
         except Exception as error:  # OSError, ValueError, KeyError and others
-            raise InputError(f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}") from error
+            raise InputError(
+                f"data.tokenizer.path {self.path!r} cannot be loaded: {first_line(error)}"
+            ) from error
         if not tokenizer.is_fast:
-            raise InputError(f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json")
+            raise InputError(
+                f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json"
+            )
         if tokenizer.eos_token_id is None:
-            raise InputError(f"data.tokenizer.path {self.path!r} has no EOS token, which must end each document")
+            raise InputError(
+                f"data.tokenizer.path {self.path!r} has no EOS token, which must end each document"
+            )
         return tokenizer
 
     def files(self) -> list[Path]:
         patterns = ("*token*", "vocab*", "merges*", "*.model")
-        return sorted({p for pattern in patterns for p in Path(self.path).glob(pattern) if p.is_file()})
+        return sorted(
+            {p for pattern in patterns for p in Path(self.path).glob(pattern) if p.is_file()}
+        )
 
 
 def _wrap(backend: Any, use_regex: bool) -> PreTrainedTokenizerFast:

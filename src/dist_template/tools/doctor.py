@@ -124,9 +124,7 @@ def _ask_nvidia_smi() -> Findings:
     columns = "--query-gpu=index,name,ecc.errors.uncorrected.volatile.total,memory.used"
     query = ["nvidia-smi", columns, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         found = f"nvidia-smi does not answer for {TIMEOUT_S:g} s"
         yield PROBLEM, found, "reboot the node: its driver hangs"

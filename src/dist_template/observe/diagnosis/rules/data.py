@@ -71,9 +71,7 @@ def data_constant(history: History) -> Iterator[Finding]:
         Cause("Rows are filled with padding."),
     ]
     title, explains = "the data are constant", ("train_validation_overlap", "loss_not_decreasing")
-    yield Finding(
-        "data_constant", "error", "certain", title, evidence, causes, None, (), explains
-    )
+    yield Finding("data_constant", "error", "certain", title, evidence, causes, None, (), explains)
 
 
 def train_validation_overlap(history: History) -> Iterator[Finding]:
