@@ -194,10 +194,8 @@ class ConsumedSamples(Callback):
             _rescale(
                 _progress(trainer), before[1], self._global_batch_size, self._samples_per_batch
             )
-        self._base, self._base_batches = (
-            self._loaded["consumed_samples"],
-            _progress(trainer).total.processed,
-        )
+        self._base = self._loaded["consumed_samples"]
+        self._base_batches = _progress(trainer).total.processed
         self.jumps = with_jumps(self._loaded.get("jumps", ()), ())
         self._loaded = {}
 
