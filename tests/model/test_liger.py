@@ -17,7 +17,7 @@ from trainer_dev.module import LanguageModule
 
 from dist_template.errors import InputError
 from dist_template.model import head
-from tests.support.modules import Head
+from tests.support.modules import Head, hidden_states
 from tests.support.parity import SHORT, Trainings, assert_close
 
 LIGER = "--model.loss_kernel=liger"
@@ -45,10 +45,10 @@ def test_liger_returns_the_sums_and_gradients_of_torch(
             model.output.bias = torch.nn.Parameter(torch.randn(vocabulary))
         chunked_loss = head.ChunkedLoss(model, LanguageModule().sums, None, kernel)
         forward = partial(model, tokens)
-        loss, hits = chunked_loss(head.hidden_states(model, forward), labels).values()
+        loss, hits = chunked_loss(hidden_states(model, forward), labels).values()
         (loss / 17).backward()
         with torch.no_grad():
-            evaluated, _ = chunked_loss(head.hidden_states(model, forward), labels).values()
+            evaluated, _ = chunked_loss(hidden_states(model, forward), labels).values()
         assert torch.allclose(loss, evaluated)
         found.append((loss, hits, *(p.grad for p in model.parameters())))
     for of_torch, of_liger in zip(*found, strict=True):

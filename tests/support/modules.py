@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from torch import Tensor, nn
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
+from dist_template.model.head import without_head
 from tests.support.runs import CONFIGS
 
 ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {
@@ -30,6 +32,11 @@ def build(seed: int = 0, **options: Any) -> LanguageModule:
     module = Standalone(**options)
     module.model = module.build_model(module.data)
     return module
+
+
+def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
+    with without_head(model) as result:
+        return result(forward())
 
 
 class Head(nn.Module):

@@ -18,7 +18,8 @@ Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -50,15 +51,19 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
         raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
 
 
-def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
-    """Runs `forward`, which calls `model`, without its output layer; returns that layer's input,
-    (B, T, D).
+@contextmanager
+def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
+    """Inside, a forward pass of `model` returns the output layer's input, (B, T, D).
 
     The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one
     token, and a hook returns its input in place of the logits.
 
+    Yields:
+        A function that returns what it is given, the result of the forward pass.
+
     Raises:
-        InputError: `forward` changes the logits, and the loss would not contain the change.
+        InputError: by this function, if the logits were changed after the layer: the loss would not
+            contain the change.
     """
     given: list[Tensor] = []
 
@@ -66,26 +71,26 @@ def hidden_states(model: Any, forward: Callable[[], Tensor]) -> Tensor:
         given.append(inputs[0])
         return (inputs[0][:, :1],)
 
+    def unchanged(returned: Tensor) -> Tensor:
+        if [_state(hidden) for hidden in given] != [_state(returned)]:
+            raise InputError(
+                f"{type(model).__name__} changes its logits after the output layer, so the loss"
+                " cannot be taken in chunks: set model.loss_chunk null and model.loss_kernel torch"
+            )
+        return returned
+
     head = model.get_output_embeddings()
     hooks = (
-        head.register_forward_pre_hook(
-            shorten
-        ),  # the last one: FSDP2's and ZeRO's have prepared the input
-        head.register_forward_hook(
-            lambda *_: given[-1], prepend=True
-        ),  # the first one: theirs get the hidden states
+        # the last one: FSDP2's and ZeRO's have prepared the input
+        head.register_forward_pre_hook(shorten),
+        # the first one: theirs get the hidden states
+        head.register_forward_hook(lambda *_: given[-1], prepend=True),
     )
     try:
-        returned = forward()
+        yield unchanged
     finally:
         for hook in hooks:
             hook.remove()
-    if [_state(hidden) for hidden in given] != [_state(returned)]:
-        raise InputError(
-            f"{type(model).__name__} changes its logits after the output layer, so the loss cannot be taken in chunks:"
-            " set model.loss_chunk null and model.loss_kernel torch"
-        )
-    return returned
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
@@ -141,7 +146,7 @@ class ChunkedLoss(nn.Module):
         )
 
     def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns the sums by name of `hidden` (B, T, D), from `hidden_states`, and labels (B, T)."""
+        """Returns the sums by name of `hidden` (B, T, D), of a pass `without_head`, and labels (B, T)."""
         (head,) = self._unregistered
         if isinstance(head, FSDPModule):
             head.unshard()  # does nothing if the forward pass kept the weights, as with transformers' plans

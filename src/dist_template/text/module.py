@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
-from ..model.head import ChunkedLoss, Kernel, check_kernel, hidden_states
+from ..model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 
@@ -78,7 +78,8 @@ class TextModule(TrainingModule):
         """Returns `sums` over all tokens of a micro-batch. Only the first is differentiable."""
         if not self.chunked_loss.applies_to(batch["labels"]):
             return self.sums(self(batch), batch["labels"])
-        hidden = hidden_states(self.model, lambda: self(batch))
+        with without_head(self.model) as hidden_states:
+            hidden = hidden_states(self(batch))
         return self.chunked_loss(hidden, batch["labels"])
 
     def derive(self, metrics: dict[str, float]) -> None:
