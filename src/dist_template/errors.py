@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 
 class Exit(IntEnum):
-    """Exit codes, by which a launcher or scheduler decides. Codes from 64 on are those of BSD's sysexits.h."""
+    """Exit codes, for a launcher or scheduler to act on. From 64 on: those of BSD's sysexits.h."""
 
     DONE = 0
     FAILED = 1  # a bug; the log has a traceback. torchrun restarts it a few times
@@ -49,7 +49,8 @@ class Exit(IntEnum):
 
 # Deliberate exits: an immediate restart does not help. Those that forbid a relaunch come first.
 DECIDED = (
-    Exit.BAD_INPUT, Exit.MISMATCH, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.INTERRUPTED, Exit.REQUEUE
+    Exit.BAD_INPUT, Exit.MISMATCH, Exit.NON_FINITE, Exit.OUT_OF_MEMORY, Exit.INTERRUPTED,
+    Exit.REQUEUE,
 )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ class Ended(Exception):
 
 
 class InputError(ValueError):
-    """The user's input is wrong; the message says what was given, what is allowed and which key to edit."""
+    """The user's input is wrong: the message has the value, what is allowed and the key to edit."""
 
 
 EXTRAS = {
@@ -138,7 +139,7 @@ def another_rank_is_gone(error: BaseException | str) -> bool:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Returns whether `error`, or an error that caused it, is a full file system or an exceeded quota."""
+    """Returns whether `error`, or a cause of it, is a full file system or an exceeded quota."""
     full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     while error is not None:
         # `tokenizers` writes in Rust and raises a plain Exception
@@ -151,7 +152,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory of the device or the host ran out, by the messages of torch, CUDA and Python."""
+    """Returns whether device or host memory ran out, by the messages of torch, CUDA and Python."""
     signs = (
         "out of memory",
         "can't allocate memory",

@@ -20,12 +20,12 @@ from .errors import InputError
 
 
 def layout(tensor: Tensor) -> Hashable:
-    """Returns the mesh and the placements, which must be equal in one call; None for a plain tensor."""
+    """Returns (mesh, placements), which must be equal in one call; None for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """Returns the unsharded shape: under ZeRO-3 a parameter is empty, and `ds_shape` has its shape."""
+    """Returns the unsharded shape: a ZeRO-3 parameter is empty and has its shape in `ds_shape`."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
@@ -34,8 +34,9 @@ def refuse_scalars(model: nn.Module, what: str) -> None:
     for name, parameter in model.named_parameters():
         if not full_shape(parameter):
             raise InputError(
-                f"{name} of {type(model).__name__} is a scalar parameter, which {what} cannot shard: give it"
-                " one dimension, nn.Parameter(torch.ones(1)), or set trainer.strategy to ddp"
+                f"{name} of {type(model).__name__} is a scalar parameter, which {what} cannot"
+                " shard: give it one dimension, nn.Parameter(torch.ones(1)), or set"
+                " trainer.strategy to ddp"
             )
 
 
@@ -50,7 +51,7 @@ def by_layout(
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns (): the joint 2-norm of tensors of any layouts, equal on every rank, without a device sync."""
+    """Returns (): joint 2-norm of tensors of any layouts, equal on all ranks; no device sync."""
     norms = []
     for group in by_layout(tensors):
         norm = torch.nn.utils.get_total_norm(group)

@@ -1,4 +1,4 @@
-"""Public names that are imported when they are first used: `--help` needs neither torch nor Lightning."""
+"""Imports public names on first use: `--help` needs neither torch nor Lightning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def attribute_of(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of `module` (PEP 562); `places` has the file of each public name."""
+    """Returns the `__getattr__` of `module` (PEP 562); `places` has each public name's file."""
 
     def attribute(name: str) -> Any:
         if name not in places:

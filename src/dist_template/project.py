@@ -19,7 +19,7 @@ _program = __name__.split(".")[0]  # the started package, for messages only
 
 @dataclass(frozen=True)
 class Project:
-    """A user's package. `module` and `data` are "module:Class"; a leading dot means inside the package."""
+    """A user's package. `module` and `data`: "module:Class"; a leading dot: inside the package."""
 
     package: str  # as in `python -m <package>`
     module: str = ".module:LanguageModule"  # the LightningModule
@@ -62,7 +62,7 @@ def program_name() -> str:
 
 
 def has_command_line() -> bool:
-    """Returns whether a project was started; otherwise a user's own Trainer uses parts of this library."""
+    """Returns whether a project was started; else parts are used by a user's own Trainer."""
     return _program != __name__.split(".")[0]
 
 
@@ -72,7 +72,7 @@ def in_run(path: str | Path, trainer: Any) -> Path:
 
 
 def is_users(file: str) -> bool:
-    """Returns whether `file` may be the user's: not of this library, not installed, not of Python."""
+    """Returns whether `file` may be the user's: not this library's, not installed, not Python's."""
     own = str(Path(__file__).parent)
     return not file.startswith((own, "<")) and not any(part in file for part in _INSTALLED)
 

@@ -80,8 +80,8 @@ def build(project: Project, *flags: str) -> tuple[Any, Any]:
     module, data = cli.model, cli.datamodule
     torch.manual_seed(0)
     trainer: Any = L.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     with redirect_stdout(StringIO()):
         getattr(data, "prepare", data.prepare_data)()

@@ -52,7 +52,7 @@ def spread(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, full: dict[str, Tensor], device: torch.device) -> None:
-    """Allocates a module of the meta device on `device` and loads rank 0's `full` tensors into it."""
+    """Allocates a meta-device module on `device` and loads rank 0's `full` tensors into it."""
     with kept_ties(module):
         module.to_empty(device=device)
     load(module, full)
@@ -81,7 +81,7 @@ def gather(module: nn.Module) -> dict[str, Tensor]:
 
 
 def from_all_ranks(value: Any, group: Any = None) -> list[Any]:
-    """Returns every rank's `value`, of plain types, by rank. Collective over `group`; None: all ranks."""
+    """Returns every rank's `value` (plain types), by rank. Collective over `group`; None: all."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -133,7 +133,7 @@ def _shard(full: Tensor, like: DTensor) -> Tensor:
 
 
 def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Returns rank 0's `tensor` on every rank, with the shape and type of `like`, on the group's device."""
+    """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type, on `group`'s device."""
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else like.device
     if tensor is None:
@@ -145,7 +145,7 @@ def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def is_partitioned_by_zero(tensor: Tensor) -> bool:
-    """Returns whether `tensor` is a parameter under ZeRO-3: it is empty, and its shard is `ds_tensor`."""
+    """Returns whether `tensor` is a ZeRO-3 parameter: it is empty, its shard is `ds_tensor`."""
     return hasattr(tensor, "ds_tensor")
 
 
@@ -184,7 +184,7 @@ def untie(ties: Ties) -> None:
 
 @contextmanager
 def kept_ties(module: nn.Module) -> Generator[None]:
-    """Restores shared parameters at the end: moving to or from the meta device would separate them."""
+    """Restores shared parameters at the end: a move to or from the meta device separates them."""
     ties = find_ties(module)
     yield
     tie(ties)

@@ -23,7 +23,8 @@ def test_a_main_configuration_can_run(config: Path) -> None:
 def test_a_configuration_can_be_added(config: Path) -> None:
     machine = ["--trainer.accelerator=gpu", "--trainer.devices=8", "--trainer.num_nodes=2"]
     flags = [*machine, "--model.optim.warmup=0"]  # a preset may end before a warm-up would
-    assert check_config(PROJECT, f"--config={CONFIGS}/pretrain.yaml", *flags, f"--config={config}") == []
+    base = f"--config={CONFIGS}/pretrain.yaml"
+    assert check_config(PROJECT, base, *flags, f"--config={config}") == []
 
 
 @pytest.mark.parametrize("name", ["quickstart", "pretrain"])

@@ -1,4 +1,4 @@
-"""The data of data.py: rows are text, labels are the next tokens, and a resumed run continues at the next batch."""
+"""data.py: rows are text, labels are the next tokens, a resumed run continues at the next batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ SMALL = ["--data.seq_len=64", "--data.global_batch_size=4", "--data.micro_batch_
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    cache = tmp_path_factory.mktemp("cache")
-    return build(PROJECT, f"--config={CONFIGS}/quickstart.yaml", *SMALL, f"--data.cache_dir={cache}")[1]
+    cache = f"--data.cache_dir={tmp_path_factory.mktemp('cache')}"
+    return build(PROJECT, f"--config={CONFIGS}/quickstart.yaml", *SMALL, cache)[1]
 
 
 def test_rows_decode_to_text_of_the_source(data: Any) -> None:
     texts = "\n".join(text for _, text in data.source.documents())
-    decoded = data.text_tokenizer.decode(batches(data, 1)[0]["input_ids"][0].tolist(), skip_special_tokens=True)
+    ids = batches(data, 1)[0]["input_ids"][0].tolist()
+    decoded = data.text_tokenizer.decode(ids, skip_special_tokens=True)
     assert decoded[:40] in texts
 
 
@@ -34,9 +35,9 @@ def test_labels_are_the_next_tokens(data: Any) -> None:
 
 
 def test_a_loss_is_divided_by_the_labels_that_count(data: Any) -> None:
-    first, second = batches(data, 2)  # the two micro-batches of a global batch
-    counted = sum((batch["labels"] != -100).sum().item() for batch in (first, second))
-    assert first["tokens_per_micro_batch"].item() == second["tokens_per_micro_batch"].item() == counted / 2
+    pair = batches(data, 2)  # the two micro-batches of a global batch
+    counted = sum((batch["labels"] != -100).sum().item() for batch in pair)
+    assert [batch["tokens_per_micro_batch"].item() for batch in pair] == [counted / 2] * 2
 
 
 def test_a_resumed_run_sees_the_next_batch(data: Any) -> None:

@@ -12,6 +12,9 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @pytest.mark.parametrize("checks", ["one process", "one big batch"])
-def test_training_does_not_depend_on_how_a_batch_is_distributed(checks: str, tmp_path: Path) -> None:
+def test_training_does_not_depend_on_how_a_batch_is_distributed(
+    checks: str,
+    tmp_path: Path,
+) -> None:
     flags = [f"--config={CONFIGS}/quickstart.yaml", f"--config={CONFIGS}/strategy/ddp.yaml"]
     assert rehearse(PROJECT, *flags, folder=tmp_path, only=checks) == {}

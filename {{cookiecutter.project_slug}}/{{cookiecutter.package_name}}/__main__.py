@@ -3,4 +3,5 @@
 from dist_template import main  # imports neither torch nor Lightning
 
 if __name__ == "__main__":
-    raise SystemExit(main(module=".module:LanguageModule", data=".data:DataModule", package=__package__))
+    code = main(module=".module:LanguageModule", data=".data:DataModule", package=__package__)
+    raise SystemExit(code)

@@ -1,9 +1,10 @@
 """The training data. Edit this file, or only its keys in YAML.
 
-    source -> documents -> train, validation and test split -> token ids -> rows of T + 1 tokens -> batches
+    source -> documents -> train, validation, test -> token ids -> rows of T + 1 tokens -> batches
 
-A new source is one class with the method `documents`. The base class does the rest: it splits by a hash of the text,
-tokenizes once into a memory-mapped cache, packs the tokens into rows, and orders the rows by seed and consumed samples.
+A new source is one class with the method `documents`. The base class splits by a hash
+of the text, tokenizes once into a memory-mapped cache, packs the tokens into rows, and orders the
+rows by seed and consumed samples.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dist_template.text import ByteBPE, PackedText, Source, StandardLibrary, Tok
 
 
 class Paragraphs(Source):
-    """An example of a source of your own: each paragraph of the .txt files in a folder is a document.
+    """An example of your own source: each paragraph of the .txt files in a folder is a document.
 
     Select it with --data.source Paragraphs --data.source.folder FOLDER.
 
@@ -42,12 +43,12 @@ class DataModule(PackedText):
     """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
-        source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, or yours.
-        tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
+        source: Document source: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset, or yours.
+        tokenizer: Text to tokens: Bytes, ByteBPE (learned from the train split), Pretrained, yours.
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks.
-        micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global batch.
-        options: validation_share, test_share, cache_dir, num_workers, seed, prompts …: see PackedText.
+        micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
+        options: PackedText's: validation_share, test_share, cache_dir, num_workers, seed, prompts …
     """
 
     def __init__(
@@ -62,5 +63,5 @@ class DataModule(PackedText):
         super().__init__(source, tokenizer, seq_len, global_batch_size, micro_batch_size, **options)
 
     def transform(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns a changed batch, on the host: mask labels with -100, add tensors for `forward`."""
+        """Returns a changed batch on the host: mask labels with -100, add tensors for `forward`."""
         return batch

@@ -1,15 +1,15 @@
 """The model, its loss and its metrics. Edit this file.
 
-    to change               edit
-    the model               `model.architecture` or `model.pretrained` in YAML; `build_model` for your own network
-    inputs and outputs      `forward`, and `transform` in data.py
-    the loss                `loss`
-    a metric                `sums` for a mean per token; `self.track` in `training_step` for any other
-    the optimizer           `model.optim` in YAML, --optimizer and --lr_scheduler; or `configure_optimizers`
-    a callback of your own  `configure_callbacks`
+    to change           edit
+    the model           `model.architecture`, `model.pretrained` in YAML; `build_model` for your own
+    inputs and outputs  `forward`, and `transform` in data.py
+    the loss            `loss`
+    a metric            `sums` for a mean per token; `self.track` in `training_step` for others
+    the optimizer       `model.optim` in YAML, --optimizer, --lr_scheduler; `configure_optimizers`
+    your own callback   `configure_callbacks`
 
-This file is hardware-independent: strategy, precision, devices and accumulation are set in YAML. The base class, a
-LightningModule, has evaluation, generation and logging: override any of its methods here.
+This file is hardware-independent: strategy, precision, devices and accumulation are set in YAML.
+The base class, a LightningModule, has evaluation, generation and logging: override methods here.
 
 Shapes: B sequences, T tokens of a sequence, V vocabulary.
 """
@@ -24,7 +24,7 @@ from dist_template.text import Attention, TextModule, causal_lm, causal_lm_confi
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-# DeepSeek-V3's architecture (multi-head latent attention, mixture of experts) at a size that learns on a CPU.
+# DeepSeek-V3 (multi-head latent attention, mixture of experts) at a size that learns on a CPU.
 SMALL_DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "hidden_size": 128,
@@ -52,12 +52,12 @@ class LanguageModule(TextModule):
     """A transformers causal language model with next-token loss.
 
     Args:
-        architecture: A transformers configuration, trained from scratch: `model_type` and any of its fields; under
-            `extra`, keys that only your own model reads. The data set the vocabulary, the sequence length and the EOS
-            token. Not used when `pretrained` is set.
+        architecture: A transformers configuration, trained from scratch: `model_type` and any
+            of its fields; under `extra`, keys that only your own model reads. The data set the
+            vocabulary, sequence length and EOS token. Not used when `pretrained` is set.
         pretrained: A local folder or hub name to load weights from. null starts from scratch.
-        attention: The attention kernel; flash_attention_2 and 3 need packages of that name. null: sdpa where the
-            model supports it, else eager.
+        attention: The attention kernel; flash_attention_2 and 3 need packages of that name.
+            null: sdpa where the model supports it, else eager.
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
         balance: Load balancing of a mixture of experts.
@@ -80,38 +80,41 @@ class LanguageModule(TextModule):
         self.attention = attention
 
     def build_config(self, data: Any) -> Any:
-        """Returns the transformers configuration, which is checked before a start; None for another kind of model."""
+        """Returns the transformers configuration, checked before a start; None for other models."""
         return causal_lm_config(self.architecture, self.pretrained, self.attention, data)
 
     def build_model(self, data: Any) -> nn.Module:
-        """Returns the network, for `data.vocab_size` tokens and sequences of `data.seq_len`: return your own here."""
+        """Returns the network, for `data.vocab_size` and `data.seq_len`: return your own here."""
         return causal_lm(self.build_config(data), self.pretrained, data.vocab_size)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns (B, T, V) logits of (B, T) tokens.
 
-        Keep `use_cache=False` and pass no attention mask: otherwise transformers ignores the document boundaries in
-        the positions, and packed documents attend to each other.
+        Keep `use_cache=False` and pass no attention mask: otherwise transformers ignores the
+        document boundaries in the positions, and packed documents attend to each other.
         """
         with known_documents(self.model, batch, self.blocks.compile) as known:
             tokens, positions = batch["input_ids"], batch["position_ids"]
-            return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
+            output = self.model(input_ids=tokens, position_ids=positions, use_cache=False, **known)
+            return output.logits
 
     def loss(self, logits: Tensor, labels: Tensor, cross_entropy: Tensor) -> Tensor:
         """Returns the values (B*T,) whose sum training minimizes, 0 where the label is -100.
 
-        Change it for label smoothing or a penalty on logits. Its mean is then logged as train/objective; train/loss,
-        eval/loss, perplexity and bits per byte remain those of `cross_entropy`.
+        Change it for label smoothing or a penalty on logits. Its mean is then logged as
+        train/objective; train/loss, eval/loss, perplexity and bits per byte remain those of
+        `cross_entropy`.
         """
         return cross_entropy
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
+        """Returns sums over (some) tokens by name: the first is minimized, the others are metrics.
 
-        A further entry `"name": sum` is logged as its mean per token: train/name, eval/name, test/name. `labels` (B, T)
-        are already shifted; -100 does not count.
+        A further entry `"name": sum` is logged as its mean per token: train/name, eval/name,
+        test/name. `labels` (B, T) are already shifted; -100 does not count.
         """
-        cross_entropy = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none")
+        targets = labels.flatten()
+        cross_entropy = F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="none")
         minimized = self.loss(logits, labels, cross_entropy)
         objective = {} if minimized is cross_entropy else {"objective": minimized.sum()}
         return objective | {
@@ -120,20 +123,20 @@ class LanguageModule(TextModule):
         }
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        # Every strategy averages gradients over ranks and micro-batches. Dividing by the mean token count of all
-        # micro-batches of the global batch, not by this one's, gives the mean over all counted tokens.
+        # Every strategy averages gradients over ranks and micro-batches. Dividing by the mean token
+        # count of the global batch's micro-batches, not this one, gives the mean per counted token.
         num_tokens = batch["tokens_per_micro_batch"]
         means = {name: total / num_tokens for name, total in self.sums_of(batch).items()}
         for name, mean in means.items():
             self.track(f"train/{name}", mean)
         loss = next(iter(means.values()))
-        for name, weight, value in self.balancer.losses(batch):  # auxiliary losses of a mixture of experts' routers
+        for name, weight, value in self.balancer.losses(batch):  # auxiliary losses of MoE routers
             self.track(name, value)
             loss = loss + weight * value
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Returns the optimizer and schedule of `model.optim`; replace it for parameter groups of your own."""
+        """Returns `model.optim`'s optimizer and schedule; replace it for other parameter groups."""
         return super().configure_optimizers()
 
     def configure_callbacks(self) -> list[Callback]:

@@ -29,8 +29,9 @@ from .untrusted import as_data
 # Entries that DeepSpeed adds to Lightning's.
 DEEPSPEEDS_OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
-    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps",
+    "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
 Take = Callable[[Any, Path], None]  # called with a file's content and path
 TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning names it

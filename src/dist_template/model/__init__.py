@@ -1,1 +1,1 @@
-"""What a training module is built from: architecture, kernels, loss in chunks, balancing, optimizer, metrics, FLOPs."""
+"""Training modules: architecture, kernels, chunked loss, balancing, optimizer, metrics, FLOPs."""

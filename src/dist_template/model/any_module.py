@@ -25,30 +25,30 @@ def samples_of(trainer: Any) -> Any:
 
 
 def owns_order(data: Any) -> bool:
-    """Returns whether it shards and orders the samples. If the datamodule does, it derives the accumulation too."""
+    """Returns whether `data` shards and orders the samples; if so, it derives accumulation too."""
     return hasattr(data, "consumed_samples")
 
 
 def own(module: Any, name: str, kind: type) -> Any:
-    """Returns the module's attribute if it is of the library's type: a user may have another of that name."""
+    """Returns the attribute if it is of the library's type: a user's may have the same name."""
     value = getattr(module, name, None)
     return value if isinstance(value, kind) else None
 
 
 def metrics_of(module: Any) -> MetricBuffer:
-    """Returns the module's metric buffer; a plain LightningModule gets one when it is first asked for."""
+    """Returns the module's metric buffer; a plain LightningModule gets one on first use."""
     return own(module, "metrics", MetricBuffer) or vars(module).setdefault(
         "metric_buffer", MetricBuffer()
     )
 
 
 def tracks_metrics(module: Any) -> bool:
-    """Returns whether the module puts its own training metrics, such as train/loss, into the buffer."""
+    """Returns whether the module puts its own training metrics (train/loss …) into the buffer."""
     return own(module, "metrics", MetricBuffer) is not None
 
 
 def results_of(trainer: Any, module: Any) -> dict[str, float]:
-    """Returns the newest validation's or test's results: what `log_eval` was given, else what `self.log` was."""
+    """Returns the newest validation or test results: those of `log_eval`, else of `self.log`."""
     if given := own(module, "eval_metrics", dict):
         return given
     logged = trainer.callback_metrics.items()

@@ -44,8 +44,8 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
             near = get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}? A" if near else "a"
             raise InputError(
-                f"model.architecture.{key} is no field of {config_class.__name__}: {hint} key that only your own model"
-                f" reads goes under model.architecture.{EXTRA}"
+                f"model.architecture.{key} is no field of {config_class.__name__}: {hint} key that"
+                f" only your own model reads goes under model.architecture.{EXTRA}"
             )
     return fields | extra
 

@@ -5,12 +5,13 @@ micro-batches. Every routed token counts, also one whose label is masked: it occ
 any other. Training batches have no padding. What activation checkpointing recomputes is not counted
 again.
 
-    router with `e_score_correction_bias`  auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1): after each
-    (DeepSeek-V3, GLM-4.5 …)               optimizer step, the bias += `bias_update_speed` x sign(mean load - load)
-    router without it                      load-balancing loss (arXiv:2101.03961, equation 4): experts x the sum over
-    (Mixtral, Qwen3-MoE …)                 experts of (share of the load) x (mean router probability)
-    optional, any router                   DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to
-                                           20), router z-loss (arXiv:2202.08906, equation 5)
+    router with                auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1):
+    `e_score_correction_bias`  after each optimizer step, the bias +=
+    (DeepSeek-V3, GLM-4.5 …)   `bias_update_speed` x sign(mean load - load)
+    router without it          load-balancing loss (arXiv:2101.03961, equation 4): experts x
+    (Mixtral, Qwen3-MoE …)     the sum over experts of (load share) x (mean router probability)
+    optional, any router       DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437,
+                               equations 17 to 20), router z-loss (arXiv:2202.08906, equation 5)
 
 The load-balancing loss takes the shares of the load from the previous optimizer step's global
 batch. Shares of a micro-batch would force every sequence to use all experts, which keeps experts
@@ -158,8 +159,8 @@ class Balancer:
         )
         if (name := next(losses, None)) and not (routers and all(routers)):
             raise InputError(
-                f"model.balance.{name} is {getattr(config, name)}, but no router was found in every mixture-of-experts"
-                f" layer of {type(model).__name__}; set it to 0"
+                f"model.balance.{name} is {getattr(config, name)}, but no router was found in every"
+                f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
             )
 
     # ---- counting --------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class Balancer:
         return num * (self.shares[i, :num] * self._probabilities(i, logits).mean(0)).sum()
 
     def _sequence_loss(self, i: int, logits: Tensor, num_sequences: int) -> Tensor:
-        """() over shares within each sequence, of the experts with the highest scores, the bias not added."""
+        """() over shares per sequence, of the experts with the highest scores without the bias."""
         scores = self._probabilities(i, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
         top_k = self._model_config.num_experts_per_tok
         chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
@@ -261,7 +262,7 @@ class Balancer:
         return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
 
     def _probabilities(self, i: int, logits: Tensor) -> Tensor:
-        """(N, E) that sum to 1: normalised sigmoids where the router has a bias, as in DeepSeek-V3; else a softmax."""
+        """(N, E), sums of 1: a softmax, or normalised sigmoids if there is a bias (DeepSeek-V3)."""
         if self.layers[i].bias_owner is None:
             return logits.float().softmax(-1)
         scores = logits.float().sigmoid()
@@ -270,7 +271,7 @@ class Balancer:
     # ---- the end of an optimizer step ------------------------------------------------------------
 
     def begin_reduction(self) -> None:
-        """Starts to sum the step's loads over all ranks. Call it before the last micro-batch's backward pass."""
+        """Starts to sum the loads over ranks; call before the last micro-batch's backward pass."""
         loads = self.loads[:, :-1].clone()
         self._arriving = (
             loads,

@@ -86,7 +86,7 @@ def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module
 
 
 def _check_files(name: str) -> None:
-    """Checks the headers of a local folder's weights before any process is started; a hub name passes."""
+    """Checks the headers of a local folder's weights before a process starts; hub names pass."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return
@@ -99,8 +99,9 @@ def _check_files(name: str) -> None:
         for file in sorted(files):
             if not (folder / file).is_file():
                 raise InputError(
-                    f"model.pretrained {name!r} has no {file}: give a complete folder in transformers' layout, with"
-                    " weights as safetensors (save_pretrained writes them)"
+                    f"model.pretrained {name!r} has no {file}: give a complete folder in"
+                    " transformers' layout, with weights as safetensors"
+                    " (save_pretrained writes them)"
                 )
             with safe_open(folder / file, framework="pt"):
                 pass  # opening compares the header's offsets with the file's size

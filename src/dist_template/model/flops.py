@@ -63,7 +63,8 @@ PEAKS = (
     ),
     Peak("Tesla V100-SXM2-(16|32)GB", None, 125, _VOLTA),
     Peak("Tesla V100-PCIE-(16|32)GB", None, 112, _VOLTA),
-    Peak("Tesla T4", None, 65, f"{_NVIDIA}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"),
+    Peak("Tesla T4", None, 65,
+         f"{_NVIDIA}/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf"),
     Peak("AMD Instinct MI300X", 1307.4, 1307.4, "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"),
 )  # fmt: skip
 
@@ -85,7 +86,7 @@ def peak(device: str, precision: str) -> tuple[float, str] | None:
 
 @dataclass(frozen=True)
 class Size:
-    """A model's sizes; None where its configuration does not have the number, as for a model of your own."""
+    """A model's sizes; None where its configuration lacks them, as for a model of your own."""
 
     total: int
     trainable: int
@@ -104,7 +105,7 @@ class Size:
 
     @classmethod
     def of(cls, model: nn.Module) -> Size:
-        """Returns unsharded sizes under any strategy, each shared parameter once. Without communication."""
+        """Returns unsharded sizes under any strategy; shared parameters once, no communication."""
         config = text_config(model)
         experts = find_experts(model)
         of_experts = {id(p) for module in experts for p in module.parameters(recurse=False)}
@@ -173,7 +174,7 @@ def find_experts(model: nn.Module) -> list[nn.Module]:
 
 
 def num_experts(experts: nn.Module) -> int:
-    """Returns the number over all ranks; under expert parallelism the module's attribute is this rank's number."""
+    """Returns the number over all ranks; under expert parallelism the attribute is this rank's."""
     return next(
         full_shape(p)[0] for p in experts.parameters(recurse=False) if len(full_shape(p)) == 3
     )

@@ -45,7 +45,8 @@ def check_kernel(kernel: Kernel, device: torch.device) -> None:
         return
     if not find_spec("liger_kernel"):
         raise InputError(
-            "model.loss_kernel liger needs a package: pip install 'dist-template[liger]', or set torch"
+            "model.loss_kernel liger needs a package: pip install 'dist-template[liger]',"
+            " or set torch"
         )
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
         raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
@@ -146,10 +147,10 @@ class ChunkedLoss(nn.Module):
         )
 
     def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns the sums by name of `hidden` (B, T, D), of a pass `without_head`, and labels (B, T)."""
+        """Returns sums by name of `hidden` (B, T, D), from `without_head`, and labels (B, T)."""
         (head,) = self._unregistered
         if isinstance(head, FSDPModule):
-            head.unshard()  # does nothing if the forward pass kept the weights, as with transformers' plans
+            head.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
         if self.kernel == "liger":
             return _sums_by_liger(head, hidden, labels)
         num = -(

@@ -5,10 +5,11 @@ transformers 5.23 reads from the device in each forward pass whether rows hold s
 (FlashAttention: in each layer, and only for a single row: in a batch of several rows documents
 would attend to each other). Here the data module passes it, which knows it on the host.
 
-    attention            several separate documents in a row        one document per row, or cross_document_attention
-    sdpa (null)          a (B, 1, T, T) mask: efficient, cuDNN      causal, no mask: flash, cuDNN
-    flex_attention       block-sparse, compiled                     the same
-    flash_attention_2    varlen                                     flash
+    attention            several separate documents in a row    one document per row, or
+                                                                cross_document_attention
+    sdpa (null)          a (B, 1, T, T) mask: efficient, cuDNN  causal, no mask: flash, cuDNN
+    flex_attention       block-sparse, compiled                 the same
+    flash_attention_2    varlen                                 flash
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def set_attention(config: Any, attention: Attention | None) -> Any:
     )
     if available and not available():
         raise InputError(
-            f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or flex_attention"
+            f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or"
+            " flex_attention"
         )
     if attention:
         compat.set_attention(config, attention)
@@ -73,7 +75,8 @@ def known_documents(
     if bounds is None:
         if is_flash and num_rows > 1:
             raise InputError(
-                f"flash attention needs {BOUNDS} in a batch of yours, as text/rows.py has it; see data.py"
+                f"flash attention needs {BOUNDS} in a batch of yours, as text/rows.py has it;"
+                " see data.py"
             )
         yield {}
         return
@@ -89,7 +92,7 @@ def known_documents(
 
 
 def _documents(position_ids: Tensor) -> Tensor:
-    """Returns (B, T): each token's document number in its row, as transformers does, but without a device sync."""
+    """Returns (B, T): document numbers in each row, as transformers does, without a device sync."""
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..compat.torch import version_of
 from ..errors import InputError
 
-FOLD = 64  # values of a metric that are kept before they are summed; each takes 512 bytes of GPU memory
+FOLD = 64  # values of a metric kept before they are summed; each takes 512 bytes of GPU memory
 
 
 class MetricBuffer:
@@ -48,7 +48,7 @@ class MetricBuffer:
         ] = {}  # what was added last, on this rank's device, for callbacks to act upon
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Add a scalar tensor without reading it. It must not be changed in place before the next log step."""
+        """Adds a scalar tensor, unread. Do not change it in place before the next log step."""
         if value.untyped_storage().nbytes() > value.nbytes:
             value = value.detach().clone()  # it would keep all that it is taken of
         elif value.requires_grad:
@@ -63,11 +63,11 @@ class MetricBuffer:
             kept[:] = [(total, version_of(total))]
 
     def put(self, name: str, value: float) -> None:
-        """Records a number on the host (a time, a count): rank 0's newest value is logged, without a reduction."""
+        """Records a host number (time, count): rank 0's newest is logged, without a reduction."""
         self._host[name] = value
 
     def put_of_rank(self, name: str, value: float) -> None:
-        """Records a number per rank; `read` stores all ranks' newest values in `of_ranks`. NaN: not known."""
+        """Records a number per rank; `read` puts all ranks' newest in `of_ranks`. NaN: unknown."""
         self._own[name] = value
 
     def put_counts(self, name: str, counts: Tensor) -> None:
@@ -135,7 +135,8 @@ class MetricBuffer:
             kept = self._kept[name]
             if any(version_of(value) != version for value, version in kept):
                 raise InputError(
-                    f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py"
+                    f"{name} was changed in place after `self.track`; give it `value.clone()` in"
+                    " module.py"
                 )
             alike[len(kept), kept[0][0].dtype, kept[0][0].device].append(name)
         sums: dict[str, Tensor] = {}
@@ -148,18 +149,18 @@ class MetricBuffer:
 
 
 class SplitMeans:
-    """Means per token over a full split: the sums over all ranks, divided by the tokens of all ranks."""
+    """Means per token over a full split: sums over all ranks, divided by tokens of all ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, sums: dict[str, Tensor], tokens: Tensor) -> None:
-        """Adds a micro-batch's sums, () each, and the number of its counted tokens, without a device sync."""
+        """Adds a micro-batch's sums, () each, and number of counted tokens; no device sync."""
         for name, value in {"": tokens, **sums}.items():
             self._sums[name] = self._sums.get(name, 0) + value.detach().to(_sum_dtype(value.device))
 
     def read(self, strategy: Any) -> dict[str, float]:
-        """Returns the means, by one collective and one device-to-host transfer. NaN where no token counts."""
+        """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         tokens, *totals = strategy.reduce(
             torch.stack([*self._sums.values()]), reduce_op="sum"
         ).tolist()

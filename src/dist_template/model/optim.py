@@ -85,7 +85,8 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise InputError(
-            "no parameter of the module requires a gradient, so there is nothing to train; see module.py"
+            "no parameter of the module requires a gradient, so there is nothing to train;"
+            " see module.py"
         )
     # Stacked expert biases are matrices by shape, so the name is checked too.
     decayed = [p for name, p in trainable if len(full_shape(p)) >= 2 and not name.endswith("bias")]
@@ -93,8 +94,8 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     fused = not scaled and all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
     groups: list[dict[str, Any]] = [{"params": group} for group in (decayed, kept) if group]
     arguments: dict[str, Any] = {
-        "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps,
-        "fused": fused,
+        "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas,
+        "eps": config.eps, "fused": fused,
     } if config.optimizer is None else config.optimizer["init_args"]  # fmt: skip
     if "weight_decay" in arguments and kept:
         groups[-1]["weight_decay"] = 0.0
@@ -182,7 +183,8 @@ def build_schedule(
         scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
         if (total := getattr(scheduler, "total_steps", num_steps)) < num_steps:  # OneCycleLR
             raise InputError(
-                f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer steps; make them equal"
+                f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer"
+                " steps; make them equal"
             )
         return {"scheduler": scheduler, "interval": "step"}
 
@@ -191,14 +193,14 @@ def build_schedule(
         config.warmup < 1 or config.schedule in ("cosine", "linear", "warmup_stable_decay")
     ):
         raise InputError(
-            f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long training is; "
-            "set trainer.max_steps or trainer.max_epochs"
+            f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long"
+            " training is; set trainer.max_steps or trainer.max_epochs"
         )
     warmup_steps = int(config.warmup if config.warmup >= 1 else config.warmup * num_steps)
     if ends and warmup_steps >= num_steps:
         raise InputError(
-            f"the warm-up of {warmup_steps} steps is not shorter than training, {num_steps:.0f} steps; "
-            "lower model.optim.warmup or raise trainer.max_steps"
+            f"the warm-up of {warmup_steps} steps is not shorter than training, {num_steps:.0f}"
+            " steps; lower model.optim.warmup or raise trainer.max_steps"
         )
     name, options = _transformers_schedule(config, warmup_steps, num_steps)
     total = int(num_steps) if ends else None
@@ -216,7 +218,7 @@ def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
 def _transformers_schedule(
     config: OptimConfig, warmup_steps: int, num_steps: float
 ) -> tuple[str, dict[str, Any]]:
-    """Returns transformers' name of `config.schedule` and the keyword arguments of this schedule alone."""
+    """Returns transformers' name of `config.schedule` and the keyword arguments of it alone."""
     floor = config.min_learning_rate_share
     if config.schedule == "cosine":
         return "cosine_with_min_lr", {"min_lr_rate": floor}

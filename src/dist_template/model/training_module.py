@@ -1,4 +1,4 @@
-"""TrainingModule: a LightningModule whose network is built for the strategy, with metrics that cost no device sync."""
+"""A LightningModule whose network is built for the strategy, with metrics without a device sync."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class TrainingModule(L.LightningModule):
         return self.trainer.datamodule  # ty: ignore[missing-attribute]
 
     def build_model(self, data: Any) -> nn.Module:
-        """Returns the network. Only rank 0 builds it with weights; the other ranks receive theirs."""
+        """Returns the network. Only rank 0 builds it with weights; the others receive theirs."""
         raise NotImplementedError(
             f"{type(self).__name__} has no build_model: return the network from it"
         )
 
     def build_config(self, data: Any) -> Any:
-        """Returns the model's transformers configuration, which is checked before a start; None for other models."""
+        """Returns the transformers configuration, checked before a start; None for other models."""
         return None
 
     def configure_model(self) -> None:
@@ -69,14 +69,14 @@ class TrainingModule(L.LightningModule):
     # ---- metrics ---------------------------------------------------------------------------------
 
     def track(self, name: str, value: Tensor) -> None:
-        """Logs the mean of `value` over ranks and the steps since the last log step, without a device sync."""
+        """Logs the mean of `value` over ranks and steps since the last log step; no device sync."""
         self.metrics.add(name, value)
 
     def derive(self, metrics: dict[str, float]) -> None:
         """Adds metrics that are computed from the means, at a log step."""
 
     def log_eval(self, metrics: dict[str, float]) -> None:
-        """Logs the results of a validation or test, by full name ("eval/loss"), to loggers and for callbacks."""
+        """Logs validation or test results, by full name ("eval/loss"), to loggers and callbacks."""
         self.eval_metrics = metrics
         self.log_dict(
             metrics, logger=False

@@ -1,9 +1,11 @@
 """Language models: where text comes from, how it becomes batches, and the module that is trained on
 them.
 
-    datamodule.py   PackedText: from a source of documents to batches        sources.py      documents
-    module.py       TextModule: loss, evaluation and generation              tokenizers.py   text to token ids
-    build.py, cache.py   the token cache                                     order.py, rows.py, loader.py   batches
+    sources.py, tokenizers.py     documents; text to token ids
+    build.py, cache.py            the token cache
+    order.py, rows.py, loader.py  batches
+    datamodule.py                 PackedText: from a source of documents to batches
+    module.py                     TextModule: loss, evaluation and generation
 
 Names are imported when they are first used.
 """

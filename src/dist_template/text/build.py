@@ -45,8 +45,8 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
         except Exception as error:
             if is_disk_full(error):
                 raise InputError(
-                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free space or"
-                    " name another folder"
+                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free"
+                    " space or name another folder"
                 ) from error
             raise
         finally:
@@ -136,7 +136,7 @@ class _SplitWriter:
 
 
 def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) -> float | None:
-    """Returns what a model needs on the validation split that only knows how often each token occurs (plus one)."""
+    """Returns validation bits per byte of a model of token frequencies alone (counts plus one)."""
     if not validation.bytes:
         return None
     probabilities = (train_counts + 1) / (train_counts.sum() + len(train_counts))
@@ -144,7 +144,7 @@ def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) ->
 
 
 def _texts(recipe: Recipe) -> Iterator[str]:
-    """Yields the documents' texts without empty ones and without lone surrogates, which UTF-8 cannot encode."""
+    """Yields the documents' texts: no empty ones, no lone surrogates (UTF-8 cannot encode them)."""
     found = False
     for _, text in recipe.source.documents():
         if text.strip():
@@ -170,7 +170,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Renames the new cache to its name; processes that have mapped an older one keep reading that."""
+    """Renames the new cache to its name; processes that mapped an older one keep reading that."""
     older = folder.with_name(folder.name + ".old")
     shutil.rmtree(older, ignore_errors=True)
     if folder.exists():

@@ -2,9 +2,9 @@
 memory.
 
     <cache_dir>/<source>-<hash of the recipe>/
-        train.bin validation.bin test.bin   token ids, uint16 where they fit, EOS after each document
+        train.bin validation.bin test.bin   token ids (uint16 where they fit), EOS ends a document
         tokenizer/                          in transformers' layout
-        manifest.json                       the recipe, fingerprints of the files read, counts, checksums
+        manifest.json                       recipe, fingerprints of files read, counts, checksums
 
 A hash of its text assigns a document to a split: the splits do not depend on the order of files,
 and exact duplicates are in one split.

@@ -74,7 +74,7 @@ def duplicate_share(train: np.ndarray, validation: np.ndarray, length: int) -> f
 
 
 def _windows(tokens: np.ndarray, limit: int, length: int) -> np.ndarray:
-    """Returns hashes of a sample of all windows of 2**k tokens, about `length`, in at most `limit` tokens."""
+    """Hashes a sample of all windows of 2**k tokens, about `length`, in at most `limit` tokens."""
     parts = np.array_split(tokens, PARTS) if len(tokens) > limit else [tokens]
     doublings = round(math.log2(length))
     return np.concatenate([_hashes(part[: limit // len(parts)], doublings) for part in parts])

@@ -2,15 +2,15 @@
 
 From a text to a batch:
 
-    1  source      files, jsonl, parquet or a hub data set                     sources.py
-    2  documents   (name, text), one by one
-    3  split       train, validation or test, by a hash of the text            cache.py
-    4  tokens      bytes, a BPE learned here, or a published tokenizer         tokenizers.py
-    5  cache       the tokens of all documents, EOS after each                 build.py, cache.py
-    6  order       the rows that a rank reads next                             order.py
-    7  rows        row i is tokens[i*T : i*T + T + 1]; a batch is B of them    rows.py
-    8  loader      `transform`; counts the labels of an optimizer step         loader.py
-    9  batch       input_ids, labels, position_ids, tokens_per_micro_batch     on_after_batch_transfer
+    1 source     files, jsonl, parquet or a hub data set                    sources.py
+    2 documents  (name, text), one by one
+    3 split      train, validation or test, by a hash of the text           cache.py
+    4 tokens     bytes, a BPE learned here, or a published tokenizer        tokenizers.py
+    5 cache      the tokens of all documents, EOS after each                build.py, cache.py
+    6 order      the rows that a rank reads next                            order.py
+    7 rows       row i is tokens[i*T : i*T + T + 1]; a batch is B of them   rows.py
+    8 loader     `transform`; counts the labels of an optimizer step        loader.py
+    9 batch      input_ids, labels, position_ids, tokens_per_micro_batch    on_after_batch_transfer
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
@@ -158,7 +158,7 @@ class PackedText(L.LightningDataModule):
         return self._corpus
 
     def setup(self, stage: str) -> None:
-        """Opens the cache on each rank, reads the rank from the strategy and derives the accumulation."""
+        """Opens the cache on each rank, gets the rank of the strategy, derives the accumulation."""
         if self._corpus is None:
             self.require()
         if self.trainer is None:
@@ -183,14 +183,14 @@ class PackedText(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         rows = self._rows("train")
         order = GlobalOrder(
-            len(rows), self.global_batch_size, self.micro_batch_size, self.rank, self.world_size, self.seed,
-            consumed=lambda: self.consumed_samples,
+            len(rows), self.global_batch_size, self.micro_batch_size,
+            self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
             repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 
     def transform(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns a changed batch, on the host: mask labels with -100, add tensors for `forward`."""
+        """Returns a changed batch on the host: mask labels with -100, add tensors for `forward`."""
         return batch
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -220,7 +220,7 @@ class PackedText(L.LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        """Returns one prompt at a time, the same on every rank: a sharded model needs all ranks for each token."""
+        """One prompt a batch, equal on all ranks: sharded models need all ranks for each token."""
         batches: list[Any] = []
         for prompt in self.prompts:
             ids = torch.tensor([self.text_tokenizer.encode(prompt)])
@@ -253,9 +253,9 @@ class PackedText(L.LightningDataModule):
             batch_sampler=order,
             collate_fn=_unchanged,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),  # a non-blocking copy waits where memory is not pinned
-            persistent_workers=self.num_workers
-            > 0,  # starting them for each evaluation takes longer than evaluating
+            pin_memory=torch.cuda.is_available(),  # from unpinned memory, non-blocking copies wait
+            # starting workers for each evaluation takes longer than evaluating
+            persistent_workers=self.num_workers > 0,
             worker_init_fn=isolate_worker,
         )
 
@@ -268,11 +268,11 @@ class PackedText(L.LightningDataModule):
 
     @property
     def jumps(self) -> list[Jump]:
-        """Intervals of the stream of samples that no rank reads: after a rollback, those that made it diverge."""
+        """Stream intervals that no rank reads: after a rollback, those that made it diverge."""
         return self._consumed.jumps if self._consumed else []
 
     def jump(self, intervals: list[Jump]) -> None:
-        """Skips intervals of the stream that were not read yet. Call it before the first batch is read."""
+        """Skips intervals of the stream not read yet. Call it before the first batch is read."""
         if self._consumed and self.trainer:
             self._consumed.jump(intervals, self.trainer)
 
@@ -313,7 +313,7 @@ class PackedText(L.LightningDataModule):
 
     @property
     def unigram_bits_per_byte(self) -> float | None:
-        """Bits per byte on the validation split of a model that only knows how often each token occurs."""
+        """Validation bits per byte of a model that only knows how often each token occurs."""
         return self.corpus.manifest["unigram_bits_per_byte"]
 
     @property

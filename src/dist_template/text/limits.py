@@ -24,15 +24,15 @@ def check_numbers(data: Any, world_size: int) -> None:
             )
     if data.validation_share + data.test_share >= 1:
         raise InputError(
-            f"data.validation_share {data.validation_share} and data.test_share {data.test_share} leave"
-            " nothing to train on: make their sum less than 1"
+            f"data.validation_share {data.validation_share} and data.test_share {data.test_share}"
+            " leave nothing to train on: make their sum less than 1"
         )
     together = data.micro_batch_size * world_size
     if data.global_batch_size % together:
         raise InputError(
             f"global_batch_size {data.global_batch_size} is not a multiple of micro_batch_size"
-            f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit data.global_batch_size"
-            " or data.micro_batch_size"
+            f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
+            " data.global_batch_size or data.micro_batch_size"
         )
 
 
@@ -47,8 +47,9 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
         tokens, documents = corpus.num_tokens(split), corpus.manifest["splits"][split]["documents"]
         if max(tokens - 1, 0) // data.seq_len < rows:
             raise InputError(
-                f"the {split} split has {tokens:,} tokens in {documents:,} documents, and {rows} sequences of"
-                f" data.seq_len {data.seq_len} need {rows * data.seq_len + 1:,}: give more text, or split"
-                f" it into more documents (TextFiles has `separator`), or edit data.seq_len or {key}"
+                f"the {split} split has {tokens:,} tokens in {documents:,} documents, and {rows}"
+                f" sequences of data.seq_len {data.seq_len} need {rows * data.seq_len + 1:,}: give"
+                f" more text, or split it into more documents (TextFiles has `separator`), or edit"
+                f" data.seq_len or {key}"
             )
     return corpus

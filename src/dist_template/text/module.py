@@ -118,7 +118,7 @@ class TextModule(TrainingModule):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
-        """Returns (1, T + n) tokens, n up to `sample_tokens`, within `seq_len`; keeps training's random state."""
+        """Tokens (1, T + n), n <= `sample_tokens`, within `seq_len`; keeps training's RNG state."""
         if not hasattr(self.model, "generate"):
             raise InputError(
                 f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate"

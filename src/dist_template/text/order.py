@@ -75,7 +75,7 @@ class GlobalOrder(Sampler[list[int]]):
             yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
 
     def _entries(self, position: int, count: int) -> list[int]:
-        """Returns `count` entries of the stream from the `position`-th on, those in jumps not counted."""
+        """Returns `count` entries of the stream from `position` on, those in jumps not counted."""
         jumps = self.jumps()
         epoch, offset = divmod(position, self.num_rows)
         if not jumps and offset + count <= self.num_rows:  # a fast path with the same result
@@ -88,7 +88,7 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 def stream_position(consumed: int, jumps: Iterable[Jump]) -> int:
-    """Returns the position in the stream of the sample number `consumed`; `jumps` are sorted and disjoint."""
+    """Returns the stream position of sample number `consumed`; `jumps` are sorted and disjoint."""
     position = consumed
     for start, end in jumps:
         if position >= start:
@@ -109,7 +109,7 @@ def with_jumps(jumps: Iterable[Jump], more: Iterable[Jump]) -> list[Jump]:
 
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int | None, epoch: int) -> np.ndarray:
-    """Returns the rows (num_rows,) in the order of that epoch. The last row, which may overlap another, stays last."""
+    """Returns (num_rows,): the epoch's row order; the last may overlap another and stays last."""
     rows = np.arange(num_rows, dtype=np.uint32 if num_rows < 2**32 else np.uint64)
     if seed is not None:
         np.random.default_rng((seed, epoch)).shuffle(rows[:-1])
@@ -117,7 +117,10 @@ def permutation(num_rows: int, seed: int | None, epoch: int) -> np.ndarray:
 
 
 class EvalOrder(Sampler[list[int]]):
-    """Yields one rank's batches for evaluation: every row once over all ranks, padded to equally many full batches."""
+    """Yields one rank's batches for evaluation: every row once over all ranks.
+
+    Padding gives all ranks equally many full batches.
+    """
 
     def __init__(
         self, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
@@ -158,7 +161,7 @@ class ConsumedSamples(Callback):
     def attach(
         cls, trainer: Any, global_batch_size: int, samples_per_batch: int
     ) -> ConsumedSamples:
-        """Returns a new counter for this `fit`, inserted as the first of the trainer's callbacks."""
+        """Returns a new counter for this `fit`, inserted as the trainer's first callback."""
         counter = cls(global_batch_size, samples_per_batch, _progress(trainer).total.processed)
         trainer.callbacks = [counter, *(c for c in trainer.callbacks if not isinstance(c, cls))]
         return counter
@@ -181,12 +184,12 @@ class ConsumedSamples(Callback):
         self._loaded = state
 
     def jump(self, jumps: Iterable[Jump], trainer: Trainer) -> None:
-        """Skips these intervals, except those that were already read. Call it before the first batch is read."""
+        """Skips the intervals that are still unread. Call it before the first batch is read."""
         now = stream_position(self.value(trainer), self.jumps)
         self.jumps = with_jumps(self.jumps, (jump for jump in jumps if jump[0] >= now))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Restores the count: the trainer's own counters are restored now, and no batch has been read yet."""
+        """Restores the count, after the trainer's counters and before the first batch is read."""
         if not self._loaded:
             return
         before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
@@ -205,7 +208,7 @@ def _progress(trainer: Trainer) -> Any:
 
 
 def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:
-    """Converts Lightning's counts of batches, by which it accumulates, from `old` to `new` samples per batch."""
+    """Converts Lightning's batch counts, for accumulation, from `old` to `new` samples a batch."""
     for counter in (progress.total, progress.current):
         ready = (
             counter.ready * old // global_batch_size * (global_batch_size // new)

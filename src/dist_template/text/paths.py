@@ -1,4 +1,4 @@
-"""Expands `data.source.paths` to files, each once; links out of a pattern's folder need a permission."""
+"""Expands `data.source.paths` to unique files; links out of a pattern's folder need permission."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def matching(patterns: list[str], follow_links: bool) -> list[Path]:
                 else ""
             )
             raise InputError(
-                f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}: give"
-                f" files or glob patterns{hint}"
+                f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}:"
+                f" give files or glob patterns{hint}"
             )
         for path in files:
             status = os.stat(path)
@@ -65,9 +65,9 @@ def _checked(pattern: str, follow_links: bool) -> Iterator[str]:
         target = os.path.realpath(path)
         if not follow_links and not os.path.join(target, "").startswith(root):
             raise InputError(
-                f"data.source.paths has {pattern!r}, and a link leads from {path} to {target}, outside"
-                f" of {fixed}: remove the link, name its target in data.source.paths, or set"
-                " data.source.follow_links to true"
+                f"data.source.paths has {pattern!r}, and a link leads from {path} to {target},"
+                f" outside of {fixed}: remove the link, name its target in data.source.paths, or"
+                " set data.source.follow_links to true"
             )
 
     for path in _expanded(pattern, check):
@@ -78,7 +78,7 @@ def _checked(pattern: str, follow_links: bool) -> Iterator[str]:
 
 
 def _expanded(pattern: str, check: Callable[[str], None]) -> Iterator[str]:
-    """Yields what glob.iglob would, but enters each folder once: glob follows circles 40 levels deep."""
+    """Yields what glob.iglob would, but each folder once: glob follows loops 40 levels deep."""
     parts = Path(pattern).parts
     if "**" not in parts:
         yield from glob.iglob(pattern)

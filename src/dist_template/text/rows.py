@@ -44,7 +44,7 @@ class PackedRows(Dataset):
         return -(-(len(self.tokens) - 1) // self.seq_len) if len(self.tokens) > self.seq_len else 0
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        """Returns the batch of these rows, and their numbers; DataLoader calls this once per batch."""
+        """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch."""
         last = len(self.tokens) - self.seq_len - 1  # start of the last row
         window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
         for tokens, row in zip(

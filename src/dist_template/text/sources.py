@@ -50,7 +50,7 @@ class Source(ABC):
 
 
 class StandardLibrary(Source):
-    """The running Python's standard library without its tests: about 11 MB of text on every machine."""
+    """The running Python's standard library without tests: about 11 MB of text on any machine."""
 
     SKIPPED = frozenset(
         {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__"}

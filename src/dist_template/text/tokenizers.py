@@ -1,4 +1,4 @@
-"""Tokenizers: a class describes one; its `fit` makes the tokenizer that is saved with the tokens."""
+"""Tokenizers: a class describes one; its `fit` makes the one that is saved with the tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenizerSpec(ABC):
         """Returns the tokenizer, trained on the train split's `texts` if it is trainable."""
 
     def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the token ids of each text, without special tokens: an EOS written in a text is encoded as text."""
+        """Returns each text's token ids, no special tokens: an EOS in a text is encoded as text."""
         backend = tokenizer.backend_tokenizer
         backend.encode_special_tokens = True
         encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
