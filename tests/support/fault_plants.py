@@ -18,9 +18,9 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from trainer_dev import module as module_file
 from trainer_dev.module import LanguageModule
 
+from dist_template.model import training_module
 from dist_template.text.rows import PackedRows
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
@@ -169,7 +169,7 @@ def _edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
 
 def overshoot_schedule(step: int, factor: float) -> None:
     """An edited schedule multiplies the learning rate by `factor` after `step`."""
-    code: Any = module_file
+    code: Any = training_module
     build = code.build_schedule
 
     def build_schedule(optimizer: Any, *rest: Any) -> Any:
