@@ -73,10 +73,11 @@ class InputError(ValueError):
     """The user's input is wrong: the message has the value, what is allowed and the key to edit."""
 
 
+# package: its extra, where that has another name
 EXTRAS = {
     "plotly": "report",
     "pyarrow": "datasets",
-}  # package: its extra, where that has another name
+}
 
 
 def require(package: str, purpose: str) -> None:
@@ -86,9 +87,8 @@ def require(package: str, purpose: str) -> None:
         InputError: with the command that installs it.
     """
     if find_spec(package) is None:
-        flag = (
-            "--no-build-isolation " if package == "deepspeed" else ""
-        )  # it is built from source, against torch
+        # it is built from source, against torch
+        flag = "--no-build-isolation " if package == "deepspeed" else ""
         extra = EXTRAS.get(package, package)
         raise InputError(
             f"{purpose} needs the package {package}: pip install {flag}'dist-template[{extra}]'"

@@ -35,9 +35,8 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
     extra = architecture.get(EXTRA) or {}
     if not isinstance(extra, dict):
         raise InputError(f"model.architecture.{EXTRA} is {extra!r}; give keys and their values")
-    if (
-        architecture.get("model_type") in CONFIG_MAPPING
-    ):  # an unknown type is refused by transformers
+    # an unknown type is refused by transformers
+    if architecture.get("model_type") in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[architecture["model_type"]]
         known = _known(config_class)
         for key in sorted(fields.keys() - known):
@@ -60,9 +59,8 @@ def _known(config_class: Any) -> set[str]:
     classes = [one for one in config_class.__mro__ if one.__module__.startswith("transformers.")]
     known = {field.name for field in dataclasses.fields(config_class)}
     known |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
-    with contextlib.suppress(
-        Exception
-    ):  # of some classes the defaults are refused, each in its own way
+    # of some classes the defaults are refused, each in its own way
+    with contextlib.suppress(Exception):
         known |= vars(config_class()).keys()
     known |= {
         name for one in classes for name, value in vars(one).items() if isinstance(value, property)

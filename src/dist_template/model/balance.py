@@ -167,18 +167,15 @@ class Balancer:
 
     def attach(self, device: torch.device) -> list[Any]:
         """Registers the hooks that count loads and keep router logits; returns their handles."""
-        width = (
-            max(layer.num for layer in self.layers) + 1
-        )  # the last: an index that stands for no expert
-        self.loads = torch.zeros(
-            len(self.layers), width, device=device
-        )  # of this rank, in this optimizer step
+        # the last: an index that stands for no expert
+        width = max(layer.num for layer in self.layers) + 1
+        # of this rank, in this optimizer step
+        self.loads = torch.zeros(len(self.layers), width, device=device)
         self._num = torch.tensor(
             [[layer.num] for layer in self.layers], device=device, dtype=torch.float32
         )
-        self.shares = torch.zeros(
-            len(self.layers), width - 1, device=device
-        )  # of the newest step's load, all ranks'
+        # of the newest step's load, all ranks'
+        self.shares = torch.zeros(len(self.layers), width - 1, device=device)
         for row, layer in zip(self.shares, self.layers, strict=True):
             row[: layer.num] = 1 / layer.num
         handles = []
@@ -200,9 +197,8 @@ class Balancer:
                 tensors = (
                     value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
                 )
-                chosen = next(
-                    tensor for tensor in tensors if not tensor.is_floating_point()
-                )  # (N, chosen ones)
+                # (N, chosen ones)
+                chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
                 loads.scatter_add_(0, chosen.reshape(-1), loads.new_ones(()).expand(chosen.numel()))
 
         return count

@@ -114,9 +114,8 @@ class Size:
         if experts:
             num = num_experts(experts[0])
             share = chosen / num if isinstance(chosen, int) else 0.0
-        is_known = bool(share) and bool(
-            experts or not num or num == 1
-        )  # only stacked experts are found
+        # only stacked experts are found
+        is_known = bool(share) and bool(experts or not num or num == 1)
         tables = {
             id(p)
             for m in model.modules()

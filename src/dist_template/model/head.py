@@ -129,9 +129,8 @@ class ChunkedLoss(nn.Module):
             raise InputError(
                 f"model.loss_kernel liger needs an output layer, {name} has none: set torch"
             )
-        self._unregistered = (
-            head,
-        )  # as a submodule its weights would get a second name in checkpoints
+        # as a submodule its weights would get a second name in checkpoints
+        self._unregistered = (head,)
         self.sums, self.size, self.kernel = sums, size, kernel
         for weight in [] if head is None else head.parameters():
             if is_partitioned_by_zero(weight):
@@ -153,17 +152,15 @@ class ChunkedLoss(nn.Module):
             head.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
         if self.kernel == "liger":
             return _sums_by_liger(head, hidden, labels)
-        num = -(
-            -labels.numel() // (self.size or labels.numel())
-        )  # of equal size: compiled for one shape
+        # of equal size: compiled for one shape
+        num = -(-labels.numel() // (self.size or labels.numel()))
         rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
         chunks = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
         names: list[str] = []
 
         def values(part: Tensor, part_labels: Tensor) -> tuple[Tensor, ...]:
-            named = self.sums(
-                head.forward(part), part_labels
-            )  # without hooks: they ran once for all chunks
+            # without hooks: they ran once for all chunks
+            named = self.sums(head.forward(part), part_labels)
             names[:] = named
             return tuple(named.values())
 

@@ -29,23 +29,19 @@ class MetricBuffer:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[
-            str, list[tuple[Tensor, int]]
-        ] = {}  # value x weight, each (), and its version when it came
+        # value x weight, each (), and its version when it came
+        self._kept: dict[str, list[tuple[Tensor, int]]] = {}
         self._weights: dict[str, float] = {}
         self._host: dict[str, float] = {}
         self._own: dict[str, float] = {}
         self._counts: dict[str, Tensor] = {}
         self.latest: dict[str, float] = {}  # what the last log step wrote
-        self.of_ranks: dict[
-            str, list[float]
-        ] = {}  # as `put_of_rank` had it at the newest `read`; index: rank
-        self.totals: dict[
-            str, list[float]
-        ] = {}  # as `put_counts` had it at the newest `read`, summed over ranks
-        self.newest: dict[
-            str, Tensor
-        ] = {}  # what was added last, on this rank's device, for callbacks to act upon
+        # as `put_of_rank` had it at the newest `read`; index: rank
+        self.of_ranks: dict[str, list[float]] = {}
+        # as `put_counts` had it at the newest `read`, summed over ranks
+        self.totals: dict[str, list[float]] = {}
+        # what was added last, on this rank's device, for callbacks to act upon
+        self.newest: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Adds a scalar tensor, unread. Do not change it in place before the next log step."""

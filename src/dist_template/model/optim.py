@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
 
-Class = dict[
-    str, Any
-]  # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
+# class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
+Class = dict[str, Any]
 Schedule = Literal[
     "cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt", "reduce_on_plateau"
 ]

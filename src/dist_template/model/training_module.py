@@ -78,9 +78,8 @@ class TrainingModule(L.LightningModule):
     def log_eval(self, metrics: dict[str, float]) -> None:
         """Logs validation or test results, by full name ("eval/loss"), to loggers and callbacks."""
         self.eval_metrics = metrics
-        self.log_dict(
-            metrics, logger=False
-        )  # for callbacks to monitor; Lightning would log it a step early
+        # for callbacks to monitor; Lightning would log it a step early
+        self.log_dict(metrics, logger=False)
         if (
             not self.trainer.sanity_checking
             or self.trainer.num_sanity_val_batches == self.trainer.num_val_batches
@@ -103,9 +102,8 @@ class TrainingModule(L.LightningModule):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         if gradient_clip_val and gradient_clip_algorithm == "value":
-            for (
-                parameter
-            ) in self.parameters():  # one by one: tensor parallelism mixes meshes and placements
+            # one by one: tensor parallelism mixes meshes and placements
+            for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
         norm = clip_by_norm(self.parameters(), gradient_clip_val)
