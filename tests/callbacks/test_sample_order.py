@@ -79,6 +79,15 @@ def test_a_resume_reads_the_next_samples_of_each_epoch(tmp_path: Path, stop: int
     assert fit(tmp_path, loader, 12, ckpt_path=tmp_path / "last.ckpt") == uninterrupted[stop:]
 
 
+def test_samples_with_costs_are_balanced_within_a_step(tmp_path: Path) -> None:
+    """Each step keeps its samples; its micro-batches take the most expensive ones first."""
+    even = Numbers()
+    even.costs = [abs(number - 11) for number in range(NUM)]  # ty: ignore[unresolved-attribute]
+    batches = fit(tmp_path, DataLoader(even, 2), 4, accumulate_grad_batches=2)
+    expected = [sorted(range(at, at + 4), key=lambda number: -abs(number - 11)) for at in range(0, 16, 4)]
+    assert [sum(batches[at : at + 2], []) for at in range(0, 8, 2)] == expected
+
+
 def test_a_loader_that_does_not_shuffle_keeps_its_order(tmp_path: Path) -> None:
     assert fit(tmp_path, DataLoader(Numbers(), 4), 5) == [list(range(i, i + 4)) for i in range(0, 20, 4)]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,8 +52,9 @@ def attempts(jumps: bool = False) -> st.SearchStrategy[list[Attempt]]:
 class Run:
     """A run over several attempts. Counts batches as Lightning's loops do, and keeps what a checkpoint would hold."""
 
-    def __init__(self, num_rows: int, seed: int | None) -> None:
+    def __init__(self, num_rows: int, seed: int | None, **balance: Any) -> None:
         self.num_rows = num_rows
+        self.balance = balance  # options of GlobalOrder
         self.seed = seed
         self.rows: list[int] = []  # in the order in which they were read
         self.start = 0  # consumed samples when the newest attempt started
@@ -80,6 +82,7 @@ class Run:
             GlobalOrder(
                 self.num_rows, attempt.global_batch, attempt.micro, rank, attempt.ranks, self.seed,
                 consumed=lambda: counter.value(trainer), jumps=lambda: counter.jumps,
+                **self.balance,
             )
             for rank in range(attempt.ranks)
         ]  # fmt: skip
@@ -116,6 +119,21 @@ def test_a_run_of_any_attempts_reads_the_stream_without_a_gap(
     uninterrupted = stream(run.num_rows, seed)
     assert run.rows == [next(uninterrupted) for _ in run.rows]
     assert len(run.rows) == sum(job.steps * job.global_batch for job in jobs)
+
+
+@PROPERTY
+@given(st.integers(0, 40), attempts(jumps=True))
+def test_balancing_changes_no_step(spare_rows: int, jobs: list[Attempt]) -> None:
+    """Costs decide who computes a sample; each step of each attempt has the samples that it has without them."""
+    num_rows = max(job.global_batch for job in jobs) + spare_rows
+    plain, even = Run(num_rows, 0), Run(num_rows, 0, costs=lambda rows: np.square(rows))
+    for job in jobs:
+        plain.train(job)
+        even.train(job)
+        size = job.global_batch
+        for start in range(0, job.steps * size, size):
+            assert sorted(even.rows[start:][:size]) == sorted(plain.rows[start:][:size])
+        plain.rows, even.rows = [], []
 
 
 @PROPERTY

@@ -23,7 +23,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -65,6 +66,11 @@ class PackedText(L.LightningDataModule):
         cross_document_attention: Let tokens attend to earlier documents in their row, as some
             kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
+        balance: Assign the rows of each global batch so that all ranks get equal work: equally many
+            tokens (tokens), or tokens plus attention's work, which grows with the square of a
+            document's length (attention). null: in their order. The rows of a step do not change.
+        rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
+            gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, to see that the model learns
             it.
         seed: Seed of the order of rows. Splits do not depend on it.
@@ -88,6 +94,8 @@ class PackedText(L.LightningDataModule):
         repeat_first_batch: bool = False,
         seed: int = 0,
         prompts: list[str] = ["def", "import", "class"],  # noqa: B006
+        balance: Literal["tokens", "attention"] | None = None,
+        rank_speeds: list[float] | None = None,
     ) -> None:
         super().__init__()
         self.source = source
@@ -104,6 +112,8 @@ class PackedText(L.LightningDataModule):
         self.repeat_first_batch = repeat_first_batch
         self.seed = seed
         self.prompts = prompts
+        self.balance = balance
+        self.rank_speeds = rank_speeds
         self.rank, self.world_size = 0, 1  # of data parallelism, set in `setup`
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
@@ -186,6 +196,8 @@ class PackedText(L.LightningDataModule):
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
             repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
+            costs=self.balance and partial(rows.work, attention=self.balance == "attention"),
+            speeds=self.rank_speeds,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 

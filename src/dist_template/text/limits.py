@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+from .balance import shared_out
 
 if TYPE_CHECKING:
     from .cache import Corpus
@@ -33,6 +34,21 @@ def check_numbers(data: Any, world_size: int) -> None:
             f"global_batch_size {data.global_batch_size} is not a multiple of micro_batch_size"
             f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
             " data.global_batch_size or data.micro_batch_size"
+        )
+    if data.rank_speeds:
+        _check_speeds(data.rank_speeds, together, world_size)
+
+
+def _check_speeds(speeds: list[float], together: int, world_size: int) -> None:
+    if len(speeds) != world_size or min(speeds) <= 0:
+        raise InputError(
+            f"data.rank_speeds is {speeds}: give one number above 0 for each of the {world_size}"
+            " data-parallel rank(s)"
+        )
+    if 0 in (counts := shared_out(together, speeds)):
+        raise InputError(
+            f"data.rank_speeds {speeds} leaves rank {counts.index(0)} without a row of the"
+            f" {together} of a micro-batch over all ranks: edit it or data.micro_batch_size"
         )
 
 

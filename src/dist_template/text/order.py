@@ -9,7 +9,9 @@ is its next `global_batch_size` entries, however they are distributed over ranks
     rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
     rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
 
-So a run resumes on another number of ranks with exactly the next samples.
+So a run resumes on another number of ranks with exactly the next samples. With `costs` or
+`speeds`, balance.py distributes each global batch in another way: the same samples form a step, and
+the ranks finish it at the same time.
 
 A jump is an interval [start, end) of the stream that no rank reads; the following samples move up.
 Its samples do not count as consumed, so sample number `consumed` is at `stream_position(consumed,
@@ -18,13 +20,15 @@ jumps)`. callbacks/numerics.py adds jumps over the samples that made training di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import Sampler
+
+from .balance import assign, shared_out
 
 PADDING = -1  # an index that stands for no row: its labels are ignored
 
@@ -37,6 +41,9 @@ class GlobalOrder(Sampler[list[int]]):
     Its length is one epoch's batches; the rows that fill no global batch at its end come first in
     the next epoch. `consumed` and `jumps` are called when iteration starts, because the checkpoint
     is loaded after the loader is made. Without a `seed` rows are not shuffled.
+
+    `costs` returns the work of given rows: then ranks get equal work. `speeds`, one number per
+    rank, gives a fast rank more samples in each micro-batch, and more of the work.
     """
 
     def __init__(
@@ -50,6 +57,8 @@ class GlobalOrder(Sampler[list[int]]):
         consumed: Callable[[], int] = lambda: 0,
         repeat_first_batch: bool = False,
         jumps: Callable[[], list[Jump]] = list,
+        costs: Callable[[list[int]], np.ndarray] | None = None,
+        speeds: Sequence[float] | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.global_batch_size = global_batch_size
@@ -60,12 +69,17 @@ class GlobalOrder(Sampler[list[int]]):
         self.consumed = consumed
         self.repeat_first_batch = repeat_first_batch
         self.jumps = jumps
+        self.costs = costs
+        self.speeds = speeds
+        self.accumulation = global_batch_size // (micro_batch_size * world_size)
 
     def __len__(self) -> int:
-        accumulation = self.global_batch_size // (self.micro_batch_size * self.world_size)
-        return self.num_rows // self.global_batch_size * accumulation
+        return self.num_rows // self.global_batch_size * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.costs or self.speeds:
+            yield from self._balanced()
+            return
         samples_per_batch = self.micro_batch_size * self.world_size
         start = self.consumed()
         for batch in range(len(self)):
@@ -73,6 +87,18 @@ class GlobalOrder(Sampler[list[int]]):
             if self.repeat_first_batch:
                 position %= self.global_batch_size
             yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
+
+    def _balanced(self) -> Iterator[list[int]]:
+        """Yields this rank's batches where `costs` or `speeds` decide which samples it gets."""
+        start, size = self.consumed(), self.global_batch_size
+        speeds = self.speeds or [1.0] * self.world_size
+        counts = shared_out(self.micro_batch_size * self.world_size, speeds)
+        for step in range(len(self) // self.accumulation):
+            at = start % size if self.repeat_first_batch else start + step * size
+            rows = self._entries(at, size)
+            costs = self.costs(rows) if self.costs else np.ones(size)
+            for batch in assign(costs, self.accumulation, counts, speeds)[self.rank]:
+                yield [rows[sample] for sample in batch]
 
     def _entries(self, position: int, count: int) -> list[int]:
         """Returns `count` entries of the stream from `position` on, those in jumps not counted."""

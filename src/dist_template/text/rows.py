@@ -17,6 +17,9 @@ from .order import PADDING
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
+# Length in tokens of a document whose causal attention costs as much as all else: 12 x a width of
+# 1,024. Per layer, attention takes 2 L^2 d operations for L tokens and width d, the rest 24 L d^2.
+ATTENTION_TOKENS = 12_288
 
 
 class PackedRows(Dataset):
@@ -62,6 +65,18 @@ class PackedRows(Dataset):
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
+    def work(self, rows: list[int], attention: bool) -> np.ndarray:
+        """Returns (rows,) the work for each row, in tokens; with `attention` that of attention too,
+        which grows with the square of each document's length."""
+        work = np.full(len(rows), float(self.seq_len))
+        if attention and not self.cross_document_attention:
+            last = len(self.tokens) - self.seq_len - 1
+            starts = (min(row * self.seq_len, last) for row in rows)
+            bounds = self._bounds(np.stack([self.tokens[at : at + self.seq_len] for at in starts]))
+            squares = np.diff(bounds).astype(np.float64) ** 2
+            work += np.bincount(bounds[:-1] // self.seq_len, squares) / ATTENTION_TOKENS
+        return work
+
     def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns positions and boundaries of documents; with `cross_document_attention` a row is
         one document.
@@ -71,8 +86,12 @@ class PackedRows(Dataset):
         """
         if self.cross_document_attention:
             return np.tile(np.arange(self.seq_len), (len(inputs), 1)), np.zeros(0, dtype=np.int32)
-        ends = inputs == self.eos_token_id
-        ends[:, -1] = True
-        bounds = np.concatenate(([0], np.flatnonzero(ends) + 1))
+        bounds = self._bounds(inputs)
         positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
         return positions.reshape(inputs.shape), bounds.astype(np.int32)
+
+    def _bounds(self, inputs: np.ndarray) -> np.ndarray:
+        """Returns (documents + 1,) the documents' starts among the tokens (B, T), and B x T."""
+        ends = inputs == self.eos_token_id
+        ends[:, -1] = True
+        return np.concatenate(([0], np.flatnonzero(ends) + 1))

@@ -1,0 +1,54 @@
+"""Balances the work of ranks: which rank computes which samples of a global batch.
+
+The samples of a global batch, and with them the losses, do not change; only their assignment does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def assign(
+    costs: Sequence[float] | np.ndarray,
+    accumulation: int,
+    samples_of_ranks: Sequence[int],
+    speeds: Sequence[float],
+) -> list[list[list[int]]]:
+    """Returns for each rank and micro-batch the indices into `costs` of its samples.
+
+    The samples are sorted, the most expensive first, and each goes to the rank with the least work
+    so far (longest processing time first; Graham, 1969), until that has all of its samples. A
+    rank's first micro-batch has its most expensive samples. So the micro-batches that ranks compute
+    at the same time are alike too, as FSDP2 and tensor parallelism need: there ranks wait for each
+    other in every forward pass.
+
+    Args:
+        costs: Work of each sample of the global batch, in any unit.
+        accumulation: Micro-batches per rank.
+        samples_of_ranks: Samples in each rank's micro-batch; times `accumulation` all of `costs`.
+        speeds: Relative speed of each rank.
+    """
+    assigned: list[list[int]] = [[] for _ in speeds]
+    least = [(0.0, rank) for rank in range(len(speeds))]  # a heap of (time so far, rank)
+    for sample in np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable").tolist():
+        time, rank = heapq.heappop(least)
+        assigned[rank].append(sample)
+        if len(assigned[rank]) < accumulation * samples_of_ranks[rank]:
+            heapq.heappush(least, (time + float(costs[sample]) / speeds[rank], rank))
+    return [
+        [samples[at : at + count] for at in range(0, accumulation * count, count)]
+        for samples, count in zip(assigned, samples_of_ranks, strict=True)
+    ]
+
+
+def shared_out(samples: int, speeds: Sequence[float]) -> list[int]:
+    """Returns each rank's number of samples: in proportion to its speed, `samples` in total."""
+    exact = [samples * speed / sum(speeds) for speed in speeds]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(speeds)), key=lambda rank: counts[rank] - exact[rank])
+    for rank in by_remainder[: samples - sum(counts)]:
+        counts[rank] += 1
+    return counts
