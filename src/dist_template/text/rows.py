@@ -71,10 +71,10 @@ class PackedRows(Dataset):
         work = np.full(len(rows), float(self.seq_len))
         if attention and not self.cross_document_attention:
             last = len(self.tokens) - self.seq_len - 1
-            starts = (min(row * self.seq_len, last) for row in rows)
-            bounds = self._bounds(np.stack([self.tokens[at : at + self.seq_len] for at in starts]))
-            squares = np.diff(bounds).astype(np.float64) ** 2
-            work += np.bincount(bounds[:-1] // self.seq_len, squares) / ATTENTION_TOKENS
+            for index, start in enumerate(min(row * self.seq_len, last) for row in rows):
+                ends = self.tokens[start : start + self.seq_len - 1] == self.eos_token_id
+                bounds = np.concatenate(([0], np.flatnonzero(ends) + 1, [self.seq_len]))
+                work[index] += np.square(np.diff(bounds)).sum() / ATTENTION_TOKENS
         return work
 
     def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,12 +86,8 @@ class PackedRows(Dataset):
         """
         if self.cross_document_attention:
             return np.tile(np.arange(self.seq_len), (len(inputs), 1)), np.zeros(0, dtype=np.int32)
-        bounds = self._bounds(inputs)
-        positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
-        return positions.reshape(inputs.shape), bounds.astype(np.int32)
-
-    def _bounds(self, inputs: np.ndarray) -> np.ndarray:
-        """Returns (documents + 1,) the documents' starts among the tokens (B, T), and B x T."""
         ends = inputs == self.eos_token_id
         ends[:, -1] = True
-        return np.concatenate(([0], np.flatnonzero(ends) + 1))
+        bounds = np.concatenate(([0], np.flatnonzero(ends) + 1))
+        positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
+        return positions.reshape(inputs.shape), bounds.astype(np.int32)
