@@ -109,7 +109,7 @@ def _of_files(is_quick: bool) -> np.ndarray:
 
 
 def _train(balanced: bool, steps: int) -> tuple[list[float], float]:
-    """CPU seconds of this rank in each optimizer step, and wall seconds of a step; gradients are averaged at its end."""
+    """This rank's CPU seconds in each optimizer step, and wall seconds of one; gradients are averaged at its end."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)

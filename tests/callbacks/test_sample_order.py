@@ -82,7 +82,7 @@ def test_a_resume_reads_the_next_samples_of_each_epoch(tmp_path: Path, stop: int
 def test_samples_with_costs_are_balanced_within_a_step(tmp_path: Path) -> None:
     """Each step keeps its samples; its micro-batches take the most expensive ones first."""
     even = Numbers()
-    even.costs = [abs(number - 11) for number in range(NUM)]  # ty: ignore[unresolved-attribute]
+    even.costs = [abs(number - 11) for number in range(NUM)]  # ty: ignore[missing-attribute]
     batches = fit(tmp_path, DataLoader(even, 2), 4, accumulate_grad_batches=2)
     expected = [sorted(range(at, at + 4), key=lambda number: -abs(number - 11)) for at in range(0, 16, 4)]
     assert [sum(batches[at : at + 2], []) for at in range(0, 8, 2)] == expected
