@@ -35,7 +35,7 @@ from .record import Figure, Options, Result
 
 NAME = "balance"
 PER_RANK, ACCUMULATION = 16, 4  # samples of a rank and step, in so many micro-batches
-SEQ_LEN = 8192
+SEQ_LEN, ROW = 8192, 4096  # tokens of a row: of files, of conversations
 GROUPED = 50  # global batches that are sorted together
 SHORT, LONG = 64, 512
 
@@ -44,7 +44,7 @@ def run(options: Options) -> Result:
     result = Result(NAME)
     kinds = {"rows of Python files, attention alone": _of_files(options.quick)}
     lengths = np.random.default_rng(0).lognormal(6.0, 0.8, 1024 * 10 if options.quick else 1024 * 100)
-    lengths = np.minimum(lengths, SEQ_LEN)  # a longer conversation is cut
+    lengths = np.minimum(lengths, ROW)  # a longer conversation is cut
     kinds["conversations, tokens"] = lengths
     kinds["conversations, tokens and attention"] = lengths + lengths**2 / ATTENTION_TOKENS
     for name, costs in kinds.items():
