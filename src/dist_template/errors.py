@@ -77,6 +77,7 @@ class InputError(ValueError):
 EXTRAS = {
     "plotly": "report",
     "pyarrow": "datasets",
+    "trl": "chat",
 }
 
 
