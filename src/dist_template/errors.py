@@ -75,9 +75,10 @@ class InputError(ValueError):
 
 # package: its extra, where that has another name
 EXTRAS = {
+    "bitsandbytes": "adapters",
+    "peft": "adapters",
     "plotly": "report",
     "pyarrow": "datasets",
-    "trl": "chat",
 }
 
 

@@ -88,3 +88,4 @@ def refuse_rank_1() -> None:
             raise OSError(28, "No space left on device")
 
         library.save = refuse
+

@@ -23,6 +23,7 @@ from ..compat.torch import read_unsharded
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
 from ..layout import full_shape
 from . import zero
+from .frozen import refuse_another_base
 from .optimizer import by_name, by_name_from_flat, is_by_name
 from .untrusted import DataReader, as_data
 
@@ -78,6 +79,7 @@ def read_full(path: str | Path, module: nn.Module | None = None) -> dict[str, An
     with refusing_unreadable(path):
         full = readers[found](path)
     if module is not None:
+        refuse_another_base(path, full, module)
         refuse_another_models(path, full, module)
     return full
 

@@ -30,6 +30,7 @@ from .formats import (
     refusing_unreadable,
     state_dict_of,
 )
+from .frozen import refuse_another_base
 from .optimizer import State, groups_of, merge, report_missing_moments, without_moments
 
 
@@ -61,6 +62,7 @@ class EveryFormat(TorchCheckpointIO):
             state_dict_of(path, checkpoint)
         else:
             checkpoint = {"optimizer_states": [], **read_full(path)}
+        refuse_another_base(path, checkpoint, self._module)
         if self._module.strict_loading and not is_overridden("on_load_checkpoint", self._module):
             refuse_another_models(path, checkpoint, self._module)
         return checkpoint

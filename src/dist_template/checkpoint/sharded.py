@@ -26,6 +26,7 @@ from .. import weights
 from ..compat.lightning import torch_optimizer
 from ..compat.torch import tree_map
 from .formats import META, refuse_other_shapes, refusing_unreadable, saved_shapes, shapes
+from .frozen import refuse_another_base
 from .optimizer import groups_of, without_moments
 from .untrusted import DataReader, as_data
 
@@ -61,6 +62,9 @@ def load(
     path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None
 ) -> dict[str, Any]:
     """Loads `path`, of any mesh, into `module` and `optimizers`; returns the rest. Collective."""
+    with refusing_unreadable(path):
+        rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
+    refuse_another_base(path, rest, module)
     optimizers = [torch_optimizer(optimizer) for optimizer in optimizers]
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     for index, optimizer in enumerate(optimizers):
@@ -73,10 +77,8 @@ def load(
         prefix = f"optimizer_{index}"
         _drop_missing_moments(module, optimizer, state[prefix], f"{prefix}.", entries)
     loaded = _contiguous(state)
-    with refusing_unreadable(path):
-        with as_data():
-            dcp.load(loaded, storage_reader=reader)
-        rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
+    with as_data(), refusing_unreadable(path):
+        dcp.load(loaded, storage_reader=reader)
     state = tree_map(_as_placed, loaded, state)
     set_model_state_dict(module, state["state_dict"])
     for index, optimizer in enumerate(optimizers):

@@ -176,7 +176,8 @@ class Partitions:
         key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
         full |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
         for name, original in self.models[0].shared_params:
-            full[name] = full.get(original, module[name])
+            if name in module:  # else it is frozen and excluded
+                full[name] = full.get(original, module[name])
         return {name: full.get(name, tensor) for name, tensor in module.items()}
 
     def optimizer_state(self) -> dict[str, Any] | None:

@@ -37,6 +37,16 @@ def names_of_blocks(model: nn.Module) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
+def wrappers_of_parameters(module: Any) -> list[Any]:
+    """Returns peft's wrappers around a module whose parameters have adapters, outermost first; else
+    []."""
+    found: list[Any] = []
+    while hasattr(module, "parameter_name") and hasattr(module, "lora_A"):
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
 @contextmanager
 def finding_documents(find: Callable[[Tensor], Tensor | None]) -> Generator[None]:
     """Inside, masks are made by `find(position_ids)`: (B, T) the number of each token's document,

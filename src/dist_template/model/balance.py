@@ -26,17 +26,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError, check_least
-from ..layout import full_shape
-from .flops import find_experts, num_experts, text_config
-
-BIAS = "e_score_correction_bias"
+from .expert_layers import BIAS, find_layers
+from .flops import text_config
 
 
 @dataclass
@@ -61,46 +59,6 @@ class BalanceConfig:
     aux_loss_coef: float | None = None
     sequence_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
-
-
-class Layer(NamedTuple):
-    """A mixture-of-experts layer.
-
-    Args:
-        name: Of the module that holds its router and its experts.
-        experts: The stacked experts, called with the indices of the chosen ones.
-        num: Experts, of all ranks.
-        router: None where it was not found.
-        bias_owner: The module whose buffer `BIAS` is; None: the router has none.
-    """
-
-    name: str
-    experts: nn.Module
-    num: int
-    router: nn.Module | None
-    bias_owner: nn.Module | None
-
-
-def find_layers(model: nn.Module) -> list[Layer]:
-    """The layers whose experts transformers 5 calls with indices; others are not known."""
-    stacked = {experts for experts in find_experts(model) if hasattr(experts, "is_concatenated")}
-    layers = []
-    for name, block in model.named_modules():
-        for experts in stacked.intersection(block.children()):
-            num = num_experts(experts)
-            routers = (
-                m
-                for m in block.children()
-                if any(_is_router_weight(p, num) for p in m.parameters(False))
-            )
-            owners = (m for m in block.modules() if BIAS in dict(m.named_buffers(recurse=False)))
-            layers.append(Layer(name, experts, num, next(routers, None), next(owners, None)))
-    return layers
-
-
-def _is_router_weight(parameter: Tensor, num: int) -> bool:
-    shape = full_shape(parameter)
-    return len(shape) == 2 and shape[0] == num
 
 
 class Kept:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
+from .. import weights
+from ..checkpoint.frozen import describe, exclude_frozen
 from ..layout import clip_by_norm
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
+from .adapters import AdapterConfig, add_adapters
 from .balance import BalanceConfig, Balancer
 from .kernels import cast_experts
 from .metrics import MetricBuffer
@@ -25,6 +29,7 @@ class TrainingModule(L.LightningModule):
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
         balance: Load balancing of a mixture of experts.
+        adapter: Train LoRA adapters and freeze everything else. null: train all weights.
     """
 
     model: nn.Module
@@ -34,11 +39,14 @@ class TrainingModule(L.LightningModule):
         optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
         blocks: BlockConfig = BlockConfig(),  # noqa: B008
         balance: BalanceConfig = BalanceConfig(),  # noqa: B008
+        adapter: AdapterConfig | None = None,
     ) -> None:
         super().__init__()
         self.optim = optim
         self.blocks = blocks
         self.balance = balance
+        self.adapter = adapter
+        self.frozen_base: dict[str, str] | None = None
         self.metrics = MetricBuffer()
         self.eval_metrics: dict[str, float] = {}  # of the newest validation or test, for callbacks
 
@@ -61,10 +69,22 @@ class TrainingModule(L.LightningModule):
         """Builds the model once, when the data are known, and shards it for the strategy."""
         if not hasattr(self, "model"):
             cast_experts()
-            self.model = place(
-                lambda: self.build_model(self.data), self.trainer.strategy, self.blocks
-            ).train()
+            build = partial(self.build_with_adapters, self.data)
+            self.model = place(build, self.trainer.strategy, self.blocks).train()
+            if self.adapter is not None:
+                self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
+                exclude_frozen(self)
             self.balancer = Balancer(self.model, self.balance)
+
+    def build_with_adapters(self, data: Any) -> nn.Module:
+        """Returns the network of `build_model`, with the adapters of `model.adapter`."""
+        model = self.build_model(data)
+        if self.adapter is None:
+            return model
+        model = add_adapters(model, self.adapter)
+        name = getattr(self, "pretrained", None) or type(model).__name__
+        self.frozen_base = describe(model, name)
+        return model
 
     # ---- metrics ---------------------------------------------------------------------------------
 

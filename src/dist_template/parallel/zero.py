@@ -26,6 +26,7 @@ from .. import weights
 from ..checkpoint import zero as zero_format
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import refusing_unreadable
+from ..checkpoint.frozen import KEY, refuse_another_base
 from ..checkpoint.resume import is_readable_by_deepspeed, load_foreign
 from ..checkpoint.untrusted import as_data
 from ..compat import deepspeed as compat
@@ -219,6 +220,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         import deepspeed
 
         refuse_scalars(model, "DeepSpeed")
+        if getattr(self.lightning_module, KEY, None):  # checkpoints of adapters
+            self.exclude_frozen_parameters = True
         self._complete_config()
         assert isinstance(self.config, dict)
         swapper = None  # for NVMe, one for all parameters
@@ -268,7 +271,9 @@ class ZeroStrategy(DeepSpeedStrategy):
         is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         if is_fit and is_readable_by_deepspeed(path, self):
             with as_data(*zero_format.classes()), refusing_unreadable(path):
-                return super().load_checkpoint(path, weights_only)
+                rest = super().load_checkpoint(path, weights_only)
+            refuse_another_base(path, rest, self.lightning_module)
+            return rest
         return load_foreign(self, path)
 
 

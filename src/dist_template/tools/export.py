@@ -8,21 +8,25 @@ One process reads the full checkpoint of any strategy into the model that the co
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
-from torch import Tensor, nn
+from torch import nn
 
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import read_full
+from ..checkpoint.frozen import exclude_frozen
 from ..cli.fit import WithoutTrainer
 from ..cli.run import check_checkpoint, newest_checkpoint
 from ..errors import InputError, reason
 from ..project import Project
+from .export_adapter import merged, write_adapter
+from .export_logits import largest_difference, logits, probe
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -42,16 +46,23 @@ def main(argv: list[str], project: Project) -> None:
     if hasattr(cli.datamodule, "require"):
         cli.datamodule.require()
     model = trained_model(cli.model, cli.datamodule, path)
+    write: Any = write_pretrained if hasattr(model, "save_pretrained") else write_weights
+    if getattr(cli.model, "adapter", None):
+        build = partial(seeded, cli.model.build_model, cli.datamodule)
+        if settings.adapter == "merged":
+            model = merged(model, build)
+        else:
+            base = getattr(cli.model, "pretrained", None)
+            write = partial(write_adapter, build=build, base=base)
     with written_at_once(output) as folder:
-        write = write_pretrained if hasattr(model, "save_pretrained") else write_weights
-        proof = write(model, getattr(torch, settings.dtype), folder)
+        proof = write(model, dtype=getattr(torch, settings.dtype), folder=folder)
         if tokenizer := getattr(cli.datamodule, "text_tokenizer", None):
             tokenizer.save_pretrained(folder)
     print(f"{path}\n  -> {output}  {settings.dtype}, {proof}")
 
 
 class Export(WithoutTrainer):
-    """Adds three keys to those of fit."""
+    """Adds four keys to those of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -61,6 +72,8 @@ class Export(WithoutTrainer):
         parser.add_argument("--output", required=True, help=output)
         dtypes, dtype = ["float32", "bfloat16"], "Type of the weights in the folder."
         parser.add_argument("--dtype", choices=dtypes, default="float32", help=dtype)
+        forms, form = ["peft", "merged"], "With model.adapter: peft's folder, or merged weights."
+        parser.add_argument("--adapter", choices=forms, default="peft", help=form)
 
 
 def chosen_checkpoint(cli: WithoutTrainer) -> Path:
@@ -85,9 +98,17 @@ def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
     """
     if not hasattr(module, "build_model"):
         raise InputError(f"{type(module).__name__} has no build_model to export")
-    module.model = module.build_model(data)
+    module.model = seeded(getattr(module, "build_with_adapters", module.build_model), data)
+    if getattr(module, "frozen_base", None):
+        exclude_frozen(module)
     module.load_state_dict(read_full(path, module)["state_dict"], strict=True)
     return module.model.eval()
+
+
+def seeded(build: Callable[[Any], nn.Module], data: Any) -> nn.Module:
+    """Returns `build(data)` with the run's seed: the base of adapters may be made from scratch."""
+    torch.manual_seed(torch.initial_seed())
+    return build(data)
 
 
 @contextmanager
@@ -124,9 +145,7 @@ def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
         options = {"dtype": dtype, "trust_remote_code": False}
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
-    shape = (2, min(64, getattr(model.config, "max_position_embeddings", 64)))  # (B, T)
-    vocab_size = model.get_input_embeddings().num_embeddings
-    tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    tokens = probe(model)
     trained = logits(model, tokens)
     model.save_pretrained(folder)
     if dtype != torch.float32:  # transformers knows which weights must stay in float32
@@ -154,13 +173,3 @@ def write_weights(model: nn.Module, dtype: torch.dtype, folder: Path) -> str:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     name = type(model).__name__
     return f"model.safetensors only: {name} is not from transformers; see build_model in module.py"
-
-
-@torch.no_grad()
-def logits(model: Any, tokens: Tensor) -> Tensor:
-    """Returns (B, T, V) logits in float32."""
-    return model(input_ids=tokens, use_cache=False).logits.float()
-
-
-def largest_difference(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()

@@ -1,0 +1,71 @@
+"""Checkpoints of a model with adapters: what is trained, without the frozen base.
+
+Names, formats and strategies are those of any checkpoint; the frozen parameters are missing. The
+base is described by a hash instead, and another base is refused. Buffers are kept: training changes
+some, such as the bias of a mixture's routers."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+
+KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
+
+
+def describe(model: nn.Module, name: str) -> dict[str, str]:
+    """Returns the name and the SHA-256 of a model's frozen parameters; about 1 s per GB."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        if not parameter.requires_grad and not parameter.is_meta:
+            flat = parameter.detach().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy())
+    return {"name": name, "sha256": digest.hexdigest()}
+
+
+def exclude_frozen(module: nn.Module) -> None:
+    """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded."""
+
+    def frozen(owner: nn.Module) -> set[str]:
+        named = owner.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in named if not parameter.requires_grad}
+
+    def drop(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in frozen(owner):
+            state.pop(prefix + name, None)
+
+    def accept(owner: nn.Module, found: Any) -> None:
+        found.missing_keys[:] = [name for name in found.missing_keys if name not in frozen(owner)]
+
+    module.register_state_dict_post_hook(drop)
+    module.register_load_state_dict_post_hook(accept)
+
+
+def refuse_another_base(path: Path, checkpoint: Any, module: Any) -> None:
+    """Checks that adapters are loaded on the frozen weights with which they were trained.
+
+    Raises:
+        InputError: they are others, or only one of checkpoint and module has adapters.
+    """
+    saved, own = checkpoint.get(KEY), getattr(module, KEY, None)
+    if saved and not own:
+        raise InputError(
+            f"checkpoint {str(path)!r} has adapters without their base: set model.adapter as its"
+            " run did"
+        )
+    if own and not saved:
+        raise InputError(
+            f"checkpoint {str(path)!r} has no adapters: set model.adapter to null, or export it and"
+            " start with model.pretrained"
+        )
+    if saved and own and saved["sha256"] != own["sha256"]:
+        raise InputError(
+            f"checkpoint {str(path)!r} was trained on {saved['name']} with SHA-256"
+            f" {saved['sha256'][:12]}, and {own['name']} has {own['sha256'][:12]} now: restore"
+            " model.pretrained, or with model.architecture the seed, of its run"
+        )

@@ -1,0 +1,90 @@
+"""Adapters of stacked experts under expert and tensor parallelism. Verified on transformers 5.23
+and peft 0.21.
+
+peft adapts a parameter by a wrapper around the module that owns it: (rank x experts, in) and (out,
+rank x experts). transformers dispatches tokens to that wrapper and knows nothing of its matrices:
+every rank would hold all experts, and rank 0 would compute them. Here the plans' names follow the
+parameter into the wrapper, and the wrapper runs on this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, _AllReduceBackward
+from transformers.distributed.tensor_parallel import MoeExpertsParallel
+
+from .transformers import wrappers_of_parameters
+
+
+def register(rank: int) -> str:
+    """Returns the name of the style for a `lora_B` of `rank`, whose columns are (rank, experts)."""
+    name = f"grouped_lora_b_of_rank_{rank}"
+    styles: Any = ALL_PARALLEL_STYLES
+    styles.register(name, MoEParamShard(_StridedShard(1, split_factor=rank)))
+    styles.register("ep_dispatch_experts", _Dispatch())
+    styles.register("moe_tp_experts", _Partial())
+    return name
+
+
+class _Dispatch(EpDispatchExpertsParallel):
+    """Expert parallelism: every matrix of the wrapper is sharded by experts."""
+
+    def install_forward(self, module: Any, ep_mesh: Any, **options: Any) -> Any:
+        for wrapper in wrappers_of_parameters(module):
+            wrapper.num_experts //= ep_mesh.size()
+        return super().install_forward(module, ep_mesh, **options)
+
+    def context_around_forward(self, module: Any, mesh: Any) -> Any:
+        return _local(module, None)
+
+
+class _Partial(MoeExpertsParallel):
+    """Tensor parallelism: a matrix of each pair is sharded, the gradient of the other summed."""
+
+    def context_around_forward(self, module: Any, mesh: Any) -> Any:
+        group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+        return _local(module, group)
+
+
+@contextmanager
+def _local(module: nn.Module, group: Any) -> Generator[None]:
+    """Inside, the parameters of `module` and its children are this rank's plain tensors.
+
+    peft registers a parametrization of the frozen one, which must be a parameter.
+
+    Args:
+        module: The experts or the outermost wrapper.
+        group: Over which gradients of replicated parameters are summed. None: there are none.
+    """
+    replaced = []
+    owner: Any
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            local: Any = parameter
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local()
+                if not parameter.requires_grad:
+                    local = nn.Parameter(local, requires_grad=False)
+            elif group is not None and parameter.requires_grad:
+                local = _AllReduceBackward.apply(parameter, group)
+            replaced.append((owner, name, parameter, local))
+    for owner, name, _, local in replaced:
+        owner._parameters[name] = local  # ty: ignore[invalid-assignment]
+    for wrapper in wrappers_of_parameters(module) if group is not None else ():
+        layer = wrapper.lora_B["default"]
+        rows = wrapper.get_param().shape[-2]  # of this rank: its part of the gate, then of the up
+        if layer.weight.shape[0] > rows:
+            parts = layer.weight.unflatten(0, (2, -1)).split(rows // 2, dim=1)
+            layer._parameters["weight"] = parts[dist.get_rank(group)].flatten(0, 1)
+    try:
+        yield
+    finally:
+        for owner, name, parameter, _ in replaced:
+            owner._parameters[name] = parameter

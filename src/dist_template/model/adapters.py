@@ -1,0 +1,170 @@
+"""LoRA adapters: a frozen model learns low-rank updates of some of its matrices (peft).
+
+`add_adapters` runs where the model is built, before it is sharded. transformers' tensor and expert
+plans name the matrices, which adapters move: `q_proj` becomes `q_proj.base_layer`. The plans are
+rewritten, and each pair of adapter matrices is sharded like the matrix that it changes.
+
+    style of the matrix    its weight    lora_A (rank, in)    lora_B (out, rank)
+    colwise                rows          replicated           rows
+    rowwise                columns       columns              replicated
+    experts                by expert     by expert            by expert
+    packed_colwise         rows          replicated           replicated, each rank takes its rows
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from ..compat.transformers import wrappers_of_parameters
+from ..errors import InputError, check_least, reason, require
+
+ALL_LINEAR, PACKED = "all-linear", "packed_colwise"
+# peft takes these names for the stacked experts of a mixture, whatever else has them.
+OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
+
+
+@dataclass
+class AdapterConfig:
+    """LoRA adapters; everything else in the model is frozen.
+
+    Args:
+        targets: Names of the linear layers and stacked expert parameters that get an adapter, such
+            as [q_proj, v_proj]; a longer name (layers.0.self_attn.q_proj) selects one layer.
+            all-linear: all of them but the output layer and routers.
+        rank: Width of the adapters.
+        alpha: Scale of the update: alpha / rank, or with rslora alpha / sqrt(rank).
+        dropout: Dropout probability of an adapter's input. 0: off, as it must be for experts.
+        rslora: Scale by the square root of the rank, which keeps large ranks stable.
+        dora: Learn the length of each output row besides its direction (DoRA); not under tensor
+            parallelism and not for experts.
+        trainable: Names of modules that are trained in full besides, such as [embed_tokens,
+            lm_head, norm].
+    """
+
+    targets: list[str] | Literal["all-linear"] = ALL_LINEAR
+    rank: int = 8
+    alpha: float = 16.0
+    dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
+    trainable: list[str] = field(default_factory=list)
+
+
+def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
+    """Returns `model`, frozen, with trainable adapters.
+
+    Raises:
+        InputError: peft is not installed, a name matches nothing, or peft refuses the settings.
+    """
+    require("peft", "model.adapter")
+    from peft import LoraConfig
+
+    if not hasattr(model, "add_adapter"):
+        raise InputError(
+            f"model.adapter needs a model of transformers, and {type(model).__name__} is none: set"
+            " it to null"
+        )
+    check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
+    trained = _modules(model, config.trainable, "trainable")
+    modules, parameters = _targets(model, config)
+    lora = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
+        lora_dropout=config.dropout,
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+        target_modules=modules,
+        target_parameters=parameters,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model.add_adapter(lora)
+    except (NotImplementedError, ValueError) as error:
+        raise InputError(f"model.adapter: {reason(error)}") from error
+    for module in trained:
+        module.requires_grad_(True)
+    _rewrite_plans(model)
+    return model
+
+
+def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
+    """Returns the names of `targets` that are linear layers, and those that are stacked experts."""
+    head = model.get_output_embeddings()
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    if config.targets == ALL_LINEAR:
+        names = {name.rpartition(".")[2] for name in linear} - (OF_EXPERTS if stacked else set())
+        return sorted(names), sorted({name.rpartition(".")[2] for name in stacked})
+    modules, parameters = [], []
+    for target in config.targets:
+        if any(_is_named(name, target) for name in linear):
+            modules.append(target)
+        elif any(_is_named(name, target) for name in stacked):
+            parameters.append(target)
+        else:
+            raise _no_match("targets", target, linear | stacked)
+    if not modules and not parameters:
+        raise InputError("model.adapter.targets is empty: name layers, or set all-linear")
+    return modules, parameters
+
+
+def _modules(model: nn.Module, names: list[str], key: str) -> list[nn.Module]:
+    known = {name: m for name, m in model.named_modules() if any(True for _ in m.parameters())}
+    found: list[nn.Module] = []
+    for wanted in names:
+        matching = [module for name, module in known.items() if _is_named(name, wanted)]
+        if not matching:
+            raise _no_match(key, wanted, set(known))
+        found += matching
+    return found
+
+
+def _is_named(name: str, wanted: str) -> bool:
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def _no_match(key: str, wanted: str, names: set[str]) -> InputError:
+    short = sorted({name.rpartition(".")[2] for name in names if name})
+    near = difflib.get_close_matches(wanted, short, n=3, cutoff=0.4) or short[:5]
+    return InputError(
+        f"model.adapter.{key} has {wanted!r}, which this model does not; the nearest names:"
+        f" {', '.join(near)}"
+    )
+
+
+def _rewrite_plans(model: Any) -> None:
+    """Renames what adapters moved in the tensor and expert plans, and adds their matrices."""
+    from ..compat import expert_adapters
+
+    tp_plan, ep_plan = dict(model.tp_plan or {}), dict(model.ep_plan or {})
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        path = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        a, b = f"{path}.lora_A.default.weight", f"{path}.lora_B.default.weight"
+        if inner := wrappers_of_parameters(module):
+            outer = re.sub(r"(\.base_layer)+$", "", path)
+            base, own = path + ".base_layer" * len(inner), inner[0].parameter_name
+            if style := tp_plan.pop(f"{outer}.{own}", None):
+                tp_plan[f"{base}.{own}"] = style
+                if style != PACKED:  # FSDP2 cannot shard its interleaved rows once more
+                    tp_plan[a if style == "rowwise" else b] = style
+            if style := ep_plan.pop(f"{outer}.{own}", None):
+                by_expert = expert_adapters.register(inner[0].r["default"])
+                ep_plan |= {f"{base}.{own}": style, a: style, b: by_expert}
+        elif (style := tp_plan.get(path)) and style.partition("_")[0] in ("colwise", "packed"):
+            del tp_plan[path]
+            tp_plan |= {f"{path}.base_layer": style, b.removesuffix(".weight"): style}
+        elif style and style.startswith("rowwise"):
+            del tp_plan[path]
+            tp_plan |= {f"{path}.base_layer": style, a.removesuffix(".weight"): style}
+    model.tp_plan, model.ep_plan = tp_plan, ep_plan

@@ -1,0 +1,89 @@
+"""Exports adapters: as peft's folder, or merged into the weights of their base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .export_logits import largest_difference, logits, probe
+
+MOST = 1e-5  # of the largest logit: adding two products and adding their sum round differently
+
+
+@torch.no_grad()
+def merged(model: Any, build: Callable[[], nn.Module]) -> nn.Module:
+    """Returns the model of `build`, without adapters, with the merged weights of `model`.
+
+    Raises:
+        InputError: it gives other logits.
+    """
+    tokens = probe(model)
+    trained = logits(model, tokens)
+    for layer in model.modules():
+        if hasattr(layer, "lora_A"):
+            layer.merge()
+    state = {
+        name.replace(".base_layer", ""): tensor
+        for name, tensor in model.state_dict().items()
+        if ".lora_" not in name
+    }
+    plain = build().eval()
+    plain.load_state_dict(state)
+    _agree(logits(plain, tokens), trained, "the merged weights")
+    return plain
+
+
+def write_adapter(
+    model: Any, build: Callable[[], nn.Module], base: str | None, dtype: torch.dtype, folder: Path
+) -> str:
+    """Writes adapter_config.json and adapter_model.safetensors; returns a comparison in words.
+
+    Raises:
+        InputError: the folder, loaded by peft on the model of `build`, gives other logits.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    config = model.peft_config["default"]
+    state = get_peft_model_state_dict(model, adapter_name="default")
+    full = _saved_in_full(model)
+    config.modules_to_save = sorted({name.rpartition(".")[0] for name in full}) or None
+    config.base_model_name_or_path, config.inference_mode = base, True
+    tensors = {
+        f"base_model.model.{name}": tensor.detach().to(dtype).contiguous()
+        for name, tensor in (state | full).items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+    tokens = probe(model)
+    trained = logits(model, tokens)
+    loaded: Any = PeftModel.from_pretrained(build(), str(folder)).eval()
+    written = logits(loaded, tokens)
+    if dtype == torch.float32:
+        _agree(written, trained, "the adapter folder")
+    difference = largest_difference(written, trained)
+    return f"an adapter for {base or 'a base from scratch'}, largest difference {difference:g}"
+
+
+def _saved_in_full(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what training changed besides adapters, module by module: routers have a buffer."""
+    saved: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        own = {n: t for n, t in module.state_dict().items() if "." not in n}
+        trained = any(p.requires_grad for p in module.parameters(recurse=False))
+        if ".lora_" not in path and (trained or own.keys() & dict(module.named_buffers()).keys()):
+            saved |= {f"{path}.{name}": tensor for name, tensor in own.items()}
+    return saved
+
+
+def _agree(a: Any, b: Any, what: str) -> None:
+    difference = largest_difference(a, b)
+    if not difference <= MOST * max(1.0, b.abs().max().item()):
+        raise InputError(
+            f"{what} give logits that differ by up to {difference:.1e} from training's"
+        )

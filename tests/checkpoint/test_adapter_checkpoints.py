@@ -1,0 +1,132 @@
+"""Checkpoints of adapters hold what is trained, are resumed by every strategy, and are exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_template.checkpoint.formats import read_full
+from dist_template.errors import InputError
+from dist_template.tools import export
+from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
+from tests.support.parity import PauseAfter, Trainings
+from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, run
+from tests.support.tiers import tiers
+
+STEPS = ["--trainer.max_steps=6", "--model.optim.warmup=2"]
+
+
+def trained(train: Trainings, strategy: str, *extra: str, kind: str = "experts", **options: Any) -> Any:
+    keys = [*STEPS, *flags(TARGETS[kind]), *extra]
+    return train.run("fit", MODEL[kind], strategy, *keys, prelude=with_random_b, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "fsdp2_ep", "tp", "zero2", "zero3"], daily=["fsdp2_ep"]))
+def test_a_resumed_training_equals_the_uninterrupted_one(train: Trainings, strategy: str) -> None:
+    """Bit for bit; and the checkpoint has trained parameters and buffers only."""
+    whole = trained(train, strategy)
+    paused = trained(train, strategy, callbacks=[PauseAfter(3)])
+    checkpoint = newest(paused.run)
+    resumed = trained(train, strategy, f"--ckpt_path={checkpoint}")
+    assert {**paused.loss, **resumed.loss} == whole.loss
+    saved = read_full(checkpoint)
+    assert all(".lora_" in name or "e_score_correction_bias" in name for name in saved["state_dict"])
+    assert len(saved["frozen_base"]["sha256"]) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", tiers(TARGETS, daily=["llama"]))
+def test_adapters_continue_from_strategy_to_strategy(train: Trainings, kind: str) -> None:
+    """Over other numbers of ranks too: each leg has the losses of an uninterrupted training."""
+    expected = trained(train, "one", kind=kind).loss
+    checkpoint: list[str] = []
+    for number, strategy in enumerate(["fsdp2", "zero3", "tp", "hsdp", "zero2", "one"]):
+        leg = trained(train, strategy, *checkpoint, kind=kind, callbacks=[PauseAfter(number + 1)])
+        assert leg.loss == pytest.approx({number + 1: expected[number + 1]}, rel=1e-5), strategy
+        checkpoint = [f"--ckpt_path={newest(leg.run)}"]
+
+
+# ---- in this process -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(flags: list[str]) -> list[str]:
+    keys = ["--model.adapter.targets=[q_proj, down_proj]", "--model.optim.learning_rate=0.05"]
+    return [*flags, *keys, "--trainer.max_steps=2", "--trainer.limit_val_batches=0", "--model.optim.warmup=0"]
+
+
+def exported(flags: list[str], output: Path, *more: str) -> Path:
+    ours = [flag for flag in flags if not flag.startswith(("--trainer.", "--last_checkpoint."))]
+    export.main(["export", *ours, "--checkpoint=last", f"--output={output}", *more], OURS)
+    return output
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(60).view(2, 30)).logits
+
+
+@pytest.mark.parametrize("architecture", [SMALL_LLAMA, "deepseek"], ids=["llama", "deepseek"])
+def test_an_adapter_folder_and_merged_weights_give_the_trained_logits(
+    quick: list[str], tmp_path: Path, architecture: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path / "base"
+    quick = [*quick, "--model.adapter.trainable=[norm]", f"--model.pretrained={base}"]
+    if architecture == "deepseek":
+        quick.append("--model.adapter.targets=[q_a_proj, gate_up_proj, down_proj]")
+    save_base(architecture, base)
+    assert run("fit", *quick) == 0
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    untrained = logits(plain)
+    merged = AutoModelForCausalLM.from_pretrained(exported(quick, tmp_path / "merged", "--adapter=merged"))
+    adapted = PeftModel.from_pretrained(plain, str(exported(quick, tmp_path / "peft")))
+    assert (logits(merged) - untrained).abs().max() > 1e-3, "training must have changed something"
+    assert torch.allclose(logits(adapted), logits(merged), atol=1e-5)
+
+
+def save_base(architecture: str, folder: Path, seed: int = 1) -> None:
+    import yaml
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.support.parity import MODELS
+
+    fields = yaml.safe_load(MODELS["deepseek_v3"] if architecture == "deepseek" else architecture)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**fields, vocab_size=257, max_position_embeddings=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def test_another_base_is_refused(quick: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    base = tmp_path / "base"
+    quick = [*quick, f"--model.pretrained={base}"]
+    save_base(SMALL_LLAMA, base)
+    assert run("fit", *quick) == 0
+    last = newest(only_run(tmp_path))
+    assert run("test", *quick, f"--ckpt_path={last}") == 0
+    capfd.readouterr()
+    save_base(SMALL_LLAMA, base, seed=2)
+    for verb in ("fit", "test"):
+        assert run(verb, *quick, f"--ckpt_path={last}") == 2
+        error = capfd.readouterr().err
+        assert f"was trained on {base} with SHA-256" in error and error.count("\n") == 1, error
+    with pytest.raises(InputError, match="has adapters without their base"):
+        exported([flag for flag in quick if "adapter" not in flag], tmp_path / "out", f"--checkpoint={last}")
+
+
+def test_a_checkpoint_is_below_two_percent_of_the_full_one(quick: list[str], tmp_path: Path) -> None:
+    """Rank 8 on all linear layers of a block as wide as 1,024."""
+    wide = "{model_type: llama, hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 1,"
+    wide += " num_attention_heads: 8, num_key_value_heads: 8}"
+    quick = [*quick, f"--model.architecture={wide}", "--model.adapter.targets=all-linear", "--model.adapter.rank=8"]
+    assert run("fit", *quick, "--trainer.max_steps=1") == 0
+    checkpoint = newest(only_run(tmp_path))
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    parameters = 4 * 1024**2 + 3 * 1024 * 2816 + 2 * 257 * 1024
+    assert size < 0.02 * 12 * parameters  # weights and two moments in fp32

@@ -1,0 +1,51 @@
+"""Adapters train to the same numbers under every strategy, and each rank holds only its share of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dist_template.rehearsal.record import RunRecord
+from tests.support.adapters import MODEL, TARGETS, LocalBytes, flags, with_random_b
+from tests.support.parity import SHORT, Trainings, assert_close
+from tests.support.tiers import tiers
+
+STRATEGIES = ["ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
+CASES = tiers(
+    [(kind, s) for kind in TARGETS for s in STRATEGIES if not (kind == "llama" and "ep" in s)],
+    daily=[("llama", "tp"), ("llama", "zero3"), ("experts", "fsdp2_ep")],
+)
+
+
+def trained(train: Trainings, kind: str, strategy: str, *more: str) -> RunRecord:
+    keys = flags(TARGETS[kind], *more)
+    return train(MODEL[kind], strategy, SHORT, "--model.optim.warmup=2", *keys, prelude=with_random_b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "strategy"), CASES)
+def test_adapters_train_to_the_numbers_of_one_process(train: Trainings, kind: str, strategy: str) -> None:
+    one, many = trained(train, kind, "one"), trained(train, kind, strategy)
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    assert_close(many.end, one.end, 1e-5)
+    for name, tensor in one.start.items():
+        changes = not tensor.equal(one.end[name])
+        assert changes == (".lora_" in name or "e_score_correction_bias" in name), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["fsdp2_ep", "fsdp2_tp_ep"], daily=["fsdp2_ep"]))
+def test_each_rank_holds_its_share_of_adapted_experts(train: Trainings, strategy: str, tmp_path: Path) -> None:
+    sizes = []
+    for name in ("one", strategy):
+        written = LocalBytes(tmp_path / name)
+        keys = ["--trainer.max_steps=1", "--model.optim.warmup=0", *flags(TARGETS["experts"])]
+        train.run("fit", "deepseek_v3", name, *keys, callbacks=[written])
+        sizes.append(written.read())
+    (one,), many = sizes
+    experts = [name for name in one if ".mlp.experts." in name]
+    assert len(experts) == 6  # two stacked parameters, each with A and B
+    for rank in many:
+        assert {name: rank[name] * len(many) for name in experts} == {name: one[name] for name in experts}
