@@ -79,6 +79,7 @@ EXTRAS = {
     "peft": "adapters",
     "plotly": "report",
     "pyarrow": "datasets",
+    "trl": "chat",
 }
 
 

@@ -38,9 +38,7 @@ def test_counted_and_distinct_tokens_are_shares() -> None:
     assert shares([1, 2, 3, 4], [1, 2, 3, 4], vocab_size=50, step=8) == {}, "the ninth step is not logged"
 
 
-def test_skipped_steps_are_counted(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skipped_steps_are_counted(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, lambda step: step == 5)
     steps = ["--trainer.max_steps=8", "--trainer.log_every_n_steps=4", "--trainer.limit_val_batches=0"]
     steps += ["--numerics.on_non_finite=skip", "--model.optim.warmup=1"]

@@ -51,9 +51,7 @@ def test_without_the_guard_nan_weights_are_saved_silently(
     assert not is_finite(saved_weights(tmp_path))
 
 
-def test_skip_stops_after_patience_steps(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skip_stops_after_patience_steps(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, lambda step: step >= 3)
     skip = ["--numerics.on_non_finite=skip", "--numerics.patience=3"]
     assert run("fit", *flags, *QUICK, *skip) == Exit.NON_FINITE

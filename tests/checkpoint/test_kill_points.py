@@ -88,4 +88,3 @@ def refuse_rank_1() -> None:
             raise OSError(28, "No space left on device")
 
         library.save = refuse
-

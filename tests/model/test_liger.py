@@ -32,9 +32,7 @@ def liger() -> None:
 
 
 @pytest.mark.parametrize(("bias", "vocabulary"), [(False, 50), (True, 300)])
-def test_liger_returns_the_sums_and_gradients_of_torch(
-    liger: None, bias: bool, vocabulary: int
-) -> None:
+def test_liger_returns_the_sums_and_gradients_of_torch(liger: None, bias: bool, vocabulary: int) -> None:
     tokens = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(0))
     labels = tokens.masked_fill(tokens % 7 == 0, -100)
     found = []
@@ -57,9 +55,7 @@ def test_liger_returns_the_sums_and_gradients_of_torch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one", "fsdp2", "zero3"])
-def test_training_with_liger_gives_the_numbers_of_the_chunks(
-    liger: None, train: Trainings, strategy: str
-) -> None:
+def test_training_with_liger_gives_the_numbers_of_the_chunks(liger: None, train: Trainings, strategy: str) -> None:
     plain, fused = train("llama", "one", SHORT), train("llama", strategy, LIGER, SHORT)
     assert fused.loss == pytest.approx(plain.loss, rel=1e-5)
     assert fused.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)

@@ -183,9 +183,7 @@ def id_of(plant: Plant) -> str:
     return plant.fault.__name__ + (f"-{plant.more}" if plant.more else "")
 
 
-@pytest.mark.parametrize(
-    "plant", [pytest.param(plant, id=id_of(plant), marks=marks_of(plant)) for plant in PLANTS]
-)
+@pytest.mark.parametrize("plant", [pytest.param(plant, id=id_of(plant), marks=marks_of(plant)) for plant in PLANTS])
 def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
     result = rehearsals.first_failure(plant)
     missing = [name for name in plant.names if name not in result.sentence]

@@ -63,9 +63,7 @@ class FakeZero(FakeDdp):
     def __init__(self) -> None:
         # Looked up at each call: kill points replace it.
         files = SimpleNamespace(save=lambda content, file: torch.save(content, file), makedirs=os.makedirs)
-        self.engine = SimpleNamespace(
-            checkpoint_engine=files, save_checkpoint=self._save, _copy_recovery_script=None
-        )
+        self.engine = SimpleNamespace(checkpoint_engine=files, save_checkpoint=self._save, _copy_recovery_script=None)
         self.weight = torch.empty(0)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], folder: Path) -> None:
@@ -93,9 +91,7 @@ def trainer_of(strategy: FakeDdp, step: int) -> Any:
     """What commit.save reads of a Trainer."""
     checkpoint = {"state_dict": {"weight": weight_of(step)}, "global_step": step}
     connector = SimpleNamespace(dump_checkpoint=lambda weights_only: checkpoint)
-    return SimpleNamespace(
-        global_step=step, world_size=RANKS, strategy=strategy, _checkpoint_connector=connector
-    )
+    return SimpleNamespace(global_step=step, world_size=RANKS, strategy=strategy, _checkpoint_connector=connector)
 
 
 def launch(strategy: type[FakeDdp], folder: Path, last: int, arm: Callable[[], object] | None = None) -> list[int]:

@@ -39,6 +39,7 @@ def test_an_evaluation_has_no_steps() -> None:
 
 def test_labels_that_a_transform_masks_do_not_count() -> None:
     rows = [{"labels": torch.arange(8)} for _ in range(2)]
+
     def mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"labels": batch["labels"].index_fill(0, torch.arange(3), -100)}
 

@@ -61,9 +61,7 @@ def test_a_link_out_of_the_folder_is_refused_before_its_files_are_listed(tree: P
 
 @pytest.mark.parametrize("pattern", ["**/*.txt", "*/*.txt", "**/*"])
 @pytest.mark.parametrize("to", ["other", "other/e.txt"])
-def test_a_link_out_of_the_folder_is_refused_unless_allowed(
-    pattern: str, to: str, tree: Path
-) -> None:
+def test_a_link_out_of_the_folder_is_refused_unless_allowed(pattern: str, to: str, tree: Path) -> None:
     (tree / "deep" / "link.txt").symlink_to(tree.parent / to)
     (tree / "link").symlink_to(tree.parent / "other", target_is_directory=True)
     reason = r"link leads from .*link.* to .*other.*data.source.follow_links to true"

@@ -2,9 +2,10 @@
 them.
 
     sources.py, tokenizers.py     documents; text to token ids
+    chat.py, chat_template.py     conversations
     build.py, cache.py            the token cache
-    order.py, rows.py, loader.py  batches
-    datamodule.py                 PackedText: from a source of documents to batches
+    order.py, rows.py, loader.py  batches; packing.py: rows of whole documents
+    prepared.py, datamodule.py    PackedText: from a source of documents to batches
     module.py                     TextModule: loss, evaluation and generation
 
 Names are imported when they are first used.
@@ -23,6 +24,7 @@ PLACES = {  # public name -> the module of this library that defines it
     "Jsonl": "text.sources",
     "Parquet": "text.sources",
     "HubDataset": "text.sources",
+    "Chat": "text.chat",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",

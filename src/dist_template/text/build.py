@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import InputError, is_disk_full
-from .cache import SPLITS, Corpus, Recipe, fingerprint, sha256
+from .cache import CHECKSUMS, SPLITS, Corpus, Recipe, fingerprint, sha256
+from .sources import Encoded
 
 REPORT_S = 10  # between two lines of progress
 BATCH_CHARACTERS = 2**20  # encoded together: a fraction of a second, some ten MB of memory
@@ -59,26 +60,29 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         fingerprint(path) for path in recipe.files()
     ]  # before reading: a later change makes the cache stale
     tokenizer = recipe.tokenizer.fit(
-        text for text in _texts(recipe) if recipe.split_of(text) == "train"
+        text for _, text in _documents(recipe) if recipe.split_of(text) == "train"
     )
+    tokenizer = recipe.source.prepare_tokenizer(tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    with contextlib.ExitStack() as files_of_splits:
-        writers = {split: _SplitWriter(folder, split, len(tokenizer), dtype) for split in SPLITS}
-        for writer in writers.values():
-            files_of_splits.enter_context(writer.file)
+    with contextlib.ExitStack() as open_files:
+        writers = {
+            split: _SplitWriter(
+                folder / split, len(tokenizer), dtype, recipe.source.whole, open_files
+            )
+            for split in SPLITS
+        }
         _write_tokens(recipe, tokenizer, writers, report)
-        for writer in writers.values():
-            writer.finish()
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    unigram = unigram_bits_per_byte(writers["train"].counts, writers["validation"])
     manifest = {
         "spec": recipe.spec(),
         "dtype": dtype.name,
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
-        "splits": {split: writer.summary() for split, writer in writers.items()},
-        "unigram_bits_per_byte": unigram_bits_per_byte(
-            writers["train"].counts, writers["validation"]
-        ),
+        "splits": splits,
+        # where only some labels count, a loss per byte of text has no meaning
+        "unigram_bits_per_byte": None if recipe.source.whole else unigram,
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
         "files": files,
     }
@@ -91,48 +95,87 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
 def _write_tokens(
     recipe: Recipe, tokenizer: Any, writers: dict[str, _SplitWriter], report: Callable[[str], None]
 ) -> None:
-    end = np.array([tokenizer.eos_token_id])
     started = reported = time.monotonic()
-    for texts in _batches(_texts(recipe)):
-        parts: dict[str, list[np.ndarray]] = {split: [end[:0]] for split in SPLITS}
-        for text, ids in zip(texts, recipe.tokenizer.encode(tokenizer, texts), strict=True):
+    for documents in _batches(_documents(recipe)):
+        parts: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
+        encoded = recipe.source.encode(recipe.tokenizer, tokenizer, documents)
+        for (_, text), tokens in zip(documents, encoded, strict=True):
             split = recipe.split_of(text)
-            parts[split] += [ids, end]
-            writers[split].documents += 1
+            parts[split].append(tokens)
             writers[split].bytes += len(text.encode())
         for split, writer in writers.items():
-            writer.add(np.concatenate(parts[split]))
+            writer.add(parts[split])
         now = time.monotonic()
         if now - reported > REPORT_S:
             reported, tokens = now, sum(writer.tokens for writer in writers.values())
             report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
 
 
-class _SplitWriter:
-    """Writes one split's file and counts what is in it."""
+class _File:
+    """A file of numbers that is written once, with its checksum."""
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, dtype: np.dtype) -> None:
-        self.documents = self.bytes = self.tokens = 0  # bytes of UTF-8 text
-        self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
-        self.file: BinaryIO = (folder / f"{split}.bin").open("wb")
-        self._dtype = dtype
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = path.open("wb")
         self._sha256 = hashlib.sha256()
 
-    def add(self, ids: np.ndarray) -> None:
-        """Appends token ids (tokens,)."""
-        data = ids.astype(self._dtype).tobytes()
+    def write(self, values: np.ndarray) -> None:
+        data = values.tobytes()
         self.file.write(data)
         self._sha256.update(data)
-        self.counts += np.bincount(ids, minlength=len(self.counts))
-        self.tokens += len(ids)
 
-    def finish(self) -> None:
+    def finish(self) -> str:
+        """Returns the checksum."""
         self.file.flush()
         os.fsync(self.file.fileno())
+        return self._sha256.hexdigest()
 
-    def summary(self) -> dict[str, Any]:
-        counted = {"documents": self.documents, "bytes": self.bytes, "tokens": self.tokens}
-        return {**counted, "sha256": self._sha256.hexdigest()}
+
+class _SplitWriter:
+    """Writes one split's files and counts what is in them.
+
+    Args:
+        path: Of the files, without a suffix.
+        vocab_size: Number of tokens of the vocabulary.
+        dtype: Of the token ids.
+        whole: Write the documents' starts and the labels that count too.
+        open_files: Closes the files.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        vocab_size: int,
+        dtype: np.dtype,
+        whole: bool,
+        open_files: contextlib.ExitStack,
+    ) -> None:
+        self.documents = self.bytes = self.tokens = 0  # bytes of UTF-8 text
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
+        self._lengths: list[int] = []  # of the documents
+        self._dtype = dtype
+        kinds = ("bin", "counted", "starts") if whole else ("bin",)
+        self._files = {kind: _File(path.with_suffix(f".{kind}")) for kind in kinds}
+        for one in self._files.values():
+            open_files.enter_context(one.file)
+
+    def add(self, documents: list[Encoded]) -> None:
+        ids = np.concatenate([np.zeros(0, dtype=np.int64), *(one.ids for one in documents)])
+        self._files["bin"].write(ids.astype(self._dtype))
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        self.tokens += len(ids)
+        self.documents += len(documents)
+        if "counted" in self._files:
+            self._lengths += [len(one.ids) for one in documents]
+            for ids, counted in documents:
+                counted = np.ones_like(ids) if counted is None else counted
+                self._files["counted"].write(counted.astype(np.uint8))
+
+    def finish(self) -> dict[str, Any]:
+        """Returns the split's entry in the manifest, when its files are on the disk."""
+        if "starts" in self._files:
+            self._files["starts"].write(np.cumsum([0, *self._lengths], dtype=np.int64))
+        checksums = {CHECKSUMS[kind]: file.finish() for kind, file in self._files.items()}
+        return {"documents": self.documents, "bytes": self.bytes, "tokens": self.tokens} | checksums
 
 
 def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) -> float | None:
@@ -143,24 +186,24 @@ def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) ->
     return float(-(validation.counts * np.log2(probabilities)).sum() / validation.bytes)
 
 
-def _texts(recipe: Recipe) -> Iterator[str]:
-    """Yields the documents' texts: no empty ones, no lone surrogates (UTF-8 cannot encode them)."""
+def _documents(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yields the documents: no empty ones, no lone surrogates (UTF-8 cannot encode them)."""
     found = False
-    for _, text in recipe.source.documents():
+    for name, text in recipe.source.documents():
         if text.strip():
             found = True
-            yield text.encode(errors="replace").decode()
+            yield name, text.encode(errors="replace").decode()
     if not found:
         raise InputError(
             f"data.source {type(recipe.source).__name__} has no text in it: point it at other files"
         )
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch: list[tuple[str, str]] = []
     characters = 0
-    for text in texts:
-        batch.append(text)
+    for name, text in documents:
+        batch.append((name, text))
         characters += len(text)
         if characters >= BATCH_CHARACTERS:
             yield batch

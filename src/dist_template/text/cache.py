@@ -3,6 +3,8 @@ memory.
 
     <cache_dir>/<source>-<hash of the recipe>/
         train.bin validation.bin test.bin   token ids (uint16 where they fit), EOS ends a document
+        train.starts …                      of whole documents: int64 starts, and the end
+        train.counted …                     of whole documents: uint8, 1 is a label that counts
         tokenizer/                          in transformers' layout
         manifest.json                       recipe, fingerprints of files read, counts, checksums
 
@@ -14,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPLITS = ("train", "validation", "test")
+# Kind of a split's file: its checksum's key in the manifest. Plain text has only the first.
+CHECKSUMS = {"bin": "sha256", "starts": "starts_sha256", "counted": "counted_sha256"}
 FORMAT = 1  # part of the folder's name: raise it when the layout changes
 FULL_CHECK_BYTES = (
     2**28
@@ -65,7 +70,8 @@ class Recipe:
         )
 
     def files(self) -> list[Path]:
-        return [*self.source.files(), *self.tokenizer.files()]
+        template = self.tokenizer.template_files() if self.source.whole else []
+        return [*self.source.files(), *self.tokenizer.files(), *template]
 
     def split_of(self, text: str) -> str:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -81,6 +87,7 @@ class Corpus:
 
     folder: Path
     manifest: dict[str, Any]
+    packings: dict[tuple[str, int], Any] = field(default_factory=dict)  # by split and seq_len
 
     def num_tokens(self, split: str) -> int:
         return self.manifest["splits"][split]["tokens"]
@@ -90,9 +97,24 @@ class Corpus:
         return self.manifest["splits"][split]["bytes"]
 
     def tokens(self, split: str) -> np.ndarray:
+        return self._map(split, "bin", self.manifest["dtype"])
+
+    def is_whole(self, split: str) -> bool:
+        """Whether its documents are not cut: it has `starts` and `counted`."""
+        return CHECKSUMS["starts"] in self.manifest["splits"][split]
+
+    def starts(self, split: str) -> np.ndarray:
+        """Returns (documents + 1,): the documents' starts among the tokens, and the end."""
+        return np.fromfile(self.folder / f"{split}.starts", dtype=np.int64)
+
+    def counted(self, split: str) -> np.ndarray:
+        """Returns (tokens,): whether each token is a label that counts."""
+        return self._map(split, "counted", "bool")
+
+    def _map(self, split: str, kind: str, dtype: str) -> np.ndarray:
         if not self.num_tokens(split):
-            return np.zeros(0, dtype=self.manifest["dtype"])  # an empty file cannot be mapped
-        return np.memmap(self.folder / f"{split}.bin", dtype=self.manifest["dtype"], mode="r")
+            return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
+        return np.memmap(self.folder / f"{split}.{kind}", dtype=dtype, mode="r")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -161,14 +183,15 @@ def _read_manifest(folder: Path, every_byte: bool) -> tuple[dict[str, Any], str 
         expected = {
             folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()
         }
-        for split in SPLITS:
-            held, path = manifest["splits"][split], folder / f"{split}.bin"
-            if path.stat().st_size != held["tokens"] * width:
-                return (
-                    {},
-                    f"{path.name} has {path.stat().st_size} bytes, not {held['tokens'] * width}",
-                )
-            expected[path] = held["sha256"]
+        for split, (kind, key) in product(SPLITS, CHECKSUMS.items()):
+            held, path = manifest["splits"][split], folder / f"{split}.{kind}"
+            if kind != "bin" and key not in held:
+                continue  # plain text
+            sizes = {"bin": held["tokens"] * width, "counted": held["tokens"]}
+            size = sizes.get(kind, (held["documents"] + 1) * 8)
+            if path.stat().st_size != size:
+                return {}, f"{path.name} has {path.stat().st_size} bytes, not {size}"
+            expected[path] = held[key]
         for path, digest in expected.items():
             if (every_byte or path.stat().st_size <= FULL_CHECK_BYTES) and sha256(path) != digest:
                 return {}, f"{path.name} has another checksum"

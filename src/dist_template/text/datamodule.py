@@ -22,32 +22,30 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
 from ..cluster.signals import isolate_worker
-from .build import build_cache
-from .cache import CacheError, Corpus, Recipe, open_cache
-from .limits import check_numbers, check_rows
+from . import chat  # noqa: F401  (so that YAML knows the name Chat)
+from .cache import Corpus
+from .limits import check_numbers
 from .loader import COUNTED, StepLoader, TokensPerMicroBatch
 from .order import ConsumedSamples, EvalOrder, GlobalOrder, Jump
+from .packing import WholeRows
+from .prepared import PreparedText
 from .rows import ROWS, PackedRows
 from .sources import Source, StandardLibrary
 from .tokenizers import ByteBPE, TokenizerSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 # Mapped rows are read faster without workers: benchmarks/data.py.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
 
-class PackedText(L.LightningDataModule):
+class PackedText(PreparedText, L.LightningDataModule):
     """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
@@ -133,40 +131,6 @@ class PackedText(L.LightningDataModule):
         """
         check_numbers(self, world_size)
 
-    def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
-        """Tokenizes into the cache, unless it is there. One process calls it before any other is
-        started.
-
-        Raises:
-            InputError: the source is missing, empty or unreadable, the disk is full, or another
-                process prepares.
-        """
-        recipe = self._recipe
-        try:
-            corpus = open_cache(recipe, self.cache_dir, self.check_source, every_byte=True)
-            report(f"tokens are ready in {corpus.folder}")
-        except CacheError as error:
-            folder = recipe.folder(self.cache_dir)
-            report(f"{error}: tokenizing now" if folder.exists() else f"tokenizing into {folder}")
-            corpus = build_cache(recipe, self.cache_dir, report)
-        report(corpus.describe())
-        self._corpus = check_rows(self, corpus)
-        return self._corpus
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether there is a cache for this configuration, which may be stale."""
-        return self._recipe.folder(self.cache_dir).is_dir()
-
-    def require(self) -> Corpus:
-        """Returns the prepared cache, in processes that must not tokenize.
-
-        Raises:
-            InputError: it is missing, stale or damaged, or too small for one global batch.
-        """
-        self._corpus = check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
-        return self._corpus
-
     def setup(self, stage: str) -> None:
         """Opens the cache on each rank, gets the rank of the strategy, derives the accumulation."""
         if self._corpus is None:
@@ -235,7 +199,7 @@ class PackedText(L.LightningDataModule):
         """One prompt a batch, equal on all ranks: sharded models need all ranks for each token."""
         batches: list[Any] = []
         for prompt in self.prompts:
-            ids = torch.tensor([self.text_tokenizer.encode(prompt)])
+            ids = torch.tensor([self.source.encode_prompt(self.text_tokenizer, prompt)])
             batches.append({"input_ids": ids, "prompt": prompt})
         return DataLoader(batches, batch_size=None)  # ty: ignore[invalid-argument-type]
 
@@ -247,7 +211,9 @@ class PackedText(L.LightningDataModule):
             rows, EvalOrder(len(rows), self.micro_batch_size, self.rank, self.world_size), 0
         )
 
-    def _rows(self, split: str) -> PackedRows:
+    def _rows(self, split: str) -> PackedRows | WholeRows:
+        if self.corpus.is_whole(split):
+            return WholeRows(self.corpus, split, self.seq_len, self.cross_document_attention)
         return PackedRows(
             self.corpus.tokens(split),
             self.seq_len,
@@ -256,7 +222,7 @@ class PackedText(L.LightningDataModule):
         )
 
     def _loader(
-        self, rows: PackedRows, order: GlobalOrder | EvalOrder, accumulation: int
+        self, rows: PackedRows | WholeRows, order: GlobalOrder | EvalOrder, accumulation: int
     ) -> DataLoader:
         return StepLoader(
             rows,
@@ -298,39 +264,9 @@ class PackedText(L.LightningDataModule):
     # ---- facts, for the model and the callbacks --------------------------------------------------
 
     @property
-    def corpus(self) -> Corpus:
-        return self._corpus or self.require()
-
-    @property
-    def vocab_size(self) -> int:
-        return self.corpus.manifest["vocab_size"]
-
-    @property
-    def eos_token_id(self) -> int:
-        return self.corpus.manifest["eos_token_id"]
-
-    @property
-    def text_tokenizer(self) -> PreTrainedTokenizerFast:
-        return self.corpus.tokenizer
-
-    @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
-
-    def bytes_per_token(self, split: str) -> float | None:
-        """Returns the mean over a split, for bits per byte; None where the split is empty."""
-        tokens = self.corpus.num_tokens(split)
-        return self.corpus.num_bytes(split) / tokens if tokens else None
-
-    @property
-    def unigram_bits_per_byte(self) -> float | None:
-        """Validation bits per byte of a model that only knows how often each token occurs."""
-        return self.corpus.manifest["unigram_bits_per_byte"]
-
-    @property
-    def _recipe(self) -> Recipe:
-        return Recipe(self.source, self.tokenizer, self.validation_share, self.test_share)
 
 
 def _unchanged(batch: Any) -> Any:

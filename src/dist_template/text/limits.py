@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from .balance import shared_out
+from .packing import packing_of
 
 if TYPE_CHECKING:
     from .cache import Corpus
@@ -60,6 +61,9 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
         "test": (int(data.test_share > 0), "data.test_share"),
     }
     for split, (rows, key) in wanted.items():
+        if corpus.is_whole(split):
+            _check_whole(corpus, split, data.seq_len, rows, key)
+            continue
         tokens, documents = corpus.num_tokens(split), corpus.manifest["splits"][split]["documents"]
         if max(tokens - 1, 0) // data.seq_len < rows:
             raise InputError(
@@ -69,3 +73,14 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
                 f" data.seq_len or {key}"
             )
     return corpus
+
+
+def _check_whole(corpus: Corpus, split: str, seq_len: int, rows: int, key: str) -> None:
+    packing = packing_of(corpus, split, seq_len)
+    found, documents = len(packing.rows) - 1, corpus.manifest["splits"][split]["documents"]
+    if found < rows:
+        raise InputError(
+            f"the {split} split has {documents:,} conversations, which fill {found} sequences of"
+            f" data.seq_len {seq_len}, and {rows} are needed: give more conversations, or edit"
+            f" data.seq_len or {key}"
+        )

@@ -85,9 +85,18 @@ class PackedRows(Dataset):
         documents' starts among the B x T tokens, and B x T.
         """
         if self.cross_document_attention:
-            return np.tile(np.arange(self.seq_len), (len(inputs), 1)), np.zeros(0, dtype=np.int32)
+            return one_document_per_row(inputs.shape)
         ends = inputs == self.eos_token_id
         ends[:, -1] = True
-        bounds = np.concatenate(([0], np.flatnonzero(ends) + 1))
-        positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
-        return positions.reshape(inputs.shape), bounds.astype(np.int32)
+        return apart(np.concatenate(([0], np.flatnonzero(ends) + 1)), inputs.shape)
+
+
+def one_document_per_row(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the positions and boundaries of rows in which all tokens attend to each other."""
+    return np.tile(np.arange(shape[1]), (shape[0], 1)), np.zeros(0, dtype=np.int32)
+
+
+def apart(bounds: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the positions (B, T) and boundaries of documents with these starts and end."""
+    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+    return positions.reshape(shape), np.asarray(bounds, dtype=np.int32)

@@ -12,24 +12,44 @@ another cache.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import fsspec
+import numpy as np
 
-from ..errors import InputError, first_line, require
+from ..errors import InputError
 from .paths import matching
+from .records import Record, hub_records, json_records, parquet_records
+
+if TYPE_CHECKING:
+    from .tokenizers import TokenizerSpec
+
+
+class Encoded(NamedTuple):
+    """The tokens of one document.
+
+    Args:
+        ids: Token ids (tokens,).
+        counted: Whether each token is a label that counts in the loss (tokens,). None: all are.
+    """
+
+    ids: np.ndarray
+    counted: np.ndarray | None = None
 
 
 class Source(ABC):
-    """Base class of a source: it yields the same documents in the same order each time."""
+    """Base class of a source: it yields the same documents in the same order each time.
+
+    `whole`: its documents are not cut. Their starts and the labels that count are in the cache too,
+    and a row holds documents that fit into it together (packing.py).
+    """
+
+    whole = False
 
     @abstractmethod
     def documents(self) -> Iterator[tuple[str, str]]:
@@ -38,6 +58,22 @@ class Source(ABC):
     def files(self) -> list[Path]:
         """Returns the local files that it reads: a change in one makes the cache stale."""
         return []
+
+    def prepare_tokenizer(self, tokenizer: Any) -> Any:
+        """Returns the tokenizer that encodes and is saved with the tokens."""
+        return tokenizer
+
+    def encode(
+        self, spec: TokenizerSpec, tokenizer: Any, documents: list[tuple[str, str]]
+    ) -> list[Encoded]:
+        """Returns the tokens of each document, pairs of a name and a text; EOS ends each."""
+        texts = [text for _, text in documents]
+        end = tokenizer.eos_token_id
+        return [Encoded(np.append(ids, end)) for ids in spec.encode(tokenizer, texts)]
+
+    def encode_prompt(self, tokenizer: Any, prompt: str) -> list[int]:
+        """Returns the tokens that `predict` and the samples of `data.prompts` continue."""
+        return tokenizer.encode(prompt)
 
     def spec(self) -> dict[str, Any]:
         """Returns what identifies the corpus, in plain types."""
@@ -115,24 +151,7 @@ class Jsonl(Source):
         self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        for path in self.files():
-            number = 1
-            try:
-                with fsspec.open(str(path), "rb", compression="infer") as file:
-                    for number, line in enumerate(_json_lines(file), start=1):
-                        if line.strip():
-                            yield _document(f"{path}:{number}", json.loads(line), self.field)
-            except InputError:
-                raise
-            except ValueError as error:
-                kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-                raise InputError(
-                    f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}"
-                ) from error
-            except Exception as error:  # each decompressor has errors of its own
-                raise InputError(
-                    f"{path} of data.source cannot be read: {first_line(error)}"
-                ) from error
+        return _documents(json_records(self.files()), self.field)
 
     def files(self) -> list[Path]:
         return matching(self.paths, self.follow_links)
@@ -154,25 +173,7 @@ class Parquet(Source):
         self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        require("pyarrow", "data.source Parquet")
-        from pyarrow import parquet
-
-        for path in self.files():
-            number = 0
-            try:
-                table = parquet.ParquetFile(path)
-                if self.field not in table.schema_arrow.names:
-                    _document(str(path), dict.fromkeys(table.schema_arrow.names), self.field)
-                for batch in table.iter_batches(columns=[self.field]):
-                    for value in batch.column(0).to_pylist():
-                        number += 1
-                        yield _document(f"{path}:{number}", {self.field: value}, self.field)
-            except InputError:
-                raise
-            except Exception as error:  # OSError, ArrowInvalid
-                raise InputError(
-                    f"{path} of data.source cannot be read: {first_line(error)}"
-                ) from error
+        return _documents(parquet_records(self.files(), [self.field]), self.field)
 
     def files(self) -> list[Path]:
         return matching(self.paths, self.follow_links)
@@ -211,57 +212,28 @@ class HubDataset(Source):
         self.max_documents = max_documents
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        require("datasets", f"data.source, to read {self.name},")
-        import datasets  # 1.5 s: only for this source
-
-        options: dict[str, Any] = {
-            "split": self.split,
-            "streaming": self.streaming,
-            "revision": self.revision,
-        }
-        try:
-            records: Any = datasets.load_dataset(self.name, self.config, **options)
-            for number, record in enumerate(islice(records, self.max_documents), start=1):
-                yield _document(f"{self.name}:{number}", record, self.field)
-        except InputError:
-            raise
-        except Exception as error:  # `datasets` wraps the reason in errors of its own
-            reason = error
-            while reason.__cause__ is not None:
-                reason = reason.__cause__
-            raise InputError(
-                f"{self.name} of data.source cannot be read: {first_line(reason)}"
-            ) from error
+        options = {"split": self.split, "streaming": self.streaming, "revision": self.revision}
+        records = hub_records(self.name, self.config, self.max_documents, **options)
+        return _documents(records, self.field)
 
 
-def _json_lines(file: Any) -> Iterator[bytes]:
-    """Yields one record per line, also of a file that is one JSON array or one indented object."""
-    first = file.readline()
-    if not (first.startswith(b"[") or first.strip() == b"{"):
-        yield first
-        yield from file
-        return
-    value = json.loads(first + file.read())
-    for record in value if isinstance(value, list) else [value]:
-        yield json.dumps(record).encode()
-
-
-def _document(name: str, record: Any, field: str) -> tuple[str, str]:
-    """Returns (name, text) of a record.
+def _documents(records: Iterable[Record], field: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, text) of each record.
 
     Raises:
-        InputError: the record has no text in `field`.
+        InputError: a record has no text in `field`.
     """
-    fields = record if isinstance(record, dict) else {}
-    text = fields.get(field)
-    if not isinstance(text, str):
-        found = (
-            "it is no text"
-            if field in fields
-            else f"there is only {', '.join(sorted(fields)) or 'no key'}"
-        )
-        raise InputError(f"data.source.field {field!r} names no text in {name}: {found}")
-    return name, text
+    for name, record in records:
+        fields = record if isinstance(record, dict) else {}
+        text = fields.get(field)
+        if not isinstance(text, str):
+            found = (
+                "it is no text"
+                if field in fields
+                else f"there is only {', '.join(sorted(fields)) or 'no key'}"
+            )
+            raise InputError(f"data.source.field {field!r} names no text in {name}: {found}")
+        yield name, text
 
 
 def _read(files: list[Path]) -> Iterator[tuple[str, str]]:

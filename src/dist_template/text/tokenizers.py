@@ -36,6 +36,10 @@ class TokenizerSpec(ABC):
         """Returns the local files that it reads: a change in one makes the cache stale."""
         return []
 
+    def template_files(self) -> list[Path]:
+        """Returns the local files of the chat template, which conversations are encoded by."""
+        return []
+
     def spec(self) -> dict[str, Any]:
         """Returns what identifies the tokenizer, in plain types."""
         return {"class": type(self).__name__, **vars(self)}
@@ -125,6 +129,9 @@ class Pretrained(TokenizerSpec):
         return sorted(
             {p for pattern in patterns for p in Path(self.path).glob(pattern) if p.is_file()}
         )
+
+    def template_files(self) -> list[Path]:
+        return sorted(Path(self.path).glob("chat_template*"))
 
 
 def _wrap(backend: Any, use_regex: bool) -> PreTrainedTokenizerFast:

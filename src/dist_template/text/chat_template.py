@@ -1,0 +1,124 @@
+"""Encodes conversations by a chat template that marks what the assistant says.
+
+transformers reads the marks from `{% generation %}` tags. Most published templates have none, and
+their mask is silently empty (5.23). trl has templates with tags for the families that it knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import InputError, first_line, require
+from .sources import Encoded
+
+TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+HELP = "give data.source.template, a .jinja file with {% generation %} around the assistant's turns"
+
+
+class Template(NamedTuple):
+    """A chat template.
+
+    Args:
+        text: Its Jinja source.
+        name: For messages.
+    """
+
+    text: str
+    name: str
+
+
+def training_template(tokenizer: Any, file: str | None, train_on: str) -> Template:
+    """Returns the template that conversations are encoded by for training.
+
+    Raises:
+        InputError: there is none, or `train_on` needs tags that it does not have.
+    """
+    needs_tags = train_on != "all"
+    if file:
+        text = Path(file).read_text(encoding="utf-8")
+        if needs_tags and not TAG.search(text):
+            raise InputError(
+                f"data.source.template {file!r} has no {{% generation %}} tags: put"
+                " {% generation %} … {% endgeneration %} around the assistant's turns, or set"
+                " data.source.train_on to all"
+            )
+        return Template(text, file)
+    name = f"the chat template of {tokenizer.name_or_path or 'data.tokenizer'}"
+    text = tokenizer.chat_template
+    text = text["default"] if isinstance(text, dict) else text
+    if not text:
+        raise InputError(f"{name} does not exist: {HELP}")
+    if not needs_tags or TAG.search(text):
+        return Template(text, name)
+    require("trl", f"{name}, which has no {{% generation %}} tags,")
+    from trl.chat_template_utils import get_training_chat_template  # 6 s
+
+    try:
+        return Template(get_training_chat_template(tokenizer) or text, f"{name}, in trl's form,")
+    except ValueError as error:
+        raise InputError(
+            f"{name} has no {{% generation %}} tags, and trl does not know its family: {HELP}"
+        ) from error
+
+
+def encode(
+    tokenizer: Any, template: Template, train_on: str, documents: list[tuple[str, str]]
+) -> list[Encoded]:
+    """Returns the tokens of conversations, pairs of a name and JSON, and which of them count.
+
+    Raises:
+        InputError: the template refuses a conversation, or marks nothing in it.
+    """
+    # A text source that shares the tokenizer sets it; a template's special tokens are such.
+    tokenizer.backend_tokenizer.encode_special_tokens = False
+    parsed = [(name, json.loads(text)) for name, text in documents]
+    encoded = []
+    for tools, group in groupby(parsed, key=lambda one: one[1].get("tools")):
+        encoded += _encode(tokenizer, template, train_on, tools, list(group))
+    return encoded
+
+
+def _encode(
+    tokenizer: Any, template: Template, train_on: str, tools: Any, group: list[tuple[str, Any]]
+) -> list[Encoded]:
+    """Returns the tokens of conversations that have the same tools."""
+    try:
+        out = tokenizer.apply_chat_template(
+            [conversation["messages"] for _, conversation in group],
+            tools=tools,
+            chat_template=template.text,
+            return_assistant_tokens_mask=train_on != "all",
+        )
+    except Exception as error:  # a template raises errors of Jinja and of Python
+        if len(group) > 1:  # find the conversation
+            return [_encode(tokenizer, template, train_on, tools, [one])[0] for one in group]
+        raise InputError(
+            f"{group[0][0]} of data.source cannot be rendered by {template.name}:"
+            f" {first_line(error)}"
+        ) from error
+    encoded = []
+    for number, ((name, _), ids) in enumerate(zip(group, out["input_ids"], strict=True)):
+        counted = np.ones(len(ids), dtype=bool)
+        if train_on != "all":
+            counted = np.array(out["assistant_masks"][number], dtype=bool)
+        if train_on == "last":
+            counted[: last_turn(counted)[0]] = False
+        if not counted.any():
+            raise InputError(f"{template.name} marks no token of {name} as the assistant's: {HELP}")
+        encoded.append(Encoded(np.array(ids, dtype=np.int64), counted))
+    return encoded
+
+
+def last_turn(counted: np.ndarray) -> tuple[int, int]:
+    """Returns the start and the end of the last run of counted tokens; (0, 0) if there is none."""
+    found = np.flatnonzero(counted)
+    if not len(found):
+        return 0, 0
+    gaps = np.flatnonzero(np.diff(found) > 1)
+    return int(found[gaps[-1] + 1] if len(gaps) else found[0]), int(found[-1]) + 1

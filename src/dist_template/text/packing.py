@@ -1,0 +1,172 @@
+"""Packs documents that are not cut, such as conversations, into rows of tokens.
+
+A row of T positions holds the inputs of several documents, each with the next token as its label:
+a document of n tokens needs n - 1 positions. The documents of a row do not attend to each other.
+Only a document that is longer than a row is cut, to its beginning.
+
+Shapes: B sequences, T tokens of a sequence; ids are int64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ..model.kernels import BOUNDS
+from .cache import Corpus
+from .order import PADDING
+from .rows import ATTENTION_TOKENS, NOT_COUNTED, ROWS, apart, one_document_per_row
+
+
+class Packing(NamedTuple):
+    """Which documents are in which row.
+
+    Args:
+        documents: Numbers of documents, row by row.
+        rows: Starts of the rows in `documents`, and its length (rows + 1,).
+        share: Share of the positions of all rows that documents fill.
+        num_cut: Number of documents that are longer than a row and cut.
+        num_dropped: Number of documents without a counted label in what a row holds of them.
+    """
+
+    documents: np.ndarray
+    rows: np.ndarray
+    share: float
+    num_cut: int
+    num_dropped: int
+
+    def describe(self, split: str) -> str:
+        line = f"  {split:<10} {len(self.rows) - 1:>9,} rows, {self.share:.1%} full"
+        if self.num_cut or self.num_dropped:
+            line += f"; longer than a row: {self.num_cut:,} documents are cut to their beginning"
+            line += f", {self.num_dropped:,} without an answer in it are dropped"
+        return line
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Packs items into bins by best fit decreasing, which is deterministic.
+
+    The longest item comes first, into the bin in which it leaves the least space. The set of free
+    spaces that some bin has is the bits of one integer, so a million items take seconds.
+
+    Args:
+        sizes: Sizes of the items (items,), from 1 to `capacity`.
+        capacity: Size of a bin.
+
+    Returns:
+        The items of each bin in ascending order; the bins in the order of their first item.
+    """
+    bins: list[list[int]] = []
+    bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # by their free space
+    spaces = 0  # bit s is set: some bin has s free
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        fitting = spaces >> size
+        if fitting:
+            space = size + (fitting & -fitting).bit_length() - 1  # the lowest bit
+            number = bins_with[space].pop()
+            if not bins_with[space]:
+                spaces ^= 1 << space
+        else:
+            space, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(item)
+        left = space - size
+        if left:
+            if not bins_with[left]:
+                spaces |= 1 << left
+            bins_with[left].append(number)
+    return sorted(sorted(items) for items in bins)
+
+
+def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
+    """Returns the rows of a split whose documents are whole."""
+    if (split, seq_len) not in corpus.packings:
+        corpus.packings[split, seq_len] = _pack(
+            corpus.starts(split), corpus.counted(split), seq_len
+        )
+    return corpus.packings[split, seq_len]
+
+
+def _pack(starts: np.ndarray, counted: np.ndarray, seq_len: int) -> Packing:
+    needed = np.diff(starts) - 1  # (documents,) positions
+    is_cut = needed > seq_len
+    dropped = [
+        document
+        for document in np.flatnonzero(is_cut)
+        if not counted[starts[document] + 1 : starts[document] + seq_len + 1].any()
+    ]
+    kept = np.setdiff1d(np.flatnonzero(needed > 0), dropped)
+    sizes = np.minimum(needed, seq_len)[kept]
+    rows = best_fit(sizes, seq_len)
+    items = [item for row in rows for item in row]
+    return Packing(
+        documents=kept[np.array(items, dtype=np.int64)],
+        rows=np.cumsum([0, *map(len, rows)]),
+        share=float(sizes.sum() / max(1, len(rows) * seq_len)),
+        num_cut=int(is_cut.sum()) - len(dropped),
+        num_dropped=len(dropped),
+    )
+
+
+class WholeRows(Dataset):
+    """Rows of T positions with whole documents; the rest of a row is padding."""
+
+    def __init__(
+        self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False
+    ) -> None:
+        self.packing = packing_of(corpus, split, seq_len)
+        # still mapped; slicing np.memmap itself takes several times as long
+        self.tokens = np.asarray(corpus.tokens(split))
+        self.counted = np.asarray(corpus.counted(split))
+        self.starts = corpus.starts(split)
+        self.seq_len = seq_len
+        self.padding = corpus.manifest["eos_token_id"]
+        self.cross_document_attention = cross_document_attention
+
+    def __len__(self) -> int:
+        return len(self.packing.rows) - 1
+
+    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
+        """Returns the batch of these rows, and their numbers, as PackedRows does."""
+        inputs = np.full((len(rows), self.seq_len), self.padding, dtype=np.int64)  # (B, T)
+        labels = np.full_like(inputs, NOT_COUNTED)
+        bounds = [0]
+        for index, row in enumerate(rows):
+            end = index * self.seq_len
+            for start, size in self.documents_of(max(row, 0)):  # a padding row reads any row
+                tokens = self.tokens[start : start + size + 1].astype(np.int64)
+                inputs.flat[end : end + size] = tokens[:-1]
+                if row != PADDING:
+                    counted = self.counted[start + 1 : start + size + 1]
+                    labels.flat[end : end + size] = np.where(counted, tokens[1:], NOT_COUNTED)
+                end += size
+                bounds.append(end)
+            if bounds[-1] < (index + 1) * self.seq_len:  # padding is a document too
+                bounds.append((index + 1) * self.seq_len)
+        if self.cross_document_attention:
+            positions, starts = one_document_per_row(inputs.shape)
+        else:
+            positions, starts = apart(bounds, inputs.shape)
+        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: starts}
+        return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
+
+    def work(self, rows: list[int], attention: bool) -> np.ndarray:
+        """Returns (rows,) the work for each row, as PackedRows does."""
+        work = np.full(len(rows), float(self.seq_len))
+        if attention and not self.cross_document_attention:
+            for index, row in enumerate(rows):
+                sizes = np.array([size for _, size in self.documents_of(row)])
+                padding = self.seq_len - sizes.sum()
+                work[index] += (np.square(sizes).sum() + padding**2) / ATTENTION_TOKENS
+        return work
+
+    def documents_of(self, row: int) -> list[tuple[int, int]]:
+        """Returns (start among the tokens, number of inputs) of each document of a row."""
+        numbers = self.packing.documents[self.packing.rows[row] : self.packing.rows[row + 1]]
+        starts, ends = self.starts[numbers], self.starts[numbers + 1]
+        sizes = np.minimum(ends - starts - 1, self.seq_len)
+        return list(zip(starts.tolist(), sizes.tolist(), strict=True))

@@ -1,0 +1,95 @@
+"""PreparedText: the part of a data module that tokenizes once and opens the token cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .build import build_cache
+from .cache import SPLITS, CacheError, Corpus, Recipe, open_cache
+from .limits import check_rows
+from .packing import packing_of
+from .sources import Source
+from .tokenizers import TokenizerSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class PreparedText:
+    """Base class of PackedText, which describes these attributes."""
+
+    source: Source
+    tokenizer: TokenizerSpec
+    seq_len: int
+    validation_share: float
+    test_share: float
+    cache_dir: str
+    check_source: bool
+    _corpus: Corpus | None = None
+
+    def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
+        """Tokenizes into the cache, unless it is there. One process calls it before any other is
+        started.
+
+        Raises:
+            InputError: the source is missing, empty or unreadable, the disk is full, or another
+                process prepares.
+        """
+        recipe = self._recipe
+        try:
+            corpus = open_cache(recipe, self.cache_dir, self.check_source, every_byte=True)
+            report(f"tokens are ready in {corpus.folder}")
+        except CacheError as error:
+            folder = recipe.folder(self.cache_dir)
+            report(f"{error}: tokenizing now" if folder.exists() else f"tokenizing into {folder}")
+            corpus = build_cache(recipe, self.cache_dir, report)
+        report(corpus.describe())
+        self._corpus = check_rows(self, corpus)
+        for split in filter(corpus.is_whole, SPLITS):
+            report(packing_of(corpus, split, self.seq_len).describe(split))
+        return self._corpus
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether there is a cache for this configuration, which may be stale."""
+        return self._recipe.folder(self.cache_dir).is_dir()
+
+    def require(self) -> Corpus:
+        """Returns the prepared cache, in processes that must not tokenize.
+
+        Raises:
+            InputError: it is missing, stale or damaged, or too small for one global batch.
+        """
+        self._corpus = check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
+        return self._corpus
+
+    @property
+    def corpus(self) -> Corpus:
+        return self._corpus or self.require()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.corpus.manifest["vocab_size"]
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.corpus.manifest["eos_token_id"]
+
+    @property
+    def text_tokenizer(self) -> PreTrainedTokenizerFast:
+        return self.corpus.tokenizer
+
+    def bytes_per_token(self, split: str) -> float | None:
+        """Returns the mean over a split, for bits per byte; None: empty, or labels are masked."""
+        tokens = 0 if self.corpus.is_whole(split) else self.corpus.num_tokens(split)
+        return self.corpus.num_bytes(split) / tokens if tokens else None
+
+    @property
+    def unigram_bits_per_byte(self) -> float | None:
+        """Validation bits per byte of a model that only knows how often each token occurs."""
+        return self.corpus.manifest["unigram_bits_per_byte"]
+
+    @property
+    def _recipe(self) -> Recipe:
+        return Recipe(self.source, self.tokenizer, self.validation_share, self.test_share)

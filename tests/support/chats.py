@@ -1,0 +1,58 @@
+"""Conversations for tests, and tokenizers with the chat templates of published families."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import trl
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SPECIAL = {  # family -> (EOS, other special tokens)
+    "qwen3": ("<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
+    "llama3": ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]),
+    "deepseekv3": ("<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
+}
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # the smallest template with tags
+UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+TURNS = [
+    ("system", "Be brief."),
+    ("user", "One?"),
+    ("assistant", "Uno."),
+    ("user", "Two?"),
+    ("assistant", "Due, ok."),
+]
+
+
+def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def write(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) -> Path:
+    """Saves a tokenizer of bytes with the special tokens of a family, and its published chat template or another."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    eos, others = SPECIAL[family]
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=eos, bos_token=others[0], extra_special_tokens=others
+    )
+    made.chat_template = template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    made.save_pretrained(folder)
+    return folder

@@ -1,0 +1,247 @@
+"""Conversations: every usual shape is read, and what is trained on is what the template marks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainer_dev.data import DataModule
+
+from dist_template.errors import InputError
+from dist_template.model.kernels import BOUNDS
+from dist_template.text.chat import Chat
+from dist_template.text.rows import NOT_COUNTED
+from dist_template.text.tokenizers import Pretrained
+from tests.support import chats
+from tests.support.chats import TURNS, messages, write
+from tests.support.runs import quiet
+
+FROM = {"system": "system", "user": "human", "assistant": "gpt"}
+
+
+def read(source: Chat) -> list[Any]:
+    return [json.loads(text) for _, text in source.documents()]
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def test_all_shapes_give_the_same_conversation(tmp_path: Path) -> None:
+    expected = [{"messages": messages(*TURNS)}]
+    turns = [{"from": FROM[role], "value": content} for role, content in TURNS]
+    shapes = {
+        "messages": {"messages": messages(*TURNS), "prompt": "another shape's key", "id": 3},
+        "conversations": {"conversations": turns},
+        "system": {"system": "Be brief.", "conversations": turns[1:]},
+        "prompt": {"prompt": messages(*TURNS[:-1]), "completion": messages(TURNS[-1])},
+    }
+    for name, record in shapes.items():
+        assert read(Chat([str(write(tmp_path / f"{name}.jsonl", [record]))])) == expected, name
+    pair = write(tmp_path / "pair.jsonl", [{"prompt": "One?", "completion": "Uno."}])
+    assert read(Chat([str(pair)])) == [{"messages": messages(*TURNS[1:3])}]
+
+
+def test_arrays_compressed_files_parquet_and_hub_folders_are_read(tmp_path: Path, monkeypatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    from datasets import config
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    records = [{"messages": messages(*TURNS)}, {"messages": messages(*TURNS[1:3])}]
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set" / "train.jsonl", records)
+    for paths in (["a.json"], ["a.jsonl.gz"], ["a.parquet"]):
+        assert read(Chat([str(tmp_path / path) for path in paths])) == records, paths
+    assert read(Chat(name=str(tmp_path / "set"))) == records
+
+
+def test_tools_and_their_calls_are_kept(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    turns = [*messages(("user", "?")), call, *messages(("tool", "7"), ("assistant", "It is 7."))]
+    path = write(tmp_path / "a.jsonl", [{"messages": turns, "tools": '[{"name": "f"}]'}])
+    (found,) = read(Chat([str(path)]))
+    assert found["tools"] == [{"name": "f"}]
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert found["messages"][1]["tool_calls"] == call["tool_calls"]
+
+
+GOOD = {"messages": messages(*TURNS)}
+BAD = {
+    "no assistant": ({"messages": messages(("user", "One?"))}, "no assistant turn"),
+    "alternation": ({"messages": messages(*TURNS[1:3], ("assistant", "x"))}, "assistant after assistant"),
+    "first": ({"messages": messages(*TURNS[2:])}, "assistant after nothing"),
+    "role": ({"messages": messages(("wizard", "x"))}, "role 'wizard': give one of system"),
+    "content": ({"messages": [{"role": "user", "content": 3}]}, "content is no text"),
+    "mixed": ({"prompt": "a", "completion": "b"}, "prompt and completion, and .*bad.jsonl:1 has messages"),
+    "keys": ({"text": "a"}, "only text: give messages"),
+    "tools": ({**GOOD, "tools": "{"}, "tools that are not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_record_is_one_sentence_with_file_and_line(case: str, tmp_path: Path) -> None:
+    record, sentence = BAD[case]
+    path = write(tmp_path / "bad.jsonl", [GOOD, record])
+    with pytest.raises(InputError, match=sentence) as caught:
+        read(Chat([str(path)]))
+    assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_empty_file_and_a_source_without_files_are_refused(tmp_path: Path) -> None:
+    good, empty = write(tmp_path / "a.jsonl", [GOOD]), write(tmp_path / "b.jsonl", [])
+    with pytest.raises(InputError, match="b.jsonl of data.source is empty"):
+        read(Chat([str(good), str(empty)]))
+    with pytest.raises(InputError, match="either paths, of files, or name"):
+        Chat()
+
+
+# ---- encoding ------------------------------------------------------------------------------------
+
+
+def prepared(tmp_path: Path, source: Chat, family: str = "qwen3", template: str | None = None) -> DataModule:
+    folder = chats.tokenizer(tmp_path / family, family, template)
+    options = {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(tmp_path / "cache")}
+    data = DataModule(source, Pretrained(str(folder)), 256, 1, 1, **options)
+    data.prepare(report=quiet)
+    return data
+
+
+def counted_text(data: DataModule) -> list[str]:
+    """The runs of tokens that count, decoded."""
+    tokens, counted = data.corpus.tokens("train"), data.corpus.counted("train")
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], counted, [0]))))
+    return [data.text_tokenizer.decode(tokens[a:b]) for a, b in edges.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "answers"),
+    [
+        ("qwen3", ["<think>\n\n</think>\n\nUno.<|im_end|>\n", "<think>\n\n</think>\n\nDue, ok.<|im_end|>\n"]),
+        ("llama3", ["Uno.<|eot_id|>", "Due, ok.<|eot_id|>"]),
+        ("deepseekv3", [f"<｜Assistant｜>{t}<｜end▁of▁sentence｜>" for t in ("Uno.", "Due, ok.")]),
+    ],
+)
+def test_the_families_templates_train_on_the_answers(family: str, answers: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [GOOD])
+    data = prepared(tmp_path, Chat([str(path)]), family)
+    assert counted_text(data) == answers
+    original = (chats.TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    assert data.text_tokenizer.chat_template == original, "what is saved and exported serves"
+
+
+def test_what_counts_is_all_answers_the_last_or_everything(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [GOOD])
+    template = tmp_path / "own.jinja"
+    template.write_text(chats.TAGGED)
+    assert counted_text(prepared(tmp_path, Chat([str(path)], template=str(template)))) == [
+        "Uno.<|im_end|>",
+        "Due, ok.<|im_end|>",
+    ]
+    assert counted_text(prepared(tmp_path, Chat([str(path)], template=str(template), train_on="last"))) == [
+        "Due, ok.<|im_end|>"
+    ]
+    (whole,) = counted_text(prepared(tmp_path, Chat([str(path)], train_on="all"), template=chats.UNTAGGED))
+    assert whole.startswith("<|im_start|>system\nBe brief.") and whole.endswith("Due, ok.<|im_end|>\n")
+
+
+def refused(tmp_path: Path, **options: Any) -> str:
+    template = options.pop("tokenizers", None)
+    path = write(tmp_path / "a.jsonl", options.pop("records", [GOOD]))
+    with pytest.raises(InputError) as caught:
+        prepared(tmp_path, Chat([str(path)], **options), template=template)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(chats.UNTAGGED)
+    assert f"{str(own)!r} has no {{% generation %}} tags" in refused(tmp_path, template=str(own))
+    assert "trl does not know its family" in refused(tmp_path, tokenizers=chats.UNTAGGED)
+    assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
+
+
+def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(chats.TAGGED.replace("m.role == 'assistant'", "m.content == 'Uno.'"))
+    records = [GOOD, {"messages": messages(("user", "a"), ("assistant", "b"))}]
+    message = refused(tmp_path, template=str(own), records=records)
+    assert message.startswith(f"{own} marks no token of {tmp_path}/a.jsonl:2 as the assistant's")
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(chats.TAGGED + "{% if messages[0].content == 'a' %}{{ raise_exception('No a!') }}{% endif %}")
+    records = [GOOD, {"messages": messages(("user", "a"), ("assistant", "b"))}]
+    message = refused(tmp_path, template=str(own), records=records)
+    assert "a.jsonl:2 of data.source cannot be rendered" in message and "No a!" in message
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def many(tmp_path: Path, number: int = 40) -> Path:
+    rng = np.random.default_rng(0)
+    records = [
+        {"messages": messages(("user", f"{i}?"), ("assistant", "ab" * int(rng.integers(1, 60))))} for i in range(number)
+    ]
+    return write(tmp_path / "many.jsonl", records)
+
+
+def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path: Path) -> None:
+    data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
+    rows = data._rows("train")
+    batch = rows.__getitems__(list(range(len(rows))))
+    tokens, counted, starts = (
+        data.corpus.tokens("train"),
+        data.corpus.counted("train"),
+        data.corpus.starts("train"),
+    )
+    documents = {
+        tuple(tokens[a : b - 1].tolist()): counted[a + 1 : b].copy() for a, b in zip(starts, starts[1:], strict=False)
+    }
+    inputs, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+    bounds = batch[BOUNDS].tolist()
+    found = 0
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        assert batch["position_ids"].flatten()[start:end].tolist() == list(range(end - start))
+        mask = documents.get(tuple(inputs[start:end].tolist()))
+        if mask is None:
+            assert (labels[start:end] == NOT_COUNTED).all(), "it is padding, at a row's end"
+            assert end % 256 == 0
+            continue
+        found += 1
+        assert ((labels[start:end] != NOT_COUNTED).numpy() == mask).all()
+        assert (labels[start : end - 1][mask[:-1]] == inputs[start + 1 : end][mask[:-1]]).all()
+    assert found == len(documents) == 40
+    squares = [
+        (np.diff(bounds[bounds.index(row * 256) : bounds.index((row + 1) * 256) + 1]) ** 2).sum() for row in (0, 1)
+    ]
+    assert np.ptp((rows.work([0, 1], attention=True) - 256) / squares) < 1e-12, "attention's work grows with the square"
+    assert rows.work([0, 1], attention=False).tolist() == [256, 256]
+
+
+def test_a_conversation_longer_than_a_row_is_cut_or_dropped_and_counted(tmp_path: Path) -> None:
+    records = [GOOD] * 3
+    records += [{"messages": messages(("user", "a"), ("assistant", "b" * 400))}]  # its answer is cut
+    records += [{"messages": messages(("user", "a" * 400), ("assistant", "b"))}]  # nothing of its answer is left
+    data = prepared(tmp_path, Chat([str(write(tmp_path / "a.jsonl", records))]), template=chats.TAGGED)
+    lines: list[str] = []
+    data.prepare(report=lines.append)
+    packing = data._rows("train").packing
+    assert (packing.num_cut, packing.num_dropped, len(packing.documents)) == (1, 1, 4)
+    assert "longer than a row: 1 documents are cut to their beginning, 1 without an answer" in "\n".join(lines)
+
+
+def test_evaluation_reads_each_conversation_once(tmp_path: Path) -> None:
+    data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
+    data.micro_batch_size = 3
+    labels = np.concatenate([batch["labels"].numpy() for batch in data._eval_loader("train")])
+    assert (labels != NOT_COUNTED).sum() == data.corpus.counted("train").sum()
