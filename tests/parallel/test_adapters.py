@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ CASES = tiers(
 )
 
 
-def trained(train: Trainings, kind: str, strategy: str, *more: str) -> RunRecord:
+def trained(train: Trainings, kind: str, strategy: str, *more: str, **options: Any) -> RunRecord:
     keys = flags(TARGETS[kind], *more)
-    return train(MODEL[kind], strategy, SHORT, "--model.optim.warmup=2", *keys, prelude=with_random_b)
+    return train(MODEL[kind], strategy, SHORT, "--model.optim.warmup=2", *keys, prelude=with_random_b, **options)
 
 
 @pytest.mark.slow
@@ -33,6 +34,29 @@ def test_adapters_train_to_the_numbers_of_one_process(train: Trainings, kind: st
     for name, tensor in one.start.items():
         changes = not tensor.equal(one.end[name])
         assert changes == (".lora_" in name or "e_score_correction_bias" in name), name
+
+
+QLORA = ["ddp", "fsdp2", "hsdp", "fsdp2_ep", "zero2", "zero3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(QLORA, daily=["fsdp2", "zero3"]))
+def test_four_bit_weights_train_to_the_numbers_of_one_process(train: Trainings, strategy: str, tmp_path: Path) -> None:
+    """And where they are sharded by the bytes of each rank: by FSDP2 and ZeRO-3."""
+    kind, (one_bytes, many_bytes) = (
+        "attention" if "ep" in strategy else "llama",
+        map(LocalBytes, (tmp_path / "1", tmp_path / "n")),
+    )
+    one = trained(train, kind, "one", "quantize=nf4", callbacks=[one_bytes])
+    many = trained(train, kind, strategy, "quantize=nf4", callbacks=[many_bytes])
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert one.loss != trained(train, kind, "one").loss
+    (full,), ranks = one_bytes.read(), many_bytes.read()
+    packed = [name for name in full if name.endswith("proj.base_layer.weight")]
+    assert packed
+    shards = {"ddp": 1, "zero2": 1}.get(strategy, 2)
+    for rank in ranks:
+        assert {name: rank[name] * shards for name in packed} == {name: full[name] for name in packed}
 
 
 @pytest.mark.slow

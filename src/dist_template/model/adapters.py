@@ -44,6 +44,8 @@ class AdapterConfig:
             parallelism and not for experts.
         trainable: Names of modules that are trained in full besides, such as [embed_tokens,
             lm_head, norm].
+        quantize: nf4 stores the frozen linear layers, but for the output layer and stacked experts,
+            in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off.
     """
 
     targets: list[str] | Literal["all-linear"] = ALL_LINEAR
@@ -53,6 +55,7 @@ class AdapterConfig:
     rslora: bool = False
     dora: bool = False
     trainable: list[str] = field(default_factory=list)
+    quantize: Literal["nf4"] | None = None
 
 
 def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:

@@ -19,6 +19,7 @@ from .balance import BalanceConfig, Balancer
 from .kernels import cast_experts
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule
+from .quantize import quantize
 
 
 class TrainingModule(L.LightningModule):
@@ -84,6 +85,8 @@ class TrainingModule(L.LightningModule):
         model = add_adapters(model, self.adapter)
         name = getattr(self, "pretrained", None) or type(model).__name__
         self.frozen_base = describe(model, name)
+        if self.adapter.quantize:
+            quantize(model)
         return model
 
     # ---- metrics ---------------------------------------------------------------------------------

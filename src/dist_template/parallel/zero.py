@@ -235,7 +235,8 @@ class ZeroStrategy(DeepSpeedStrategy):
                 dist.broadcast(as_bytes, src=0)
             if self.zero_stage_3 and own:
                 for parameter in own if half else ():  # the engine casts only unpartitioned ones
-                    parameter.data = parameter.data.to(half)
+                    if parameter.is_floating_point():
+                        parameter.data = parameter.data.to(half)
                 options = {"config_dict_or_path": self.config, "param_swapper": swapper}
                 init = deepspeed.zero.Init(module=module, **options)  # broadcasts and partitions
                 swapper = init.param_swapper

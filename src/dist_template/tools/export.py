@@ -25,7 +25,7 @@ from ..cli.fit import WithoutTrainer
 from ..cli.run import check_checkpoint, newest_checkpoint
 from ..errors import InputError, reason
 from ..project import Project
-from .export_adapter import merged, write_adapter
+from .export_adapter import merged, quantized, write_adapter
 from .export_logits import largest_difference, logits, probe
 
 
@@ -53,6 +53,7 @@ def main(argv: list[str], project: Project) -> None:
             model = merged(model, build)
         else:
             base = getattr(cli.model, "pretrained", None)
+            build = partial(quantized, build) if cli.model.adapter.quantize else build
             write = partial(write_adapter, build=build, base=base)
     with written_at_once(output) as folder:
         proof = write(model, dtype=getattr(torch, settings.dtype), folder=folder)

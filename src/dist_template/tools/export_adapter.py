@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..model.quantize import dequantize, quantize
 from .export_logits import largest_difference, logits, probe
 
 MOST = 1e-5  # of the largest logit: adding two products and adding their sum round differently
@@ -24,6 +25,7 @@ def merged(model: Any, build: Callable[[], nn.Module]) -> nn.Module:
     """
     tokens = probe(model)
     trained = logits(model, tokens)
+    dequantize(model)
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             layer.merge()
@@ -36,6 +38,13 @@ def merged(model: Any, build: Callable[[], nn.Module]) -> nn.Module:
     plain.load_state_dict(state)
     _agree(logits(plain, tokens), trained, "the merged weights")
     return plain
+
+
+def quantized(build: Callable[[], nn.Module]) -> nn.Module:
+    """Returns the model of `build`, frozen and in 4 bits."""
+    model = build().requires_grad_(False)
+    quantize(model)
+    return model
 
 
 def write_adapter(

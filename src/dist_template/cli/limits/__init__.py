@@ -6,6 +6,7 @@ function of plain values, so that a laptop can check the configuration of eight 
 The libraries refuse most of this too, but on every rank, in the middle of a start, and without the
 name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
+    adapters.py   names of targets, quantization
     machine.py    what is known before the start
     mesh.py       sizes, plans, heads, experts, Adafactor
     options.py    keys and callbacks that are replaced
@@ -21,7 +22,7 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, training, values, zero
+from . import adapters, mesh, options, training, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "violations"]
@@ -47,6 +48,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     values.intervals,
     training.architecture_keys,
     training.architecture,
+    adapters.adapter,
 )
 
 

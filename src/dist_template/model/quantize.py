@@ -1,0 +1,106 @@
+"""QLoRA: frozen linear layers in 4 bits (NF4 with double quantization, arXiv:2305.14314).
+
+bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the
+meta device, in a broadcast and in a shard. Here packed weights and scales are tensors of the
+module, bytes that every strategy broadcasts and shards like any other frozen parameter: rank 0
+reads the folder once and quantizes, and the other ranks receive 4-bit weights. bitsandbytes
+quantizes and multiplies.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import require
+
+BLOCK, NESTED = 64, 256  # weights that share a scale; scales that share a second scale
+
+
+class Linear4bit(nn.Linear):
+    """A frozen linear layer, quantized from `linear`; of the same shape on the meta device."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.bias = linear.bias
+        weight, num = linear.weight, linear.weight.numel()
+        if weight.is_meta:
+            blocks = -(-num // BLOCK)
+            packed = weight.new_empty((num + 1) // 2, 1, dtype=torch.uint8)
+            scales = weight.new_empty(blocks, dtype=torch.uint8)
+            nested, offset = weight.new_empty(-(-blocks // NESTED)), weight.new_empty(())
+        else:
+            from bitsandbytes.functional import quantize_4bit
+
+            packed, state = quantize_4bit(
+                weight.detach(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+            )
+            found: Any = state
+            scales, nested, offset = found.absmax, found.state2.absmax, found.offset
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.register_buffer("nested", nested, persistent=False)
+        self.register_buffer("offset", offset.reshape(1), persistent=False)
+
+    def _state(self) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        code, nested_code = _codes(self.nested.device)
+        nested = QuantState(
+            self.nested, blocksize=NESTED, code=nested_code, dtype=self.nested.dtype
+        )
+        shape = torch.Size((self.out_features, self.in_features))
+        return QuantState(
+            self.scales, shape, code, BLOCK, "nf4", self.nested.dtype, self.offset, nested
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        from bitsandbytes import matmul_4bit
+
+        return matmul_4bit(input, self.weight.t(), self._state(), bias=self.bias)
+
+    def dequantized(self) -> nn.Linear:
+        """Returns the layer that computes the same with an unpacked weight."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(dequantize_4bit(self.weight, self._state()), False)
+        linear.bias = self.bias
+        return linear
+
+
+@cache
+def _codes(device: torch.device) -> tuple[Tensor, Tensor]:
+    from bitsandbytes.functional import create_dynamic_map, get_4bit_type
+
+    return get_4bit_type("nf4", device), create_dynamic_map().to(device)
+
+
+def quantize(model: Any) -> None:
+    """Replaces the frozen linear layers of `model`, but for the output layer, as bitsandbytes does.
+
+    Raises:
+        InputError: bitsandbytes is not installed.
+    """
+    require("bitsandbytes", "model.adapter.quantize")
+    head = model.get_output_embeddings()
+    _replace(
+        model,
+        lambda m: type(m) is nn.Linear and m is not head and not m.weight.requires_grad,
+        Linear4bit,
+    )
+
+
+def dequantize(model: nn.Module) -> None:
+    """Replaces 4-bit layers by linear layers with the same values."""
+    _replace(model, lambda m: isinstance(m, Linear4bit), Linear4bit.dequantized)
+
+
+def _replace(model: nn.Module, chosen: Any, make: Any) -> None:
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if chosen(child):
+                setattr(parent, name, make(child))

@@ -1,0 +1,122 @@
+"""Adapters of a model: which layers get one, what is refused, and the 4-bit layers."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from dist_template.errors import InputError
+from dist_template.model.adapters import AdapterConfig, add_adapters
+from dist_template.model.optim import OptimConfig, build_optimizer
+from dist_template.model.quantize import dequantize, quantize
+from tests.support.parity import MODELS
+from tests.support.runs import run
+
+LLAMA = "{model_type: llama, hidden_size: 128, intermediate_size: 192, num_hidden_layers: 1, num_attention_heads: 2}"
+
+
+def built(architecture: str = LLAMA) -> Any:
+    torch.manual_seed(0)
+    fields = yaml.safe_load(architecture)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields, vocab_size=257, max_position_embeddings=64))
+
+
+def trainable(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_all_linear_means_every_projection_and_the_experts() -> None:
+    names = trainable(add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in names}
+    attention = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert adapted == attention | {"experts", "base_layer"}  # the wrappers of the two stacked parameters
+
+
+def test_the_optimizer_gets_what_is_trained() -> None:
+    config = AdapterConfig(targets=["layers.0.self_attn.q_proj"], trainable=["norm", "lm_head"])
+    model = add_adapters(built(), config)
+    path = "model.layers.0.self_attn.q_proj.lora"
+    expected = {f"{path}_A.default.weight", f"{path}_B.default.weight", "model.norm.weight", "lm_head.weight"}
+    assert trainable(model) == expected
+    optimizer = build_optimizer(model, OptimConfig())
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(expected)
+
+
+def test_a_skeleton_has_the_tensors_of_the_model() -> None:
+    """The other ranks build on the meta device, with 4-bit layers too."""
+    config, kinds = AdapterConfig(), []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = add_adapters(built(), config)
+            quantize(model)
+        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        kinds.append({name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()})
+    assert kinds[0] == kinds[1]
+
+
+def test_four_bit_layers_have_the_values_that_transformers_gives_them(tmp_path: Path) -> None:
+    """So that an exported adapter finds the base on which it was trained."""
+    model = built()
+    model.save_pretrained(tmp_path)
+    settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **settings)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    tokens = torch.arange(60).view(2, 30)
+    full = model(tokens).logits
+    model.requires_grad_(False)
+    quantize(model)
+    embedded = model.get_input_embeddings()(tokens).requires_grad_()  # in evaluation theirs computes in bfloat16
+    logits = model(inputs_embeds=embedded).logits
+    assert torch.equal(logits, theirs.train()(inputs_embeds=embedded).logits)
+    assert 0.01 < (logits - full).abs().max() < 1
+    packed = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "proj" in n)
+    assert packed == pytest.approx((0.5 + 1 / 64) * (4 * 128**2 + 3 * 128 * 192))
+    dequantize(model)
+    assert torch.equal(model(inputs_embeds=embedded).logits, logits)
+
+
+REFUSED = {
+    "no such layer": ("targets=[q_prj]", "targets has 'q_prj', .* the nearest names: q_proj"),
+    "the output layer": ("targets=[lm_head]", "targets has 'lm_head', which"),
+    "no target": ("targets=[]", "targets is empty"),
+    "no such module": ("trainable=[nrm]", "trainable has 'nrm', .* the nearest names: norm"),
+    "no rank": ("rank=0", "model.adapter.rank is 0; give 1 or more"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_is_one_sentence_before_the_start(
+    case: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key, sentence = REFUSED[case]
+    assert run("fit", *flags, f"--model.adapter.{key}") == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1, error
+    assert re.search(sentence, error), error
+    assert not (tmp_path / "runs" / "default").exists()
+
+
+def test_dropout_of_experts_and_another_kind_of_model_are_refused() -> None:
+    with pytest.raises(InputError, match="model.adapter: .*lora_dropout"):
+        add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig(dropout=0.1))
+    with pytest.raises(InputError, match="needs a model of transformers, and Linear is none"):
+        add_adapters(nn.Linear(2, 2), AdapterConfig())
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, act in (("peft", lambda: add_adapters(built(), AdapterConfig())), ("bitsandbytes", quantize_all)):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(InputError, match=rf"needs the package {package}: pip install 'dist-template\[adapters\]'"):
+            act()
+
+
+def quantize_all() -> None:
+    quantize(built().requires_grad_(False))
