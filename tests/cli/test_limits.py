@@ -14,8 +14,6 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
 from dist_template.cli.limits import Machine, violations
-from dist_template.cli.limits.machine import NOT_READ_YET
-from dist_template.model.adapters import AdapterConfig
 from dist_template.model.optim import OptimConfig
 from dist_template.parallel.blocks import BlockConfig
 from dist_template.parallel.mesh import MeshStrategy
@@ -51,19 +49,9 @@ def plateau(**given: Any) -> dict[str, Any]:
     return {"module": LanguageModule(optim=OptimConfig(schedule="reduce_on_plateau")), **given}
 
 
-def adapter(**options: Any) -> dict[str, Any]:
-    return {"module": LanguageModule(adapter=AdapterConfig(**options)), "config": NOT_READ_YET}
-
-
 FAST_FP64 = Machine("cuda", 8, precision="64-true")
 IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     "sizes that do not make the processes": (mesh(fsdp_size=3), "fsdp_size 3 .* does not make 8"),
-    "4-bit weights in tensor parallelism": (
-        {**mesh(tp_size=2), **adapter(quantize="nf4")},
-        r"model.adapter.quantize does not work with tensor parallelism: .*tp_size 2 to 1",
-    ),
-    "DoRA in tensor parallelism": ({**mesh(tp_size=2), **adapter(dora=True)}, "model.adapter.dora does not work"),
-    "DoRA in 4 bits": (adapter(dora=True, quantize="nf4"), "model.adapter.dora needs unpacked weights"),
     "sizes that cannot": (mesh(tp_size=3), "tp_size 3 does not make 8"),
     "two sizes left open": (mesh(dp_replicate_size="auto"), "only one size can be auto"),
     "no process at all": (mesh(fsdp_size=-4, tp_size=-2), "fsdp_size -4 .* 1 or more"),

@@ -11,12 +11,16 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from trainer_dev.data import DataModule
+from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from dist_template.cli.limits import Machine, violations
 from dist_template.errors import InputError
 from dist_template.model.adapters import AdapterConfig, add_adapters
 from dist_template.model.optim import OptimConfig, build_optimizer
 from dist_template.model.quantize import dequantize, quantize
+from dist_template.parallel.mesh import MeshStrategy
 from tests.support.parity import MODELS
 from tests.support.runs import run
 
@@ -102,6 +106,23 @@ def test_a_mistake_is_one_sentence_before_the_start(
     assert error.count("\n") == 1, error
     assert re.search(sentence, error), error
     assert not (tmp_path / "runs" / "default").exists()
+
+
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "quantize does not work with tensor parallelism: .*tp_size 2 to 1": {"quantize": "nf4"},
+    "dora does not work with tensor parallelism": {"dora": True},
+    "dora needs unpacked weights": {"dora": True, "quantize": "nf4"},
+}
+
+
+@pytest.mark.parametrize("sentence", IMPOSSIBLE)
+def test_what_a_strategy_cannot_do_is_refused(sentence: str) -> None:
+    settings = IMPOSSIBLE[sentence]
+    strategy = MeshStrategy(tp_size=1 if len(settings) > 1 else 2)
+    module = LanguageModule(adapter=AdapterConfig(**settings))
+    trainer: dict[str, Any] = {"strategy": strategy, "max_steps": 1000}
+    (found,) = violations(Machine("cuda", 8), trainer, module, DataModule(), trains=False)
+    assert re.search(sentence, found), found
 
 
 def test_dropout_of_experts_and_another_kind_of_model_are_refused() -> None:
