@@ -57,10 +57,9 @@ def test_a_row_costs_its_tokens_and_the_squares_of_its_documents() -> None:
     tokens = np.array([[5] * 8, [5, 5, 5, 0] + [5] * 4, [0] + [5] * 7]).ravel()
     rows = PackedRows(np.append(tokens, 5), 8, 0)
     squares = np.array([64, 32, 50])
-    assert rows.work([2, 0, 1], attention=True) == pytest.approx(8 + squares[[2, 0, 1]] / ATTENTION_TOKENS)
-    assert rows.work([0, 1], attention=False).tolist() == [8, 8]
+    assert rows.work([2, 0, 1]) == pytest.approx(8 + squares[[2, 0, 1]] / ATTENTION_TOKENS)
     across = PackedRows(rows.tokens, 8, 0, cross_document_attention=True)
-    assert across.work([0, 1], attention=True).tolist() == [8, 8]
+    assert across.work([0, 1]).tolist() == [8, 8]
 
 
 @pytest.mark.slow
@@ -68,7 +67,7 @@ def test_a_row_costs_its_tokens_and_the_squares_of_its_documents() -> None:
 def test_balanced_and_uneven_ranks_train_to_the_numbers_of_one_process(train: Trainings, strategy: str) -> None:
     """Rank 0 gets three rows of each micro-batch, rank 1 one; labels are masked unevenly."""
     model = "deepseek_v3" if strategy.endswith("ep") else "llama"
-    flags = ["--data.balance=attention", "--data.rank_speeds=[3, 1]", SHORT]
+    flags = ["--data.balance=true", "--data.rank_speeds=[3, 1]", SHORT]
     one, even = train(model, "one", SHORT), train(model, strategy, *flags)
     assert even.loss == pytest.approx(one.loss, rel=1e-5)
     assert even.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)

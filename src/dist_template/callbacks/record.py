@@ -28,6 +28,7 @@ from ..observe.loggers.tensorboard import TensorBoard
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
 from ..text.data_stats import data_statistics
+from ..text.quality import stored
 
 
 class Record(Callback):
@@ -119,7 +120,7 @@ def _data(data: Any) -> dict[str, Any]:
     corpus = getattr(data, "corpus", None)
     for split in ("train", "validation", "test"):
         facts[f"{split}_tokens"] = corpus and corpus.num_tokens(split)
-    return facts | (data_statistics(data) if corpus else {})
+    return facts | (data_statistics(data) | {"quality": stored(corpus)} if corpus else {})
 
 
 def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:

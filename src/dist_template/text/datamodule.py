@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -64,9 +63,9 @@ class PackedText(PreparedText, L.LightningDataModule):
         cross_document_attention: Let tokens attend to earlier documents in their row, as some
             kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
-        balance: Assign the rows of each global batch so that all ranks get equal work: equally many
-            tokens (tokens), or tokens plus attention's work, which grows with the square of a
-            document's length (attention). null: in their order. The rows of a step do not change.
+        balance: Assign the rows of each global batch so that all ranks get equal work: rows have
+            equally many tokens, and attention's work grows with the squares of documents' lengths.
+            The rows of a step do not change.
         rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
             gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, to see that the model learns
@@ -92,7 +91,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         repeat_first_batch: bool = False,
         seed: int = 0,
         prompts: list[str] = ["def", "import", "class"],  # noqa: B006
-        balance: Literal["tokens", "attention"] | None = None,
+        balance: bool = False,
         rank_speeds: list[float] | None = None,
     ) -> None:
         super().__init__()
@@ -160,7 +159,7 @@ class PackedText(PreparedText, L.LightningDataModule):
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
             repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
-            costs=self.balance and partial(rows.work, attention=self.balance == "attention"),
+            costs=rows.work if self.balance else None,
             speeds=self.rank_speeds,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)

@@ -154,10 +154,10 @@ class WholeRows(Dataset):
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: starts}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
-    def work(self, rows: list[int], attention: bool) -> np.ndarray:
+    def work(self, rows: list[int]) -> np.ndarray:
         """Returns (rows,) the work for each row, as PackedRows does."""
         work = np.full(len(rows), float(self.seq_len))
-        if attention and not self.cross_document_attention:
+        if not self.cross_document_attention:
             for index, row in enumerate(rows):
                 sizes = np.array([size for _, size in self.documents_of(row)])
                 padding = self.seq_len - sizes.sum()

@@ -9,6 +9,7 @@ from .build import build_cache
 from .cache import SPLITS, CacheError, Corpus, Recipe, open_cache
 from .limits import check_rows
 from .packing import packing_of
+from .quality import as_table, quality_of
 from .sources import Source
 from .tokenizers import TokenizerSpec
 
@@ -48,6 +49,7 @@ class PreparedText:
         self._corpus = check_rows(self, corpus)
         for split in filter(corpus.is_whole, SPLITS):
             report(packing_of(corpus, split, self.seq_len).describe(split))
+        report(as_table(quality_of(corpus), "Quality of the train split").as_text())
         return self._corpus
 
     @property

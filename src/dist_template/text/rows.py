@@ -65,11 +65,11 @@ class PackedRows(Dataset):
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
 
-    def work(self, rows: list[int], attention: bool) -> np.ndarray:
-        """Returns (rows,) the work for each row, in tokens; with `attention` that of attention too,
-        which grows with the square of each document's length."""
+    def work(self, rows: list[int]) -> np.ndarray:
+        """Returns (rows,) the work for each row, in tokens; attention's grows with the square of
+        each document's length."""
         work = np.full(len(rows), float(self.seq_len))
-        if attention and not self.cross_document_attention:
+        if not self.cross_document_attention:
             last = len(self.tokens) - self.seq_len - 1
             for index, start in enumerate(min(row * self.seq_len, last) for row in rows):
                 ends = self.tokens[start : start + self.seq_len - 1] == self.eos_token_id

@@ -12,6 +12,7 @@ import yaml
 from ...checkpoint import manifest
 from ...records import flatten
 from ...table import Table, shown
+from ...text.quality import as_table
 from ..history import goodput
 from ..history.run import History
 from . import differences
@@ -80,6 +81,7 @@ def of_one(history: History) -> list[Section]:
     """Returns the sections of one run that have content."""
     sections = [
         Section("Where the time went", _goodput([history], ["time"])),
+        Section("Data", _data(history.fact("data.quality"))),
         Section("Crashes", _crashes(history)),
         Section("Incidents", _incidents(history.incidents)),
         Section("Configuration", _configuration(history)),
@@ -153,6 +155,11 @@ def _environment(environment: dict[str, Any]) -> list[Table | Text]:
         title = "Changed files, variables, packages"
         parts.append(Text(title, "\n".join(lines), folded=True))
     return parts
+
+
+def _data(quality: dict[str, Any] | None) -> list[Table | Text]:
+    """Returns what `prepare` measured of the training data."""
+    return [as_table(quality)] if quality else []
 
 
 def _samples(folder: Path) -> list[Table | Text]:
