@@ -10,11 +10,16 @@ import numpy as np
 import pytest
 from trainer_dev.data import DataModule
 
+from dist_template.observe.history.run import History
+from dist_template.observe.report.sections import of_one
 from dist_template.text import quality
 from dist_template.text.cache import Corpus
+from dist_template.text.chat import Chat
 from dist_template.text.quality import as_table, measure, quality_of, similar
 from dist_template.text.sources import Jsonl
-from dist_template.text.tokenizers import Bytes
+from dist_template.text.tokenizers import Bytes, Pretrained
+from tests.support import chats
+from tests.support.chats import TURNS, messages
 
 WORDS = np.array([f"word{number}" for number in range(2000)])
 
@@ -91,3 +96,26 @@ def test_without_datasketch_the_rest_is_reported(tmp_path: Path, monkeypatch: py
     assert measure(corpus)["near_duplicate_share"] is None
     assert "duplicate share" in printed[-1] and "pip install 'dist-template[quality]'" in printed[-1]
     assert as_table(measure(corpus)).note
+
+
+def test_the_masked_share_of_conversations_is_that_of_their_labels(tmp_path: Path) -> None:
+    records = [{"messages": messages(*TURNS[1:3])}] * 3 + [{"messages": messages(*TURNS)}]
+    path, folder = chats.write(tmp_path / "chats.jsonl", records), chats.tokenizer(tmp_path / "tokenizer")
+    data = DataModule(
+        Chat([str(path)]), Pretrained(str(folder)), 256, 1, 1, validation_share=0.0, test_share=0.0,
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    found = measure(data.prepare(report=lambda _: None))
+    assert found["documents"] == 4 and found["duplicate_share"] == 0.5
+    assert found["longest_tokens"] == np.diff(data.corpus.starts("train")).max()
+    assert found["masked_share"] == pytest.approx(1 - data.corpus.counted("train").mean())
+    assert 0.5 < found["masked_share"] < 1
+
+
+def test_the_report_shows_what_prepare_measured() -> None:
+    known = {"duplicate_share": 0.125, "masked_share": None}
+    (section,) = of_one(History(Path("runs/a/b"), facts={"data": {"quality": known}}))
+    assert section.title == "Data" and [vars(part)["rows"] for part in section.parts] == [
+        [["duplicate share", "12.5%"]]
+    ]
+    assert of_one(History(Path("runs/a/b"), facts={"data": {"quality": None}})) == []

@@ -91,7 +91,7 @@ def similar(documents: list[np.ndarray]) -> int:
 
     index = MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, PERMUTATIONS // BANDS))
     empty = MinHash(num_perm=PERMUTATIONS, hashfunc=int)
-    earlier: list[Any] = []
+    earlier: dict[Any, Any] = {}
     found = 0
     for document in documents:
         hashes = np.unique(window_hashes(document, SHINGLE_DOUBLINGS))[:SHINGLES]
@@ -101,7 +101,7 @@ def similar(documents: list[np.ndarray]) -> int:
         sketch.update_batch((hashes % 2**32).tolist())
         found += any(sketch.jaccard(earlier[one]) >= SIMILAR for one in index.query(sketch))
         index.insert(len(earlier), sketch)
-        earlier.append(sketch)
+        earlier[len(earlier)] = sketch
     return found
 
 
