@@ -56,3 +56,40 @@ def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) 
     made.chat_template = template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
     made.save_pretrained(folder)
     return folder
+
+
+SMALL_QWEN3 = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+
+
+def weights(folder: Path, **options: Any) -> Path:
+    """Adds a small Qwen3 model for the tokenizer that `folder` has, as published weights are."""
+    import torch
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    stop = tokenizer.eos_token_id
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), eos_token_id=stop, **(SMALL_QWEN3 | options)))
+    # published weights sample by default, and stop at more than one token
+    model.generation_config = GenerationConfig(do_sample=True, top_k=20, eos_token_id=[stop, 0])
+    model.save_pretrained(folder)
+    return folder
+
+
+def taught(path: Path, number: int = 60) -> Path:
+    """Conversations in which each answer has the same format."""
+    words = ["cat", "dog", "owl", "fox", "hen", "ant", "bee", "elk", "emu", "yak"]
+    records = [
+        {"messages": messages(("user", f"{i}: a {words[i % 10]}?"), ("assistant", "Aye aye, captain."))}
+        for i in range(number)
+    ]
+    return write(path, records)

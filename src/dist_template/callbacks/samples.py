@@ -16,25 +16,37 @@ from .console import only_shows
 class Samples(Callback):
     """Continues the first of `data.prompts` and appends the text to `samples.txt`.
 
-    Every rank generates, because a sharded model needs all ranks; rank 0 writes.
+    Of conversations, it answers some of the validation split, beside their last answers. Every rank
+    generates, because a sharded model needs all ranks; rank 0 writes.
 
     Args:
         folder: The folder of `samples.txt`. null turns samples off.
+        conversations: Number of conversations of the validation split to answer. 0: `data.prompts`.
     """
 
-    def __init__(self, folder: str | None = "{run}") -> None:
+    def __init__(self, folder: str | None = "{run}", conversations: int = 2) -> None:
         self.folder = folder
+        self.conversations = conversations
 
     @only_shows
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
-        prompts = getattr(data, "prompts", [])  # only datamodules of text have some
+        prompts = getattr(data, "prompts", [])[:1]  # only datamodules of text have some
         can_generate = prompts and hasattr(pl_module, "generate")
         if trainer.sanity_checking or not self.folder or not can_generate:
             return
-        prompt, tokenizer = prompts[0], data.text_tokenizer
-        ids = torch.tensor([tokenizer.encode(prompt)], device=pl_module.device)
-        text = tokenizer.decode(pl_module.generate(ids)[0].tolist())
+        decode = data.text_tokenizer.decode
+        encode = getattr(data, "encode_prompt", data.text_tokenizer.encode)
+        held_out = data.held_out(self.conversations) if hasattr(data, "held_out") else []
+        texts = []
+        for ids, reference in held_out or [(encode(prompts[0]), None)]:
+            tokens = pl_module.generate(torch.tensor([ids], device=pl_module.device))[0].tolist()
+            text = decode(tokens)
+            if reference is not None:
+                answer = f"[answer] {decode(tokens[len(ids) :])}"
+                text = f"[prompt] {decode(ids)}\n{answer}\n[reference] {decode(reference)}"
+            texts.append(text.rstrip())
+        text = "\n".join(texts)
         if not trainer.is_global_zero:
             return
         with open(f"{self.folder}/samples.txt", "a", encoding="utf-8") as file:

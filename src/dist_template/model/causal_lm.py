@@ -6,6 +6,7 @@ Weights are read from safetensors files alone: other formats can run code when t
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def causal_lm_config(
         try:
             config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
             _check_files(pretrained)
+            stops = _ids(getattr(config, "eos_token_id", None))
+            if data.eos_token_id not in stops:  # the tokenizer ends documents or answers with it
+                config.eos_token_id = [*stops, data.eos_token_id]
             return set_attention(config, attention)
         except InputError:
             raise
@@ -77,12 +81,31 @@ def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module
     # new rows.
     if not pretrained or torch.get_default_device().type == "meta":
         config.vocab_size = max(config.vocab_size, vocab_size)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = _load_pretrained(pretrained, config)
-    embeddings: Any = model.get_input_embeddings()
-    if embeddings.num_embeddings < vocab_size:
-        model.resize_token_embeddings(vocab_size)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = _load_pretrained(pretrained, config)
+        embeddings: Any = model.get_input_embeddings()
+        if embeddings.num_embeddings < vocab_size:
+            model.resize_token_embeddings(vocab_size)
+    if pretrained:
+        _set_generation(model, pretrained, config)
     return model
+
+
+def _set_generation(model: Any, pretrained: str, config: Any) -> None:
+    """Makes all ranks sample and stop alike: only rank 0 loads it with the weights."""
+    from transformers import GenerationConfig
+
+    with suppress(OSError):  # there is no generation_config.json
+        model.generation_config = GenerationConfig.from_pretrained(pretrained)
+    stops = _ids(model.generation_config.eos_token_id)
+    added = [stop for stop in _ids(getattr(config, "eos_token_id", None)) if stop not in stops]
+    if added:
+        model.generation_config.eos_token_id = [*stops, *added]
+
+
+def _ids(tokens: int | list[int] | None) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else [*tokens]
 
 
 def _check_files(name: str) -> None:

@@ -198,7 +198,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         """One prompt a batch, equal on all ranks: sharded models need all ranks for each token."""
         batches: list[Any] = []
         for prompt in self.prompts:
-            ids = torch.tensor([self.source.encode_prompt(self.text_tokenizer, prompt)])
+            ids = torch.tensor([self.encode_prompt(prompt)])
             batches.append({"input_ids": ids, "prompt": prompt})
         return DataLoader(batches, batch_size=None)  # ty: ignore[invalid-argument-type]
 

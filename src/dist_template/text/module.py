@@ -126,7 +126,7 @@ class TextModule(TrainingModule):
         sampling = (
             {"do_sample": True, "temperature": self.sample_temperature}
             if self.sample_temperature
-            else {}
+            else {"do_sample": False}  # published weights may come with sampling switched on
         )
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .build import build_cache
 from .cache import SPLITS, CacheError, Corpus, Recipe, open_cache
+from .chat_template import last_turn
 from .limits import check_rows
 from .packing import packing_of
 from .quality import as_table, quality_of
@@ -81,6 +82,29 @@ class PreparedText:
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerFast:
         return self.corpus.tokenizer
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Returns the tokens of a prompt; of conversations, with the chat template around it."""
+        return self.source.encode_prompt(self.text_tokenizer, prompt)
+
+    def held_out(self, number: int) -> list[tuple[list[int], list[int]]]:
+        """Returns the tokens of validation conversations up to the last answer, and the answer.
+
+        Those that fill a sequence are skipped. Plain text has none, and where all tokens are
+        trained on, no answer is known.
+        """
+        corpus, found = self.corpus, []
+        if not corpus.is_whole("validation"):
+            return []
+        starts, counted = corpus.starts("validation"), corpus.counted("validation")
+        for start, end in zip(starts, starts[1:], strict=False):
+            tokens = corpus.tokens("validation")[start:end].tolist()
+            answer, answer_end = last_turn(counted[start:end])
+            if len(found) == number:
+                break
+            if 0 < answer < self.seq_len:
+                found.append((tokens[:answer], tokens[answer:answer_end]))
+        return found
 
     def bytes_per_token(self, split: str) -> float | None:
         """Returns the mean over a split, for bits per byte; None: empty, or labels are masked."""

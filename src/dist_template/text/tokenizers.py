@@ -100,10 +100,24 @@ class Pretrained(TokenizerSpec):
 
     Args:
         path: A local folder, or a name on the Hugging Face hub.
+        special_tokens: Further special tokens, such as those of a chat template that a base model
+            does not have. The model's embeddings get rows for them.
+        eos_token: The token that ends a document or an answer. null: the tokenizer's.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        special_tokens: list[str] = [],  # noqa: B006  (nothing changes it)
+        eos_token: str | None = None,
+    ) -> None:
         self.path = path
+        self.special_tokens = special_tokens
+        self.eos_token = eos_token
+
+    def spec(self) -> dict[str, Any]:
+        given = super().spec()  # older caches, whose tokenizers had only a path, stay valid
+        return {k: v for k, v in given.items() if v or k not in ("special_tokens", "eos_token")}
 
     def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
         from transformers import AutoTokenizer
@@ -118,6 +132,16 @@ class Pretrained(TokenizerSpec):
             raise InputError(
                 f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json"
             )
+        if self.special_tokens:
+            extra = {"extra_special_tokens": self.special_tokens}
+            tokenizer.add_special_tokens(extra, replace_extra_special_tokens=False)
+        if self.eos_token:
+            if self.eos_token not in tokenizer.get_vocab():
+                raise InputError(
+                    f"data.tokenizer.eos_token {self.eos_token!r} is no token of {self.path!r}:"
+                    " give one of its vocabulary, or add it to data.tokenizer.special_tokens"
+                )
+            tokenizer.eos_token = self.eos_token
         if tokenizer.eos_token_id is None:
             raise InputError(
                 f"data.tokenizer.path {self.path!r} has no EOS token, which must end each document"
