@@ -58,7 +58,7 @@ def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) 
     return folder
 
 
-SMALL_QWEN3 = {
+SMALL_QWEN3: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,

@@ -12,7 +12,6 @@ from dist_template.tools import export
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, Workers, newest
 from tests.support.strategies import flags_of
-from tests.support.tiers import tiers
 
 ANSWER = "Aye aye, captain."
 COMMON = [

@@ -30,11 +30,8 @@ def _show(corpus: Any) -> None:
     """Prints the first documents as the model reads them, with marks around what is trained on."""
     start, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else (">>>", "<<<")
     print(f"the first of the train split; {start}trained on{end}:")
-    tokens, counted, starts = (
-        corpus.tokens("train"),
-        corpus.counted("train"),
-        corpus.starts("train"),
-    )
+    tokens, counted = corpus.tokens("train"), corpus.counted("train")
+    starts = corpus.starts("train")
     for first, last in list(zip(starts, starts[1:], strict=False))[:SHOWN]:
         edges = np.flatnonzero(np.diff(counted[first:last])) + first + 1
         for a, b in zip([first, *edges], [*edges, last], strict=True):
