@@ -10,10 +10,12 @@ import torch
 
 from dist_template.checkpoint.formats import read_full
 from dist_template.errors import InputError
+from dist_template.model.quantize import quantize
 from dist_template.tools import export
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
 from tests.support.parity import PauseAfter, Trainings
-from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, run
+from tests.support.runs import OURS, SMALL_LLAMA, Workers, newest, only_run, run
+from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 
 STEPS = ["--trainer.max_steps=6", "--model.optim.warmup=2"]
@@ -70,20 +72,24 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(60).view(2, 30)).logits
 
 
-@pytest.mark.parametrize("architecture", [SMALL_LLAMA, "deepseek"], ids=["llama", "deepseek"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek", "llama in 4 bits"])
 def test_an_adapter_folder_and_merged_weights_give_the_trained_logits(
-    quick: list[str], tmp_path: Path, architecture: str
+    quick: list[str], tmp_path: Path, kind: str
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = tmp_path / "base"
     quick = [*quick, "--model.adapter.trainable=[norm]", f"--model.pretrained={base}"]
-    if architecture == "deepseek":
+    if kind == "deepseek":
         quick.append("--model.adapter.targets=[q_a_proj, gate_up_proj, down_proj]")
-    save_base(architecture, base)
+    save_base(kind if kind == "deepseek" else SMALL_LLAMA, base)
+    if in_4_bits := kind.endswith("bits"):
+        quick.append("--model.adapter.quantize=nf4")
     assert run("fit", *quick) == 0
-    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain = AutoModelForCausalLM.from_pretrained(base).requires_grad_(False)
+    if in_4_bits:
+        quantize(plain)
     untrained = logits(plain)
     merged = AutoModelForCausalLM.from_pretrained(exported(quick, tmp_path / "merged", "--adapter=merged"))
     adapted = PeftModel.from_pretrained(plain, str(exported(quick, tmp_path / "peft")))
@@ -120,13 +126,22 @@ def test_another_base_is_refused(quick: list[str], tmp_path: Path, capfd: pytest
         exported([flag for flag in quick if "adapter" not in flag], tmp_path / "out", f"--checkpoint={last}")
 
 
-def test_a_checkpoint_is_below_two_percent_of_the_full_one(quick: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", tiers(["one", "fsdp2", "zero2", "zero3"], daily=["one"]))
+def test_a_checkpoint_is_below_two_percent_of_the_full_one(quick: list[str], tmp_path: Path, strategy: str) -> None:
     """Rank 8 on all linear layers of a block as wide as 1,024."""
     wide = "{model_type: llama, hidden_size: 1024, intermediate_size: 2816, num_hidden_layers: 1,"
     wide += " num_attention_heads: 8, num_key_value_heads: 8}"
     quick = [*quick, f"--model.architecture={wide}", "--model.adapter.targets=all-linear", "--model.adapter.rank=8"]
-    assert run("fit", *quick, "--trainer.max_steps=1") == 0
-    checkpoint = newest(only_run(tmp_path))
+    quick += ["--trainer.max_steps=1"]
+    if strategy == "one":
+        assert run("fit", *quick) == 0
+        checkpoint = newest(only_run(tmp_path))
+    else:
+        assert run("prepare", *quick) == 0
+        with Workers(2) as workers:
+            record = workers.run(["fit", *quick, *flags_of(strategy), "--trainer.devices=2"], tmp_path / "record")
+        checkpoint = newest(record.check().run)
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     parameters = 4 * 1024**2 + 3 * 1024 * 2816 + 2 * 257 * 1024
-    assert size < 0.02 * 12 * parameters  # weights and two moments in fp32
+    full = 12 * parameters  # weights and two moments in fp32
+    assert size < 0.02 * full

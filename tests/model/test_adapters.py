@@ -18,8 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from dist_template.cli.limits import Machine, violations
 from dist_template.errors import InputError
 from dist_template.model.adapters import AdapterConfig, add_adapters
+from dist_template.model.flops import Size
 from dist_template.model.optim import OptimConfig, build_optimizer
-from dist_template.model.quantize import dequantize, quantize
+from dist_template.model.quantize import Linear4bit, dequantize, quantize
 from dist_template.parallel.mesh import MeshStrategy
 from tests.support.parity import MODELS
 from tests.support.runs import run
@@ -52,6 +53,23 @@ def test_the_optimizer_gets_what_is_trained() -> None:
     assert trainable(model) == expected
     optimizer = build_optimizer(model, OptimConfig())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(expected)
+
+
+@pytest.mark.parametrize("architecture", [LLAMA, MODELS["deepseek_v3"]], ids=["llama", "deepseek_v3"])
+def test_sizes_and_operations_count_frozen_and_packed_weights(architecture: str) -> None:
+    """Four operations for a frozen weight and six for one of an adapter; experts by their share."""
+    full = Size.of(built(architecture))
+    model = add_adapters(built(architecture), AdapterConfig(rank=4))
+    size = Size.of(model)
+    assert size.total == full.total + size.trainable
+    assert size.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    flops, of_full = size.flops_per_token(0), full.flops_per_token(0)
+    assert flops and of_full and size.active and full.active
+    assert flops == pytest.approx(of_full * 4 / 6 + 6 * (size.active - full.active), rel=1e-3)
+    quantize(model)
+    packed = Size.of(model)
+    assert (packed.total, packed.flops_per_token(0)) == (size.total, flops)
+    assert packed.in_4_bits == sum(2 * m.weight.numel() for m in model.modules() if isinstance(m, Linear4bit))
 
 
 def test_a_skeleton_has_the_tensors_of_the_model() -> None:

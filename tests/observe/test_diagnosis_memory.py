@@ -20,6 +20,7 @@ from dist_template.records import GIB
 from tests.support.histories import nested
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of, settings_of
+from tests.support.tiers import tiers
 
 WIDTH, LAYERS, MLP, VOCAB, HEADS = 256, 4, 512, 257, 4
 ARCHITECTURE = (
@@ -87,6 +88,8 @@ def flat(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [tensor for each in values for tensor in flat(each)]
 
 
+ADAPTERS = ["--model.adapter.rank=8"]
+FOUR_BITS = [*ADAPTERS, "--model.adapter.quantize=nf4"]
 QUICKEST = [("ddp", "32-true"), ("fsdp2", "bf16-mixed"), ("zero2", "bf16-mixed"), ("zero3", "32-true")]
 OTHERS = [
     ("ddp", "bf16-true"), ("fsdp2", "bf16-true"), ("tp", "32-true"), ("zero1", "32-true"), ("zero1", "bf16-mixed"),
@@ -107,12 +110,28 @@ def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
     with Workers(2) as workers:
         record = workers.run(["fit", *flags], tmp_path / "record", callbacks=[State(tmp_path)]).check()
     estimate = Estimate(read_run(record.run))
-    assert estimate.parameters == PARAMETERS
+    adapted = sum(8 * (WIDTH + out) for out in (WIDTH,) * 4 + (MLP,) * 3) * LAYERS
+    adapted *= any(flag.startswith("--model.adapter") for flag in flags)
+    assert estimate.parameters == PARAMETERS + adapted
+    assert estimate.trainable == (adapted or PARAMETERS)
     counted = estimate.state()
     expected = sum(counted[part] for part in ("weights", "gradients", "optimizer state"))
     for rank in range(2):
         measured = json.loads((tmp_path / f"state{rank}.json").read_text())
         assert measured == pytest.approx(expected, rel=0.02), {k: v / PARAMETERS for k, v in counted.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "adapter"),
+    tiers([(s, a) for s in ("ddp", "fsdp2", "zero3") for a in (ADAPTERS, FOUR_BITS)], [("fsdp2", FOUR_BITS)]),
+)
+def test_the_estimate_knows_frozen_and_4_bit_weights(
+    flags: list[str], tmp_path: Path, strategy: str, adapter: list[str]
+) -> None:
+    test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
+        [*flags, *adapter], tmp_path, strategy, "32-true"
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ CASES = tiers(
 
 
 def trained(train: Trainings, kind: str, strategy: str, *more: str, **options: Any) -> RunRecord:
-    keys = flags(TARGETS[kind], *more)
+    keys = [*flags(TARGETS[kind], *more), f"--trainer.precision={options.pop('precision', '32-true')}"]
     return train(MODEL[kind], strategy, SHORT, "--model.optim.warmup=2", *keys, prelude=with_random_b, **options)
 
 
@@ -73,3 +73,31 @@ def test_each_rank_holds_its_share_of_adapted_experts(train: Trainings, strategy
     assert len(experts) == 6  # two stacked parameters, each with A and B
     for rank in many:
         assert {name: rank[name] * len(many) for name in experts} == {name: one[name] for name in experts}
+
+
+VARIANTS = {
+    "recomputed experts": ("experts", "fsdp2_ep", "--model.blocks.checkpointing=full"),
+    "loss in chunks": ("llama", "fsdp2_tp", "--model.loss_chunk=16"),
+    "scaled by the root of the rank": ("attention", "tp", "--model.adapter.rslora=true"),
+    "DoRA": ("llama", "fsdp2", "--model.adapter.dora=true"),
+    "DoRA under ZeRO-3": ("llama", "zero3", "--model.adapter.dora=true"),
+    "embedding and norms too": ("attention", "fsdp2_tp", "--model.adapter.trainable=[embed_tokens, lm_head, norm]"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", tiers(VARIANTS, daily=[]))
+def test_a_variant_trains_to_the_numbers_of_one_process(train: Trainings, variant: str) -> None:
+    kind, strategy, flag = VARIANTS[variant]
+    keys = [SHORT, "--model.optim.warmup=2", *flags(TARGETS[kind]), flag]
+    one, many = (train(MODEL[kind], name, *keys, prelude=with_random_b) for name in ("one", strategy))
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "zero2", "zero3"], daily=[]))
+@pytest.mark.parametrize("quantize", ["null", "nf4"])
+def test_half_precision_changes_little(train: Trainings, strategy: str, quantize: str) -> None:
+    full = trained(train, "llama", "one", f"quantize={quantize}")
+    half = trained(train, "llama", strategy, f"quantize={quantize}", precision="bf16-mixed")
+    assert half.loss == pytest.approx(full.loss, rel=1e-2)

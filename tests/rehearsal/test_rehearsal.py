@@ -63,6 +63,23 @@ def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytes
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.parametrize("quantize", ["null", "nf4"])
+@pytest.mark.parametrize("strategy", ["fsdp2_tp", "zero3"])
+def test_a_fine_tuning_with_adapters_passes(
+    strategy: str, quantize: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    if strategy == "fsdp2_tp" and quantize == "nf4":
+        pytest.skip("tensor parallelism refuses 4-bit weights")
+    files = [f"--config={CONFIGS}/pretrain.yaml", f"--config={CONFIGS}/model/llama.yaml", *flags_of(strategy)]
+    adapter = ["--model.adapter.rank=16", "--model.adapter.dropout=0.05", f"--model.adapter.quantize={quantize}"]
+    code = rehearse(*files, *adapter, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert "weights equal, logits within" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
     """Qwen3's query and key norms, which transformers 5.23 sums again in each micro-batch (parallel/replicated.py)."""
     files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")]

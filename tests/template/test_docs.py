@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from dist_template.model.adapters import AdapterConfig
 from dist_template.observe.diagnosis.engine import RULES
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
@@ -29,6 +30,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
 STRATEGY = {key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters}
+ADAPTER = set(signature(AdapterConfig).parameters)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -124,7 +126,9 @@ def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", FENCE.sub("", text_of(page)))
     for found in {*flags, *named}:
         of_strategy = found.removeprefix("trainer.strategy.").removeprefix("init_args.") in STRATEGY
-        assert found in keys or of_strategy or found.startswith("model.architecture."), f"{name_of(page)} names {found}"
+        of_adapter = found.removeprefix("model.adapter.") in ADAPTER
+        known = found in keys or of_strategy or of_adapter or found.startswith("model.architecture.")
+        assert known, f"{name_of(page)} names {found}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

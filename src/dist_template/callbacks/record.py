@@ -82,7 +82,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     balance = {}
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
-    counts = ("total", "trainable", "active", "embedding")
+    counts = ("total", "trainable", "in_4_bits", "active", "embedding")
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},
         "model": _model(model, size),

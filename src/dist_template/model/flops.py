@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..compat.transformers import wrappers_of_parameters
 from ..layout import full_shape
+from .quantize import Linear4bit
 
 
 class Peak(NamedTuple):
@@ -90,6 +92,7 @@ class Size:
 
     total: int
     trainable: int
+    in_4_bits: int
     active: int | None  # for one token, with embeddings, as in published counts ("37B active")
     embedding: int
     layers: int | None
@@ -109,6 +112,9 @@ class Size:
         config = text_config(model)
         experts = find_experts(model)
         of_experts = {id(p) for module in experts for p in module.parameters(recurse=False)}
+        for module in model.modules():  # of stacked experts
+            if wrappers_of_parameters(module):
+                of_experts |= {id(p) for p in module.parameters() if p.requires_grad}
         chosen, share = getattr(config, "num_experts_per_tok", None), 1.0
         num = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         if experts:
@@ -128,13 +134,18 @@ class Size:
             if not isinstance(m, nn.Embedding)
             for p in m.parameters(recurse=False)
         }
-        total = trainable = embedding = 0
+        packed = {id(m.weight) for m in model.modules() if isinstance(m, Linear4bit)}
+        scales = {id(m.scales) for m in model.modules() if isinstance(m, Linear4bit)}
+        total = trainable = embedding = in_4_bits = 0
         active = multiplied = 0.0
         for parameter in model.parameters():
-            size = full_shape(parameter).numel()
+            size = full_shape(parameter).numel() * (2 if id(parameter) in packed else 1)
+            if id(parameter) in scales:
+                continue
             meets = size * (share if id(parameter) in of_experts else 1.0)
             total += size
             trainable += size * parameter.requires_grad
+            in_4_bits += size * (id(parameter) in packed)
             embedding += size * (id(parameter) in tables)
             active += meets
             if id(parameter) in used:
@@ -142,6 +153,7 @@ class Size:
         return cls(
             total=total,
             trainable=trainable,
+            in_4_bits=in_4_bits,
             active=round(active) if is_known else None,
             embedding=embedding,
             layers=getattr(config, "num_hidden_layers", None),

@@ -37,6 +37,7 @@ from ..weights import gather, is_partitioned_by_zero
 OF_LIGHTNING = set(vars(L.LightningModule())) | set(vars(Callback()))
 NOT_TRAINING = {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
 NOT_TRAINING |= {"allow_zero_length_dataloader_with_multiple_devices"}
+NOT_TRAINING |= {"_external_params"}  # ZeRO-3 notes what else a module reads
 MAX_ITEMS = 1000  # a larger container is data, not state
 
 

@@ -143,6 +143,8 @@ class Runs:
         """
         trained, output = self.strategy, self.folder / "exported"
         flags = [f"--config={trained.folder / 'config.yaml'}", f"--output={output}"]
+        if self.small.config["model"].get("adapter"):
+            flags.append("--adapter=merged")
         self._tool("export", *flags, f"--checkpoint={trained.run / 'checkpoints'}")
         return output
 

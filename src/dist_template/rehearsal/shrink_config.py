@@ -209,6 +209,9 @@ def _shrink_model(small: Small, model_config: Any) -> None:
     if isinstance(model.get("optim"), dict):
         warmup = model["optim"].get("warmup", 0)
         model["optim"] |= {"learning_rate": 3e-3, "warmup": 2 if warmup >= 1 else warmup}
+    if (adapter := model.get("adapter") or {}).get("dropout"):
+        adapter["dropout"] = 0.0
+        small.notes.append("model.adapter.dropout is off: masks differ between ranks")
     if model.get("blocks", {}).get("compile"):
         model["blocks"]["compile"] = False
         small.notes.append("model.blocks.compile is off: it takes minutes on a CPU")

@@ -25,8 +25,14 @@ from ..cli.fit import WithoutTrainer
 from ..cli.run import check_checkpoint, newest_checkpoint
 from ..errors import InputError, reason
 from ..project import Project
-from .export_adapter import merged, quantized, write_adapter
-from .export_logits import largest_difference, logits, probe
+from .export_adapter import (
+    largest_difference,
+    logits,
+    merged,
+    probe,
+    quantized,
+    write_adapter,
+)
 
 
 def main(argv: list[str], project: Project) -> None:

@@ -1,4 +1,4 @@
-"""Exports adapters: as peft's folder, or merged into the weights of their base."""
+"""Exports adapters: as peft's folder, or merged into their base; and compares logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..model.quantize import dequantize, quantize
-from .export_logits import largest_difference, logits, probe
 
 MOST = 1e-5  # of the largest logit: adding two products and adding their sum round differently
 
@@ -96,3 +95,20 @@ def _agree(a: Any, b: Any, what: str) -> None:
         raise InputError(
             f"{what} give logits that differ by up to {difference:.1e} from training's"
         )
+
+
+def probe(model: Any) -> Tensor:
+    """Returns (B, T) random tokens, the same in every call."""
+    shape = (2, min(64, getattr(model.config, "max_position_embeddings", 64)))
+    vocab_size = model.get_input_embeddings().num_embeddings
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    """Returns (B, T, V) logits in float32."""
+    return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()

@@ -26,7 +26,8 @@ def adapter(setup: Setup) -> Iterator[str]:
                 f"model.adapter.{key} does not work with tensor parallelism: unset it, or set"
                 f" {ARGS}.tp_size {size} to 1"
             )
-    if setup.model_config in (NOT_READ_YET, None):
+    is_known = setup.model_config not in (NOT_READ_YET, None)
+    if not (is_known and getattr(setup.data, "is_prepared", True)):
         return
     try:
         with torch.device("meta"):  # without weights

@@ -20,6 +20,7 @@ from ...records import GIB
 from ..history.run import History
 
 LOGIT_BYTES = 12  # per logit in backward: log-probability, its gradient and the logit's, in fp32
+BYTES_IN_4_BITS = 1 / 2 + 1 / 64  # packed, and a scale of 64 weights in 8 bits
 ADAMW_BYTES = 8  # per parameter in fp32: two moments
 LIVE_PARAMETERS = 10**9  # stage3_max_live_parameters of DeepSpeed: what ZeRO-3 gathers at most
 SELECTIVE = 0.5  # share of a block's activations that selective checkpointing keeps
@@ -52,6 +53,7 @@ class Estimate:
         self.loss_chunk = self._key("model.loss_chunk")  # tokens
         self.parameters = self._fact("parameters.total")
         self.trainable = self._fact("parameters.trainable") or self.parameters
+        self.in_4_bits = self._fact("parameters.in_4_bits")
         self.in_blocks = self.parameters - self._fact("parameters.embedding")
         self.layers, self.width = max(self._fact("model.layers"), 1), self._fact("model.width")
         self.vocab_size = self._fact("model.vocab_size")
@@ -62,6 +64,8 @@ class Estimate:
         # ZeRO stores 16-bit weights under -mixed too, besides a sharded fp32 copy.
         is_small = self.is_half and (self.kind == "zero" or self.precision.endswith("true"))
         self.weight_bytes = 2 if is_small else 4
+        full = (self.parameters - self.in_4_bits) * self.weight_bytes
+        self.all_weights = full + self.in_4_bits * BYTES_IN_4_BITS
 
     def _key(self, path: str, default: Any = None) -> Any:
         return self._changes.get(path, self._history.key(path, default))
@@ -105,7 +109,7 @@ class Estimate:
         """Returns weights, gradients, optimizer state and their buffers."""
         w, accumulates = self.weight_bytes, self.rows > self.micro_batch_size
         parts = {
-            "weights": self.parameters * w / self.shards,
+            "weights": self.all_weights / self.shards,
             "gradients": self.trainable * w / self.shards,
             "optimizer state": self.trainable * ADAMW_BYTES * w / 4 / self.shards,
         }
@@ -129,7 +133,7 @@ class Estimate:
         """DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage and precision."""
         w, n, stage = self.weight_bytes, self.ranks, self.stage
         parts = {
-            "weights": self.parameters * w / (n if stage == 3 else 1),
+            "weights": self.all_weights / (n if stage == 3 else 1),
             "gradients": self.trainable * (4 / n if stage > 1 else w),  # shards are fp32
             "optimizer state": self.trainable * (ADAMW_BYTES + 4) / n,
             "communication buffers": self.bucket * w * (1 if stage == 3 else 2),
