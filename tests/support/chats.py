@@ -12,6 +12,7 @@ import trl
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SPECIAL = {  # family -> (EOS, other special tokens)
     "qwen3": ("<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
+    "base": ("<|endoftext|>", ["<|pad|>"]),  # a model that has seen no conversation
     "llama3": ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]),
     "deepseekv3": ("<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
 }
@@ -53,7 +54,8 @@ def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) 
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=eos, bos_token=others[0], extra_special_tokens=others
     )
-    made.chat_template = template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    if family != "base":
+        made.chat_template = template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
     made.save_pretrained(folder)
     return folder
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dist_template.model.causal_lm import causal_lm, causal_lm_config
+from dist_template.rehearsal.record import RunRecord
 from dist_template.tools import export
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, Workers, newest
 from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 ANSWER = "Aye aye, captain."
 COMMON = [
@@ -82,3 +86,49 @@ def trained_logits(record: Any, exported: Any) -> torch.Tensor:
     assert not found.unexpected_keys and set(found.missing_keys) <= {"lm_head.weight"}, "the output layer is tied"
     with torch.no_grad():
         return model(torch.arange(60).view(2, 30)).logits
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Weights without a chat template, and the flags that teach them one with two more special tokens."""
+    folder = tmp_path_factory.mktemp("base")
+    model = chats.weights(chats.tokenizer(folder / "model", "base"))
+    template = folder / "own.jinja"
+    template.write_text(chats.TAGGED)
+    given = flags(model, chats.taught(folder / "chats.jsonl"), f"--data.source.template={template}")
+    given += ['--data.tokenizer.special_tokens=["<|im_start|>", "<|im_end|>"]', "--data.tokenizer.eos_token=<|im_end|>"]
+    given += ["--trainer.max_steps=3", "--trainer.max_epochs=-1", "--model.optim.learning_rate=0.01"]
+    with Workers(1) as workers:
+        workers.run(["prepare", *given], folder / "prepare").check()
+        record = workers.run(["fit", *given, "--trainer.devices=1"], folder / "one").check()
+    return folder, [*given, str(record.folder)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "tp", "zero2", "zero3"], daily=["fsdp2", "tp", "zero3"]))
+def test_embeddings_get_rows_for_new_special_tokens(
+    strategy: str, base: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    folder, given = base
+    one = RunRecord(Path(given[-1]), {0: "done"})
+    more = ["--trainer.devices=2", *flags_of(strategy), f"--run.root={tmp_path}"]
+    with Workers(2) as workers:
+        record = workers.run(["fit", *given[:-1], *more], tmp_path / strategy).check()
+    (name,) = [name for name in one.start if name.endswith("embed_tokens.weight")]
+    assert one.start[name].shape[0] == 256 + 2 + 2, "bytes, the base model's tokens, the two new ones"
+    assert torch.equal(record.start[name], one.start[name]), "the new rows are those of one process"
+    assert record.loss == pytest.approx(one.loss, rel=1e-5)
+    assert (record.end[name][-2:] != one.start[name][-2:]).any(), "they are trained"
+
+
+def test_all_ranks_sample_and_stop_alike(tmp_path: Path) -> None:
+    """Only rank 0 loads weights, and the folder's generation_config.json with them."""
+    folder = str(chats.weights(chats.tokenizer(tmp_path / "model")))
+    data = SimpleNamespace(vocab_size=259, eos_token_id=9, seq_len=64)
+    built = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            built.append(causal_lm(causal_lm_config({}, folder, None, data), folder, data.vocab_size))
+    first, other = (model.generation_config.to_dict() for model in built)
+    assert first == other
+    assert first["top_k"] == 20 and first["eos_token_id"] == [257, 0, 9], "the folder's and the tokenizer's"
