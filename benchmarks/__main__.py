@@ -17,6 +17,7 @@ PARTS = {
     "dist": "two processes against the same strategy written by hand",
     "model": "the loss in chunks, compilation block by block",
     "data": "reading, tokenizing, packing",
+    "chat": "conversations: full rows, packing, training on masked rows",
     "balance": "even work for ranks: the slowest over the mean, time of two processes",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",

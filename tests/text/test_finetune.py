@@ -59,7 +59,7 @@ def test_a_model_learns_the_format_of_conversations_and_is_exported(strategy: st
     assert not [answer for answer in answers(samples, 10) if ANSWER in answer]
     assert all(ANSWER in answer for answer in answers(samples, 40)) and answers(samples, 40)
     shown = (tmp_path / "prepare" / "rank0.log").read_text(encoding="utf-8")
-    assert "<|im_start|>assistant\n>>><think>" in shown and "Aye aye, captain.<|im_end|>\n<<<" in shown
+    assert "<|im_start|>assistant\n[[<think>" in shown and "Aye aye, captain.<|im_end|>\n]]" in shown
 
     export.main(["export", *given, f"--checkpoint={newest(record.run)}", f"--output={tmp_path}/out"], OURS)
     exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()

@@ -50,8 +50,8 @@ def data_statistics(data: Any) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, IndexError):
         return {}
     counted = labels != NOT_COUNTED
-    train, validation = data.corpus.tokens("train"), data.corpus.tokens("validation")
-    bytes_per_token = data.bytes_per_token("train") or 1.0
+    train, validation = _compared(data.corpus, "train"), _compared(data.corpus, "validation")
+    bytes_per_token = data.corpus.num_bytes("train") / len(data.corpus.tokens("train"))
     return {
         "counted_share": float(counted.mean()),
         "unshifted_share": float((labels == inputs)[counted].mean()) if counted.any() else None,
@@ -62,6 +62,15 @@ def data_statistics(data: Any) -> dict[str, Any]:
         ),
         "duplicate_examined_share": min(1.0, TRAIN_TOKENS / max(1, len(train))),
     }
+
+
+def _compared(corpus: Any, split: str) -> np.ndarray:
+    """Returns a split's tokens; of conversations the labels that count, since prompts repeat."""
+    tokens = corpus.tokens(split)
+    if corpus.is_whole(split):
+        tokens = tokens[: 4 * TRAIN_TOKENS]
+        tokens = tokens[corpus.counted(split)[: len(tokens)]]
+    return tokens
 
 
 def duplicate_share(train: np.ndarray, validation: np.ndarray, length: int) -> float | None:

@@ -28,7 +28,7 @@ def main(argv: list[str], project: Project) -> None:
 
 def _show(corpus: Any) -> None:
     """Prints the first documents as the model reads them, with marks around what is trained on."""
-    start, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else (">>>", "<<<")
+    start, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     print(f"the first of the train split; {start}trained on{end}:")
     tokens, counted = corpus.tokens("train"), corpus.counted("train")
     starts = corpus.starts("train")
