@@ -128,7 +128,8 @@ def test_all_ranks_sample_and_stop_alike(tmp_path: Path) -> None:
     built = []
     for device in ("cpu", "meta"):
         with torch.device(device):
-            built.append(causal_lm(causal_lm_config({}, folder, None, data), folder, data.vocab_size))
-    first, other = (model.generation_config.to_dict() for model in built)
+            model: Any = causal_lm(causal_lm_config({}, folder, None, data), folder, data.vocab_size)
+            built.append(model.generation_config.to_dict())
+    first, other = built
     assert first == other
     assert first["top_k"] == 20 and first["eos_token_id"] == [257, 0, 9], "the folder's and the tokenizer's"

@@ -1,7 +1,8 @@
 """Encodes conversations by a chat template that marks what the assistant says.
 
 transformers reads the marks from `{% generation %}` tags. Most published templates have none, and
-their mask is silently empty (5.23). trl has templates with tags for the families that it knows.
+their mask is silently empty (5.23). trl has templates with tags for the families that it knows;
+docs/finetune.md has what they render differently.
 """
 
 from __future__ import annotations
