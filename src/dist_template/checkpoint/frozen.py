@@ -40,7 +40,8 @@ def exclude_frozen(module: nn.Module) -> None:
             state.pop(prefix + name, None)
 
     def accept(owner: nn.Module, found: Any) -> None:
-        found.missing_keys[:] = [name for name in found.missing_keys if name not in frozen(owner)]
+        names = frozen(owner)
+        found.missing_keys[:] = [name for name in found.missing_keys if name not in names]
 
     module.register_state_dict_post_hook(drop)
     module.register_load_state_dict_post_hook(accept)
@@ -50,19 +51,9 @@ def refuse_another_base(path: Path, checkpoint: Any, module: Any) -> None:
     """Checks that adapters are loaded on the frozen weights with which they were trained.
 
     Raises:
-        InputError: they are others, or only one of checkpoint and module has adapters.
+        InputError: they are others.
     """
     saved, own = checkpoint.get(KEY), getattr(module, KEY, None)
-    if saved and not own:
-        raise InputError(
-            f"checkpoint {str(path)!r} has adapters without their base: set model.adapter as its"
-            " run did"
-        )
-    if own and not saved:
-        raise InputError(
-            f"checkpoint {str(path)!r} has no adapters: set model.adapter to null, or export it and"
-            " start with model.pretrained"
-        )
     if saved and own and saved["sha256"] != own["sha256"]:
         raise InputError(
             f"checkpoint {str(path)!r} was trained on {saved['name']} with SHA-256"

@@ -24,7 +24,8 @@ from torch import nn
 from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least, reason, require
 
-ALL_LINEAR, PACKED = "all-linear", "packed_colwise"
+ALL_LINEAR = "all-linear"
+PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
 # peft takes these names for the stacked experts of a mixture, whatever else has them.
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
 
@@ -143,7 +144,7 @@ def _no_match(key: str, wanted: str, names: set[str]) -> InputError:
     near = difflib.get_close_matches(wanted, short, n=3, cutoff=0.4) or short[:5]
     return InputError(
         f"model.adapter.{key} has {wanted!r}, which this model does not; the nearest names:"
-        f" {', '.join(near)}"
+        f" {', '.join(near) or 'none'}"
     )
 
 
@@ -159,14 +160,15 @@ def _rewrite_plans(model: Any) -> None:
         a, b = f"{path}.lora_A.default.weight", f"{path}.lora_B.default.weight"
         if inner := wrappers_of_parameters(module):
             outer = re.sub(r"(\.base_layer)+$", "", path)
-            base, own = path + ".base_layer" * len(inner), inner[0].parameter_name
-            if style := tp_plan.pop(f"{outer}.{own}", None):
-                tp_plan[f"{base}.{own}"] = style
-                if style != PACKED:  # FSDP2 cannot shard its interleaved rows once more
-                    tp_plan[a if style == "rowwise" else b] = style
-            if style := ep_plan.pop(f"{outer}.{own}", None):
-                by_expert = expert_adapters.register(inner[0].r["default"])
-                ep_plan |= {f"{base}.{own}": style, a: style, b: by_expert}
+            base = path + ".base_layer" * len(inner)
+            for plan in (tp_plan, ep_plan):
+                for rule in [rule for rule in plan if rule.rpartition(".")[0] == outer]:
+                    plan[f"{base}.{rule.rpartition('.')[2]}"] = plan.pop(rule)
+            own, rank = f"{base}.{inner[0].parameter_name}", inner[0].r["default"]
+            if (style := tp_plan.get(own)) and style != PACKED:
+                tp_plan[a if style == "rowwise" else b] = style
+            if style := ep_plan.get(own):
+                ep_plan |= {a: style, b: expert_adapters.register(rank)}
         elif (style := tp_plan.get(path)) and style.partition("_")[0] in ("colwise", "packed"):
             del tp_plan[path]
             tp_plan |= {f"{path}.base_layer": style, b.removesuffix(".weight"): style}

@@ -24,15 +24,9 @@ from ..checkpoint.frozen import exclude_frozen
 from ..cli.fit import WithoutTrainer
 from ..cli.run import check_checkpoint, newest_checkpoint
 from ..errors import InputError, reason
+from ..model.quantize import quantize
 from ..project import Project
-from .export_adapter import (
-    largest_difference,
-    logits,
-    merged,
-    probe,
-    quantized,
-    write_adapter,
-)
+from .export_adapter import largest_difference, logits, merged, probe, write_adapter
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -54,12 +48,11 @@ def main(argv: list[str], project: Project) -> None:
     model = trained_model(cli.model, cli.datamodule, path)
     write: Any = write_pretrained if hasattr(model, "save_pretrained") else write_weights
     if getattr(cli.model, "adapter", None):
-        build = partial(seeded, cli.model.build_model, cli.datamodule)
+        build = partial(base_of, cli.model, cli.datamodule)
         if settings.adapter == "merged":
             model = merged(model, build)
         else:
             base = getattr(cli.model, "pretrained", None)
-            build = partial(quantized, build) if cli.model.adapter.quantize else build
             write = partial(write_adapter, build=build, base=base)
     with written_at_once(output) as folder:
         proof = write(model, dtype=getattr(torch, settings.dtype), folder=folder)
@@ -116,6 +109,14 @@ def seeded(build: Callable[[Any], nn.Module], data: Any) -> nn.Module:
     """Returns `build(data)` with the run's seed: the base of adapters may be made from scratch."""
     torch.manual_seed(torch.initial_seed())
     return build(data)
+
+
+def base_of(module: Any, data: Any) -> nn.Module:
+    """Returns the frozen model of adapters, without them."""
+    model = seeded(module.build_model, data).requires_grad_(False)
+    if module.adapter.quantize:
+        quantize(model)
+    return model
 
 
 @contextmanager

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..model.quantize import dequantize, quantize
+from ..model.quantize import dequantize
 
 MOST = 1e-5  # of the largest logit: adding two products and adding their sum round differently
 
 
-@torch.no_grad()
 def merged(model: Any, build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns the model of `build`, without adapters, with the merged weights of `model`.
+    """Returns the model of `build`, unpacked, with the adapters of `model` added to its weights.
 
     Raises:
         InputError: it gives other logits.
     """
+    from peft import PeftModel
+
+    with TemporaryDirectory() as folder:
+        write_adapter(model, build, None, torch.float32, Path(folder))
+        base = build()
+        dequantize(base)
+        plain = PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
     tokens = probe(model)
-    trained = logits(model, tokens)
-    dequantize(model)
-    for layer in model.modules():
-        if hasattr(layer, "lora_A"):
-            layer.merge()
-    state = {
-        name.replace(".base_layer", ""): tensor
-        for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
-    }
-    plain = build().eval()
-    plain.load_state_dict(state)
-    _agree(logits(plain, tokens), trained, "the merged weights")
+    _agree(logits(plain, tokens), logits(model, tokens), "the merged weights")
     return plain
-
-
-def quantized(build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns the model of `build`, frozen and in 4 bits."""
-    model = build().requires_grad_(False)
-    quantize(model)
-    return model
 
 
 def write_adapter(
@@ -62,10 +50,8 @@ def write_adapter(
     full = _saved_in_full(model)
     config.modules_to_save = sorted({name.rpartition(".")[0] for name in full}) or None
     config.base_model_name_or_path, config.inference_mode = base, True
-    tensors = {
-        f"base_model.model.{name}": tensor.detach().to(dtype).contiguous()
-        for name, tensor in (state | full).items()
-    }
+    cast = {name: tensor.to(dtype) for name, tensor in state.items()}  # routing depends on the rest
+    tensors = {f"base_model.model.{n}": t.detach().clone() for n, t in (cast | full).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
     tokens = probe(model)

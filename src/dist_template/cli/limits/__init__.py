@@ -6,11 +6,10 @@ function of plain values, so that a laptop can check the configuration of eight 
 The libraries refuse most of this too, but on every rank, in the middle of a start, and without the
 name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
-    adapters.py   names of targets, quantization
     machine.py    what is known before the start
     mesh.py       sizes, plans, heads, experts, Adafactor
     options.py    keys and callbacks that are replaced
-    training.py   strategies, precision, batches, schedule, the model's sizes
+    training.py   strategies, precision, batches, schedule, the model's sizes, adapters
     values.py     monitored metrics, intervals, the clipping norm
     zero.py       offload, clipping, the DeepSpeed JSON
 """
@@ -22,7 +21,7 @@ from typing import Any
 
 import lightning as L
 
-from . import adapters, mesh, options, training, values, zero
+from . import mesh, options, training, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "violations"]
@@ -48,7 +47,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     values.intervals,
     training.architecture_keys,
     training.architecture,
-    adapters.adapter,
+    training.adapter,
 )
 
 

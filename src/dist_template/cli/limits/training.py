@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from ...errors import InputError, reason
+from ...model.adapters import add_adapters
 from ...model.any_module import has_validation, own
 from ...model.architecture_keys import checked_fields
 from ...model.optim import build_optimizer, build_schedule
@@ -16,7 +18,7 @@ from ...parallel import data_parallel_size
 from ...parallel.blocks import BlockConfig
 from ...parallel.mesh import MeshStrategy
 from ...parallel.zero import ZeroStrategy
-from .machine import NOT_READ_YET, Setup
+from .machine import ARGS, NOT_READ_YET, Setup
 from .mesh import experts_of
 
 FSDPS, FSDP_CLASSES = ("fsdp", "modelparallel"), (FSDPStrategy, ModelParallelStrategy)
@@ -170,3 +172,28 @@ def architecture(setup: Setup) -> Iterator[str]:
     (_, number), chosen = experts_of(config), getattr(config, "num_experts_per_tok", None)
     if isinstance(chosen, int) and chosen > number > 0:
         yield f"the model's num_experts_per_tok {chosen} is more than its {number} experts; {edit}"
+
+
+def adapter(setup: Setup) -> Iterator[str]:
+    """Names that match nothing, and what a strategy cannot do with adapters."""
+    module: Any = setup.module
+    config = getattr(module, "adapter", None)
+    if config is None:
+        return
+    size = setup.mesh.tp if setup.mesh is not None else 1
+    if config.dora and config.quantize:
+        yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
+    for key, is_set in (("quantize", config.quantize), ("dora", config.dora)):
+        if is_set and size > 1:
+            yield (
+                f"model.adapter.{key} does not work with tensor parallelism: unset it, or set"
+                f" {ARGS}.tp_size {size} to 1"
+            )
+    is_known = setup.model_config not in (NOT_READ_YET, None)
+    if not (is_known and getattr(setup.data, "is_prepared", True)):
+        return
+    try:
+        with torch.device("meta"):  # without weights
+            add_adapters(module.build_model(setup.data), config)
+    except InputError as error:
+        yield str(error)
