@@ -2,7 +2,7 @@
 them.
 
     sources.py, tokenizers.py     documents; text to token ids
-    chat.py, chat_template.py     conversations
+    chat.py, chat_template.py     conversations; mixture.py: several sources with weights
     build.py, cache.py            the token cache
     order.py, rows.py, loader.py  batches; packing.py: rows of whole documents
     prepared.py, datamodule.py    PackedText: from a source of documents to batches
@@ -25,6 +25,7 @@ PLACES = {  # public name -> the module of this library that defines it
     "Parquet": "text.sources",
     "HubDataset": "text.sources",
     "Chat": "text.chat",
+    "Mixture": "text.mixture",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",

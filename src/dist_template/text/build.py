@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import InputError, is_disk_full
 from .cache import CHECKSUMS, SPLITS, Corpus, Recipe, fingerprint, sha256
-from .sources import Encoded
+from .sources import Encoded, Source
 
 REPORT_S = 10  # between two lines of progress
 BATCH_CHARACTERS = 2**20  # encoded together: a fraction of a second, some ten MB of memory
@@ -60,7 +60,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         fingerprint(path) for path in recipe.files()
     ]  # before reading: a later change makes the cache stale
     tokenizer = recipe.tokenizer.fit(
-        text for _, text in _documents(recipe) if recipe.split_of(text) == "train"
+        text for _, text in _documents(recipe.source) if recipe.split_of(text) == "train"
     )
     tokenizer = recipe.source.prepare_tokenizer(tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -72,7 +72,14 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
             )
             for split in SPLITS
         }
-        _write_tokens(recipe, tokenizer, writers, report)
+        parts = {}
+        for name, source in recipe.source.parts().items():
+            before = {split: writer.counted for split, writer in writers.items()}
+            _write_tokens(recipe, source, tokenizer, writers, report)
+            parts[name] = {
+                split: {key: held - before[split][key] for key, held in writer.counted.items()}
+                for split, writer in writers.items()
+            }
         splits = {split: writer.finish() for split, writer in writers.items()}
     unigram = unigram_bits_per_byte(writers["train"].counts, writers["validation"])
     manifest = {
@@ -81,6 +88,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "splits": splits,
+        **({} if "" in parts else {"parts": parts}),  # of a mixture, one after another
         # where only some labels count, a loss per byte of text has no meaning
         "unigram_bits_per_byte": None if recipe.source.whole else unigram,
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
@@ -93,12 +101,16 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
 
 
 def _write_tokens(
-    recipe: Recipe, tokenizer: Any, writers: dict[str, _SplitWriter], report: Callable[[str], None]
+    recipe: Recipe,
+    source: Source,
+    tokenizer: Any,
+    writers: dict[str, _SplitWriter],
+    report: Callable[[str], None],
 ) -> None:
     started = reported = time.monotonic()
-    for documents in _batches(_documents(recipe)):
+    for documents in _batches(_documents(source)):
         parts: dict[str, list[Encoded]] = {split: [] for split in SPLITS}
-        encoded = recipe.source.encode(recipe.tokenizer, tokenizer, documents)
+        encoded = source.encode(recipe.tokenizer, tokenizer, documents)
         for (_, text), tokens in zip(documents, encoded, strict=True):
             split = recipe.split_of(text)
             parts[split].append(tokens)
@@ -175,7 +187,11 @@ class _SplitWriter:
         if "starts" in self._files:
             self._files["starts"].write(np.cumsum([0, *self._lengths], dtype=np.int64))
         checksums = {CHECKSUMS[kind]: file.finish() for kind, file in self._files.items()}
-        return {"documents": self.documents, "bytes": self.bytes, "tokens": self.tokens} | checksums
+        return self.counted | checksums
+
+    @property
+    def counted(self) -> dict[str, int]:
+        return {"documents": self.documents, "bytes": self.bytes, "tokens": self.tokens}
 
 
 def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) -> float | None:
@@ -186,16 +202,16 @@ def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) ->
     return float(-(validation.counts * np.log2(probabilities)).sum() / validation.bytes)
 
 
-def _documents(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _documents(source: Source) -> Iterator[tuple[str, str]]:
     """Yields the documents: no empty ones, no lone surrogates (UTF-8 cannot encode them)."""
     found = False
-    for name, text in recipe.source.documents():
+    for name, text in source.documents():
         if text.strip():
             found = True
             yield name, text.encode(errors="replace").decode()
     if not found:
         raise InputError(
-            f"data.source {type(recipe.source).__name__} has no text in it: point it at other files"
+            f"data.source {type(source).__name__} has no text in it: point it at other files"
         )
 
 

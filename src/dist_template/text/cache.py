@@ -92,6 +92,11 @@ class Corpus:
     def num_tokens(self, split: str) -> int:
         return self.manifest["splits"][split]["tokens"]
 
+    def parts(self, split: str) -> dict[str, dict[str, int]]:
+        """Returns documents, bytes and tokens of each source, in order; of all, if it is one."""
+        parts = self.manifest.get("parts", {"": self.manifest["splits"]})
+        return {name: counts[split] for name, counts in parts.items()}
+
     def num_bytes(self, split: str) -> int:
         """Bytes of UTF-8 text."""
         return self.manifest["splits"][split]["bytes"]
@@ -125,9 +130,9 @@ class Corpus:
 
     def describe(self) -> str:
         line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
-        return "\n".join(
-            line.format(split, **held) for split, held in self.manifest["splits"].items()
-        )
+        parts = [(f"  {name}", held) for name, held in self.parts("train").items() if name]
+        known = [*self.manifest["splits"].items(), *parts]
+        return "\n".join(line.format(name, **held) for name, held in known)
 
 
 def open_cache(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
@@ -33,7 +34,8 @@ from . import chat  # noqa: F401  (so that YAML knows the name Chat)
 from .cache import Corpus
 from .limits import check_numbers
 from .loader import COUNTED, StepLoader, TokensPerMicroBatch
-from .order import ConsumedSamples, EvalOrder, GlobalOrder, Jump
+from .mixture import Mixture, MixtureOrder, eval_batches, source_of
+from .order import ConsumedSamples, GlobalOrder, Jump, stream_position
 from .packing import WholeRows
 from .prepared import PreparedText
 from .rows import ROWS, PackedRows
@@ -49,7 +51,7 @@ class PackedText(PreparedText, L.LightningDataModule):
 
     Args:
         source: Where documents come from: StandardLibrary, TextFiles, Jsonl, Parquet, HubDataset,
-            yours.
+            Chat, Mixture, yours.
         tokenizer: How text becomes tokens: Bytes, ByteBPE (learned from the train split),
             Pretrained, yours.
         seq_len: Tokens per sequence.
@@ -116,6 +118,9 @@ class PackedText(PreparedText, L.LightningDataModule):
         self._consumed: ConsumedSamples | None = None
         self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
         self.fetched_s = 0.0  # time.perf_counter when the loader returned the newest batch
+        self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
+        self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
+        self.source_name = ""  # of the newest evaluated batch; "": there is one source
         self.step_rows: list[
             list[int]
         ] = []  # this rank's rows in the optimizer step, per micro-batch
@@ -150,6 +155,10 @@ class PackedText(PreparedText, L.LightningDataModule):
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
             )
+            if isinstance(self.source, Mixture):
+                sizes, corpus = self._rows("train").sizes, self.corpus
+                self._mixing = self.source.order(sizes, corpus, self.global_batch_size, self.seed)
+                self._consumed.figures = self._mixing.epochs
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -160,7 +169,7 @@ class PackedText(PreparedText, L.LightningDataModule):
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
             repeat_first_batch=self.repeat_first_batch, jumps=lambda: self.jumps,
             costs=rows.work if self.balance else None,
-            speeds=self.rank_speeds,
+            speeds=self.rank_speeds, stream=self._mixing,
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 
@@ -174,6 +183,8 @@ class PackedText(PreparedText, L.LightningDataModule):
         rows = batch.pop(ROWS, [])
         if self.trainer is not None and self.trainer.training:
             self.step_rows = [rows] if COUNTED in batch else [*self.step_rows, rows]
+        elif rows:
+            self.source_name = source_of(self._sizes, rows[0])
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -206,9 +217,9 @@ class PackedText(PreparedText, L.LightningDataModule):
         rows = self._rows(split)
         if not len(rows):
             return []
-        return self._loader(
-            rows, EvalOrder(len(rows), self.micro_batch_size, self.rank, self.world_size), 0
-        )
+        self._sizes = rows.sizes
+        batches = eval_batches(rows.sizes, self.micro_batch_size, self.rank, self.world_size)
+        return self._loader(rows, batches, 0)
 
     def _rows(self, split: str) -> PackedRows | WholeRows:
         if self.corpus.is_whole(split):
@@ -218,10 +229,11 @@ class PackedText(PreparedText, L.LightningDataModule):
             self.seq_len,
             self.eos_token_id,
             self.cross_document_attention,
+            {name: counts["tokens"] for name, counts in self.corpus.parts(split).items()},
         )
 
     def _loader(
-        self, rows: PackedRows | WholeRows, order: GlobalOrder | EvalOrder, accumulation: int
+        self, rows: PackedRows | WholeRows, order: Iterable[list[int]], accumulation: int
     ) -> DataLoader:
         return StepLoader(
             rows,
@@ -254,11 +266,15 @@ class PackedText(PreparedText, L.LightningDataModule):
             self._consumed.jump(intervals, self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._consumed.as_state(self.trainer) if self._consumed and self.trainer else {}
+        state = self._consumed.as_state(self.trainer) if self._consumed and self.trainer else {}
+        return state | ({"mixture": self._mixing.changes} if state and self._mixing else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._consumed:
             self._consumed.load(state_dict)
+        if self._mixing and "mixture" in state_dict:
+            consumed, jumps = state_dict["consumed_samples"], state_dict["jumps"]
+            self._mixing.resume(state_dict["mixture"], stream_position(consumed, jumps))
 
     # ---- facts, for the model and the callbacks --------------------------------------------------
 

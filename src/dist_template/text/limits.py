@@ -72,6 +72,12 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
                 f" more text, or split it into more documents (TextFiles has `separator`), or edit"
                 f" data.seq_len or {key}"
             )
+    for name, counts in corpus.parts("train").items():
+        if counts["tokens"] <= data.seq_len and not corpus.is_whole("train"):
+            raise InputError(
+                f"source {name!r} of data.source has {counts['tokens']:,} tokens to train on, fewer"
+                f" than a sequence of data.seq_len {data.seq_len}: give more text, or remove it"
+            )
     return corpus
 
 

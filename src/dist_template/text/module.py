@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens of a sequence, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -89,13 +90,16 @@ class TextModule(TrainingModule):
             )  # exp(710) overflows
 
     def on_validation_epoch_start(self) -> None:
-        self.split_means = SplitMeans()
+        self.split_means, self.source_means = SplitMeans(), defaultdict(SplitMeans)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         counted = (
             batch["labels"] != -100
         ).sum()  # the last batch may be padded, so that all ranks have equally many
-        self.split_means.add(self.sums_of(batch), counted)
+        sums = self.sums_of(batch)
+        self.split_means.add(sums, counted)
+        if source := getattr(self.data, "source_name", ""):  # one of a mixture's
+            self.source_means[source].add(sums, counted)
 
     def on_validation_epoch_end(self) -> None:
         self._log_split("eval", "validation")
@@ -112,6 +116,9 @@ class TextModule(TrainingModule):
         means["perplexity"] = math.exp(min(loss, 700.0))
         if bytes_per_token := self.data.bytes_per_token(split):
             means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+        for source, sums in sorted(self.source_means.items()):
+            own = sums.read(self.trainer.strategy)
+            means |= {f"{source}/{name}": mean for name, mean in own.items()}
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
 
     # ---- text out --------------------------------------------------------------------------------

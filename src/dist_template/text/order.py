@@ -28,6 +28,7 @@ import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import Sampler
 
+from ..model.any_module import metrics_of
 from .balance import assign, shared_out
 
 PADDING = -1  # an index that stands for no row: its labels are ignored
@@ -44,6 +45,8 @@ class GlobalOrder(Sampler[list[int]]):
 
     `costs` returns the work of given rows: then ranks get equal work. `speeds`, one number per
     rank, gives a fast rank more samples in each micro-batch, and more of the work.
+
+    `stream` returns the row at a position of the stream, for another order than that of epochs.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class GlobalOrder(Sampler[list[int]]):
         jumps: Callable[[], list[Jump]] = list,
         costs: Callable[[list[int]], np.ndarray] | None = None,
         speeds: Sequence[float] | None = None,
+        stream: Callable[[int], int] | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.global_batch_size = global_batch_size
@@ -71,6 +75,7 @@ class GlobalOrder(Sampler[list[int]]):
         self.jumps = jumps
         self.costs = costs
         self.speeds = speeds
+        self.stream = stream or self._in_epochs
         self.accumulation = global_batch_size // (micro_batch_size * world_size)
 
     def __len__(self) -> int:
@@ -104,13 +109,15 @@ class GlobalOrder(Sampler[list[int]]):
         """Returns `count` entries of the stream from `position` on, those in jumps not counted."""
         jumps = self.jumps()
         epoch, offset = divmod(position, self.num_rows)
-        if not jumps and offset + count <= self.num_rows:  # a fast path with the same result
+        if not jumps and self.stream == self._in_epochs and offset + count <= self.num_rows:
+            # a fast path with the same result
             return permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
-        entries = []
-        for number in range(position, position + count):
-            epoch, offset = divmod(stream_position(number, jumps), self.num_rows)
-            entries.append(int(permutation(self.num_rows, self.seed, epoch)[offset]))
-        return entries
+        numbers = range(position, position + count)
+        return [self.stream(stream_position(number, jumps)) for number in numbers]
+
+    def _in_epochs(self, position: int) -> int:
+        epoch, offset = divmod(position, self.num_rows)
+        return int(permutation(self.num_rows, self.seed, epoch)[offset])
 
 
 def stream_position(consumed: int, jumps: Iterable[Jump]) -> int:
@@ -135,10 +142,14 @@ def with_jumps(jumps: Iterable[Jump], more: Iterable[Jump]) -> list[Jump]:
 
 @lru_cache(maxsize=2)
 def permutation(num_rows: int, seed: int | None, epoch: int) -> np.ndarray:
-    """Returns (num_rows,): the epoch's row order; the last may overlap another and stays last."""
+    """Returns the rows (num_rows,) in the order of that epoch."""
+    return np.arange(num_rows) if seed is None else shuffled(num_rows, seed, epoch)
+
+
+def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
+    """Returns the rows in random order. The last row, which may overlap another, stays last."""
     rows = np.arange(num_rows, dtype=np.uint32 if num_rows < 2**32 else np.uint64)
-    if seed is not None:
-        np.random.default_rng((seed, epoch)).shuffle(rows[:-1])
+    np.random.default_rng(seeds).shuffle(rows[:-1])
     return rows
 
 
@@ -182,6 +193,7 @@ class ConsumedSamples(Callback):
         self._base_batches = processed_batches
         self._loaded: dict[str, Any] = {}
         self.jumps: list[Jump] = []
+        self.figures: Callable[[int], dict[str, float]] = lambda position: {}  # further metrics
 
     @classmethod
     def attach(
@@ -198,6 +210,14 @@ class ConsumedSamples(Callback):
             + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
         )
 
+    def position(self, trainer: Trainer) -> int:
+        """Returns the next sample's position in the stream."""
+        return stream_position(self.value(trainer), self.jumps)
+
+    def before_log_step(self, trainer: Trainer, module: Any) -> None:
+        for name, value in self.figures(self.position(trainer)).items():
+            metrics_of(module).put(name, value)
+
     def as_state(self, trainer: Trainer) -> dict[str, Any]:
         return {
             "consumed_samples": self.value(trainer),
@@ -211,7 +231,7 @@ class ConsumedSamples(Callback):
 
     def jump(self, jumps: Iterable[Jump], trainer: Trainer) -> None:
         """Skips the intervals that are still unread. Call it before the first batch is read."""
-        now = stream_position(self.value(trainer), self.jumps)
+        now = self.position(trainer)
         self.jumps = with_jumps(self.jumps, (jump for jump in jumps if jump[0] >= now))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:

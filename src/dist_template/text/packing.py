@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 
 from ..model.kernels import BOUNDS
 from .cache import Corpus
-from .order import PADDING
 from .rows import ATTENTION_TOKENS, NOT_COUNTED, ROWS, apart, one_document_per_row
 
 
@@ -30,6 +29,7 @@ class Packing(NamedTuple):
         share: Share of the positions of all rows that documents fill.
         num_cut: Number of documents that are longer than a row and cut.
         num_dropped: Number of documents without a counted label in what a row holds of them.
+        sizes: Number of rows of each source of a mixture, in order.
     """
 
     documents: np.ndarray
@@ -37,6 +37,7 @@ class Packing(NamedTuple):
     share: float
     num_cut: int
     num_dropped: int
+    sizes: dict[str, int]
 
     def describe(self, split: str) -> str:
         line = f"  {split:<10} {len(self.rows) - 1:>9,} rows, {self.share:.1%} full"
@@ -86,12 +87,14 @@ def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
     """Returns the rows of a split whose documents are whole."""
     if (split, seq_len) not in corpus.packings:
         corpus.packings[split, seq_len] = _pack(
-            corpus.starts(split), corpus.counted(split), seq_len
+            corpus.starts(split), corpus.counted(split), seq_len, corpus.parts(split)
         )
     return corpus.packings[split, seq_len]
 
 
-def _pack(starts: np.ndarray, counted: np.ndarray, seq_len: int) -> Packing:
+def _pack(
+    starts: np.ndarray, counted: np.ndarray, seq_len: int, parts: dict[str, dict[str, int]]
+) -> Packing:
     needed = np.diff(starts) - 1  # (documents,) positions
     is_cut = needed > seq_len
     dropped = [
@@ -101,7 +104,12 @@ def _pack(starts: np.ndarray, counted: np.ndarray, seq_len: int) -> Packing:
     ]
     kept = np.setdiff1d(np.flatnonzero(needed > 0), dropped)
     sizes = np.minimum(needed, seq_len)[kept]
-    rows = best_fit(sizes, seq_len)
+    rows, of_parts, end = [], {}, 0
+    for name, part in parts.items():  # a row has documents of one source
+        low, high = np.searchsorted(kept, [end, end + part["documents"]])
+        own = best_fit(sizes[low:high], seq_len)
+        rows += [[int(low) + item for item in row] for row in own]
+        of_parts[name], end = len(own), end + part["documents"]
     items = [item for row in rows for item in row]
     return Packing(
         documents=kept[np.array(items, dtype=np.int64)],
@@ -109,6 +117,7 @@ def _pack(starts: np.ndarray, counted: np.ndarray, seq_len: int) -> Packing:
         share=float(sizes.sum() / max(1, len(rows) * seq_len)),
         num_cut=int(is_cut.sum()) - len(dropped),
         num_dropped=len(dropped),
+        sizes=of_parts,
     )
 
 
@@ -119,6 +128,7 @@ class WholeRows(Dataset):
         self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False
     ) -> None:
         self.packing = packing_of(corpus, split, seq_len)
+        self.sizes = self.packing.sizes
         # still mapped; slicing np.memmap itself takes several times as long
         self.tokens = np.asarray(corpus.tokens(split))
         self.counted = np.asarray(corpus.counted(split))
@@ -140,7 +150,7 @@ class WholeRows(Dataset):
             for start, size in self.documents_of(max(row, 0)):  # a padding row reads any row
                 tokens = self.tokens[start : start + size + 1].astype(np.int64)
                 inputs.flat[end : end + size] = tokens[:-1]
-                if row != PADDING:
+                if row >= 0:
                     counted = self.counted[start + 1 : start + size + 1]
                     labels.flat[end : end + size] = np.where(counted, tokens[1:], NOT_COUNTED)
                 end += size

@@ -6,6 +6,8 @@ Shapes: B sequences, T tokens of a sequence; ids are int64.
 
 from __future__ import annotations
 
+from bisect import bisect
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,6 @@ import torch
 from torch.utils.data import Dataset
 
 from ..model.kernels import BOUNDS
-from .order import PADDING
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
@@ -26,7 +27,7 @@ class PackedRows(Dataset):
     """Rows of T + 1 tokens, read many at a time; a document may continue in the next row.
 
     The last row ends where the tokens end. It overlaps the one before, whose labels do not count
-    again.
+    again. Of a mixture, each source has rows of its own; `parts` has their numbers of tokens.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class PackedRows(Dataset):
         seq_len: int,
         eos_token_id: int,
         cross_document_attention: bool = False,
+        parts: dict[str, int] | None = None,
     ) -> None:
         self.tokens = np.asarray(
             tokens
@@ -42,36 +44,45 @@ class PackedRows(Dataset):
         self.seq_len = seq_len
         self.eos_token_id = eos_token_id
         self.cross_document_attention = cross_document_attention
+        parts = parts or {"": len(tokens)}
+        self.sizes = {  # number of rows of each source
+            name: -(-(num - 1) // seq_len) if num > seq_len else 0 for name, num in parts.items()
+        }
+        self._row_ends = [*accumulate(self.sizes.values())]
+        self._token_ends = [*accumulate(parts.values())]
 
     def __len__(self) -> int:
-        return -(-(len(self.tokens) - 1) // self.seq_len) if len(self.tokens) > self.seq_len else 0
+        return self._row_ends[-1]
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch."""
-        last = len(self.tokens) - self.seq_len - 1  # start of the last row
         window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
-        for tokens, row in zip(
-            window, rows, strict=True
-        ):  # slices: twice as fast as one index array of B x T
-            start = min(max(row, 0) * self.seq_len, last)  # a padding row reads any row
+        places = [self._place(max(row, 0)) for row in rows]  # a padding row reads any row
+        for tokens, (start, _) in zip(window, places, strict=True):
+            # slices: twice as fast as one index array of B x T
             tokens[:] = self.tokens[start : start + self.seq_len + 1]
         inputs, labels = window[:, :-1].copy(), window[:, 1:].copy()  # (B, T) each
-        for label, row in zip(labels, rows, strict=True):
-            if row == PADDING:
-                label[:] = NOT_COUNTED
-            elif row * self.seq_len > last:
-                label[: row * self.seq_len - last] = NOT_COUNTED
+        for label, row, (_, overlap) in zip(labels, rows, places, strict=True):
+            label[: overlap if row >= 0 else None] = NOT_COUNTED
         positions, bounds = self.documents(inputs)
         batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
         return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """Returns a row's start among the tokens, and how many labels the row before has too."""
+        part = bisect(self._row_ends, row)
+        first_row = self._row_ends[part - 1] if part else 0
+        first_token = self._token_ends[part - 1] if part else 0
+        start = first_token + (row - first_row) * self.seq_len
+        last = self._token_ends[part] - self.seq_len - 1
+        return min(start, last), max(0, start - last)
 
     def work(self, rows: list[int]) -> np.ndarray:
         """Returns (rows,) the work for each row, in tokens; attention's grows with the square of
         each document's length."""
         work = np.full(len(rows), float(self.seq_len))
         if not self.cross_document_attention:
-            last = len(self.tokens) - self.seq_len - 1
-            for index, start in enumerate(min(row * self.seq_len, last) for row in rows):
+            for index, (start, _) in enumerate(map(self._place, rows)):
                 ends = self.tokens[start : start + self.seq_len - 1] == self.eos_token_id
                 bounds = np.concatenate(([0], np.flatnonzero(ends) + 1, [self.seq_len]))
                 work[index] += np.square(np.diff(bounds)).sum() / ATTENTION_TOKENS

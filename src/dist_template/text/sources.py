@@ -55,6 +55,10 @@ class Source(ABC):
     def documents(self) -> Iterator[tuple[str, str]]:
         """Yields pairs of a name, for messages, and a text."""
 
+    def parts(self) -> dict[str, Source]:
+        """Returns the sources of a mixture by name; any other source is its only part, ""."""
+        return {"": self}
+
     def files(self) -> list[Path]:
         """Returns the local files that it reads: a change in one makes the cache stale."""
         return []

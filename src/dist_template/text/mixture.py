@@ -1,0 +1,209 @@
+"""Mixture: several sources in one corpus, with weights that may change during training.
+
+The cache holds the documents of one source after another, and so are rows numbered: weights do not
+change it. Which row is at a position of the stream of samples follows in closed form. Until
+position t, a source with share s(u) of the samples at u has given round(integral of s to t) rows.
+Within a block of positions, it is random which source is next; a source's own rows are shuffled
+anew for each of its epochs.
+
+    position    0 1 2 3 4 5 6 7 | 8 …          blocks of `BLOCK` samples
+    rows of     w w c w w w c w | …            web (weight 3) and code (weight 1)
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache, partial
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, Literal
+from zlib import crc32
+
+import numpy as np
+
+from ..errors import InputError
+from .cache import Corpus
+from .order import PADDING, EvalOrder, shuffled
+from .sources import Source
+
+BLOCK = 256  # samples among which the sources are shuffled
+Weights = dict[str, float]
+
+
+class Mixture(Source):
+    """Several sources, of which each gives its share of the samples.
+
+    Args:
+        sources: Sources by name. All are conversations, or none is.
+        weights: Weight of each source by name; their sum does not matter.
+        schedule: Other weights from an optimizer step on: {step: weights}.
+        by: What weights are shares of: tokens, or documents.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, Source],
+        weights: dict[str, float],
+        schedule: dict[int, dict[str, float]] = {},  # noqa: B006  (nothing changes it)
+        by: Literal["tokens", "documents"] = "tokens",
+    ) -> None:
+        self.sources = sources
+        self.weights = weights
+        self.schedule = schedule
+        self.by = by
+        self.whole = any(source.whole for source in sources.values())
+        if not all(source.whole == self.whole for source in sources.values()):
+            raise InputError(
+                "data.source.sources has conversations and plain text: train on one after the other"
+            )
+        for step, given in [(0, weights), *schedule.items()]:
+            known = given.keys() == sources.keys() and min(given.values(), default=0) >= 0
+            if not known or not any(given.values()):
+                key = f"schedule, step {step}" if step else "weights"
+                raise InputError(
+                    f"data.source.{key}, is {given}: give each of {', '.join(sources)} a number of"
+                    " at least 0, and not 0 to all"
+                )
+
+    def parts(self) -> dict[str, Source]:
+        return self.sources
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        return chain.from_iterable(source.documents() for source in self.sources.values())
+
+    def files(self) -> list[Path]:
+        return [path for source in self.sources.values() for path in source.files()]
+
+    def prepare_tokenizer(self, tokenizer: Any) -> Any:
+        for source in self.sources.values():
+            tokenizer = source.prepare_tokenizer(tokenizer)
+        return tokenizer
+
+    def encode_prompt(self, tokenizer: Any, prompt: str) -> list[int]:
+        return next(iter(self.sources.values())).encode_prompt(tokenizer, prompt)
+
+    def spec(self) -> dict[str, Any]:
+        parts = {name: source.spec() for name, source in self.sources.items()}
+        return {"class": "Mixture", "sources": parts}
+
+    def order(self, sizes: dict[str, int], corpus: Corpus, batch: int, seed: int) -> MixtureOrder:
+        """Returns the order of the train split's rows; an optimizer step takes `batch` of them."""
+        rows_per_unit = dict.fromkeys(sizes, 1.0)
+        if self.by == "documents":
+            for name, size in sizes.items():
+                rows_per_unit[name] = size / corpus.parts("train")[name]["documents"]
+        changes = [
+            (step * batch, {name: weights[name] * rows_per_unit[name] for name in sizes})
+            for step, weights in sorted(({0: self.weights} | self.schedule).items())
+        ]
+        return MixtureOrder(sizes, changes, seed)
+
+
+class MixtureOrder:
+    """Maps a position of the stream to the number of its row.
+
+    Args:
+        sizes: Number of rows of each source, in the order in which rows are numbered.
+        changes: Pairs of a position and the weights from there on; the first is at 0.
+        seed: Seed of the shuffles.
+    """
+
+    def __init__(
+        self, sizes: dict[str, int], changes: list[tuple[int, Weights]], seed: int
+    ) -> None:
+        self.sizes = sizes
+        self.changes = changes
+        self.seed = seed
+        starts = np.cumsum([0, *sizes.values()]).tolist()
+        self._starts = dict(zip(sizes, starts, strict=False))
+        self._rows = {  # a source's order depends on its name, not on the other sources
+            name: lru_cache(maxsize=2)(partial(shuffled, size, seed, crc32(name.encode())))
+            for name, size in sizes.items()
+        }
+        self._block, self._first = np.zeros(0, dtype=np.int64), 0  # the newest, and its position
+
+    def __call__(self, position: int) -> int:
+        if not 0 <= position - self._first < len(self._block):
+            number = self._number(position)
+            self._block, self._first = self._of_block(number), self._start(number)
+        return int(self._block[position - self._first])
+
+    def given(self, name: str, position: int) -> int:
+        """Returns how many samples of a source are before that position, if a block ends there."""
+        total = Fraction(1, 2)
+        ends = [start for start, _ in self.changes[1:]] + [position]
+        for (start, weights), end in zip(self.changes, ends, strict=True):
+            share = Fraction(weights.get(name, 0)) / sum(map(Fraction, weights.values()))
+            total += max(0, min(end, position) - start) * share
+        return math.floor(total)
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """Returns how often each source was read, as metrics."""
+        return {
+            f"data/{name}/epochs": self.given(name, position) / size
+            for name, size in self.sizes.items()
+        }
+
+    def resume(self, changes: list[tuple[int, Weights]], position: int) -> None:
+        """Continues a run that had these changes: new ones take effect at the next block."""
+        mine, self.changes = self.changes, [(start, weights) for start, weights in changes]
+        if mine != self.changes:
+            at = (self._number(max(0, position - 1)) + 1) * BLOCK if position else 0
+            now = [weights for start, weights in mine if start <= at][-1]
+            self.changes = [each for each in self.changes if each[0] < at]
+            self.changes += [(at, now), *(each for each in mine if each[0] > at)]
+        self._block = self._block[:0]
+
+    def _start(self, block: int) -> int:
+        """Returns the block's first position."""
+        names = {name for _, weights in self.changes for name in weights}
+        return sum(self.given(name, block * BLOCK) for name in names)
+
+    def _number(self, position: int) -> int:
+        """Returns the block of a position: rounding moves a block's start by at most a few."""
+        block = position // BLOCK
+        while self._start(block) > position:
+            block -= 1
+        while self._start(block + 1) <= position:
+            block += 1
+        return block
+
+    def _of_block(self, block: int) -> np.ndarray:
+        rows = []
+        for name, size in self.sizes.items():
+            low, high = (self.given(name, (block + each) * BLOCK) for each in (0, 1))
+            epochs = [divmod(sample, size) for sample in range(low, high)]
+            own = [self._starts[name] + int(self._rows[name](epoch)[at]) for epoch, at in epochs]
+            rows.append(own)
+        numbers = np.repeat(range(len(rows)), [len(own) for own in rows])
+        numbers = np.random.default_rng((self.seed, block)).permutation(numbers)
+        order = np.zeros(len(numbers), dtype=np.int64)
+        for number, own in enumerate(rows):  # a source's rows stay in its own order
+            order[numbers == number] = own
+        return order
+
+
+def eval_batches(sizes: dict[str, int], *options: int) -> list[list[int]]:
+    """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
+
+    Args:
+        sizes: Number of rows of each source. Row -1 - n is padding of source n.
+        options: Of EvalOrder: rows of a micro-batch, rank, number of ranks.
+    """
+    timed, first = [], 0
+    for number, size in enumerate(sizes.values()):
+        order = EvalOrder(size, *options)
+        for at, batch in enumerate(order):
+            rows = [-1 - number if row == PADDING else first + row for row in batch]
+            timed.append((at / len(order), number, rows))
+        first += size
+    return [rows for _, _, rows in sorted(timed)]
+
+
+def source_of(sizes: dict[str, int], row: int) -> str:
+    """Returns the source of a row."""
+    number = -1 - row if row < 0 else bisect(list(accumulate(sizes.values())), row)
+    return [*sizes][number]
