@@ -230,9 +230,10 @@ def fill_placeholders(value: Any, run: Path) -> Any:
         return value.replace(PLACEHOLDER, str(run))
     if isinstance(value, list):
         return [fill_placeholders(item, run) for item in value]
-    if isinstance(value, dict | Namespace):
-        pairs = value.items() if isinstance(value, dict) else vars(value).items()
-        return type(value)(**{key: fill_placeholders(item, run) for key, item in pairs})
+    if isinstance(value, dict):
+        return {key: fill_placeholders(item, run) for key, item in value.items()}
+    if isinstance(value, Namespace):
+        return type(value)(**fill_placeholders(vars(value), run))
     return value
 
 
