@@ -21,7 +21,7 @@ from dist_template.errors import InputError
 from dist_template.text import build
 from dist_template.text.cache import SPLITS
 from dist_template.text.rows import NOT_COUNTED
-from dist_template.text.tokenizers import ByteBPE, Bytes
+from dist_template.text.tokenizers import ByteBPE, Bytes, Pretrained
 from tests.support.runs import quiet
 
 
@@ -242,4 +242,6 @@ def test_the_manifest_says_what_the_cache_was_made_from(data: DataModule, texts:
         "paths": [f"{texts}/*.txt"],
         "separator": None,
     }
+    assert set(manifest["splits"]["train"]) == {"documents", "bytes", "tokens", "sha256"}, "as in version 1.0"
+    assert Pretrained("folder").spec() == {"class": "Pretrained", "path": "folder"}, "older caches stay valid"
     assert [entry["path"] for entry in manifest["files"]] == [str(path) for path in sorted(texts.iterdir())]

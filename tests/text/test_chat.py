@@ -79,6 +79,9 @@ BAD = {
     "first": ({"messages": messages(*TURNS[2:])}, "assistant after nothing"),
     "role": ({"messages": messages(("wizard", "x"))}, "role 'wizard': give one of system"),
     "content": ({"messages": [{"role": "user", "content": 3}]}, "content is no text"),
+    "nothing": ({"messages": []}, "no assistant turn"),
+    "unlike": ({"messages": [["user", "x"]]}, "role None"),
+    "list": ({"messages": [{"role": ["user"], "content": "x"}]}, "role .'user'.: give"),
     "mixed": ({"prompt": "a", "completion": "b"}, "prompt and completion, and .*bad.jsonl:1 has messages"),
     "keys": ({"text": "a"}, "only text: give messages"),
     "tools": ({**GOOD, "tools": "{"}, "tools that are not JSON"),
@@ -251,3 +254,29 @@ def test_evaluation_reads_each_conversation_once(tmp_path: Path) -> None:
     data.micro_batch_size = 3
     labels = np.concatenate([batch["labels"].numpy() for batch in data._eval_loader("train")])
     assert (labels != NOT_COUNTED).sum() == data.corpus.counted("train").sum()
+
+
+@pytest.mark.parametrize("kind", ["starts", "counted"])
+def test_a_damaged_file_of_conversations_is_refused(kind: str, tmp_path: Path) -> None:
+    data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
+    path = data.corpus.folder / f"train.{kind}"
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1, *content[1:]]))
+    with pytest.raises(InputError, match=f"train.{kind} has another checksum"):
+        data.require()
+    path.write_bytes(content[:-1])
+    with pytest.raises(InputError, match=f"train.{kind} has .* bytes, not"):
+        data.require()
+
+
+def test_another_template_needs_another_cache(tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text(chats.TAGGED)
+    data = prepared(tmp_path, Chat([str(many(tmp_path))], template=str(own)))
+    own.write_text(chats.TAGGED + " ")
+    with pytest.raises(InputError, match="own.jinja has changed"):
+        data.require()
+    data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
+    (tmp_path / "qwen3" / "chat_template.jinja").write_text(chats.TAGGED + " ")
+    with pytest.raises(InputError, match="chat_template.jinja has changed"):
+        data.require()

@@ -43,7 +43,7 @@ def causal_lm_config(
         try:
             config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
             _check_files(pretrained)
-            stops = _ids(getattr(config, "eos_token_id", None))
+            stops = _ids(config.eos_token_id)
             if data.eos_token_id not in stops:  # the tokenizer ends documents or answers with it
                 config.eos_token_id = [*stops, data.eos_token_id]
             return set_attention(config, attention)
@@ -98,10 +98,8 @@ def _set_generation(model: Any, pretrained: str, config: Any) -> None:
 
     with suppress(OSError):  # there is no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(pretrained)
-    stops = _ids(model.generation_config.eos_token_id)
-    added = [stop for stop in _ids(getattr(config, "eos_token_id", None)) if stop not in stops]
-    if added:
-        model.generation_config.eos_token_id = [*stops, *added]
+    stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
+    model.generation_config.eos_token_id = list(dict.fromkeys(stops))
 
 
 def _ids(tokens: int | list[int] | None) -> list[int]:

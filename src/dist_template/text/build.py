@@ -7,14 +7,14 @@ which is renamed when it is complete; an older cache stays until then.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,11 +65,10 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
     tokenizer = recipe.source.prepare_tokenizer(tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    with contextlib.ExitStack() as open_files:
+    kinds = CHECKSUMS if recipe.source.whole else ("bin",)
+    with ExitStack() as stack:
         writers = {
-            split: _SplitWriter(
-                folder / split, len(tokenizer), dtype, recipe.source.whole, open_files
-            )
+            split: _SplitWriter(folder / split, len(tokenizer), dtype, kinds, stack)
             for split in SPLITS
         }
         parts = {}
@@ -123,75 +122,51 @@ def _write_tokens(
             report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
 
 
-class _File:
-    """A file of numbers that is written once, with its checksum."""
-
-    def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = path.open("wb")
-        self._sha256 = hashlib.sha256()
-
-    def write(self, values: np.ndarray) -> None:
-        data = values.tobytes()
-        self.file.write(data)
-        self._sha256.update(data)
-
-    def finish(self) -> str:
-        """Returns the checksum."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return self._sha256.hexdigest()
-
-
 class _SplitWriter:
-    """Writes one split's files and counts what is in them.
-
-    Args:
-        path: Of the files, without a suffix.
-        vocab_size: Number of tokens of the vocabulary.
-        dtype: Of the token ids.
-        whole: Write the documents' starts and the labels that count too.
-        open_files: Closes the files.
-    """
+    """Writes one split's files, `path` with a suffix for each kind, and counts what is in them."""
 
     def __init__(
-        self,
-        path: Path,
-        vocab_size: int,
-        dtype: np.dtype,
-        whole: bool,
-        open_files: contextlib.ExitStack,
+        self, path: Path, vocab_size: int, dtype: np.dtype, kinds: Iterable[str], stack: ExitStack
     ) -> None:
         self.documents = self.bytes = self.tokens = 0  # bytes of UTF-8 text
         self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
-        self._lengths: list[int] = []  # of the documents
+        self._lengths: list[np.ndarray] = [np.zeros(1, dtype=np.int64)]  # of the documents
         self._dtype = dtype
-        kinds = ("bin", "counted", "starts") if whole else ("bin",)
-        self._files = {kind: _File(path.with_suffix(f".{kind}")) for kind in kinds}
-        for one in self._files.values():
-            open_files.enter_context(one.file)
+        self._files: dict[str, BinaryIO] = {
+            kind: stack.enter_context(path.with_suffix(f".{kind}").open("wb")) for kind in kinds
+        }
+        self._sha256 = {kind: hashlib.sha256() for kind in kinds}
 
     def add(self, documents: list[Encoded]) -> None:
         ids = np.concatenate([np.zeros(0, dtype=np.int64), *(one.ids for one in documents)])
-        self._files["bin"].write(ids.astype(self._dtype))
+        self._write("bin", ids.astype(self._dtype))
         self.counts += np.bincount(ids, minlength=len(self.counts))
         self.tokens += len(ids)
         self.documents += len(documents)
         if "counted" in self._files:
-            self._lengths += [len(one.ids) for one in documents]
+            self._lengths.append(np.array([len(one.ids) for one in documents], dtype=np.int64))
             for ids, counted in documents:
                 counted = np.ones_like(ids) if counted is None else counted
-                self._files["counted"].write(counted.astype(np.uint8))
+                self._write("counted", counted.astype(np.uint8))
 
     def finish(self) -> dict[str, Any]:
         """Returns the split's entry in the manifest, when its files are on the disk."""
         if "starts" in self._files:
-            self._files["starts"].write(np.cumsum([0, *self._lengths], dtype=np.int64))
-        checksums = {CHECKSUMS[kind]: file.finish() for kind, file in self._files.items()}
+            self._write("starts", np.cumsum(np.concatenate(self._lengths)))
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        checksums = {CHECKSUMS[kind]: hashed.hexdigest() for kind, hashed in self._sha256.items()}
         return self.counted | checksums
 
     @property
     def counted(self) -> dict[str, int]:
         return {"documents": self.documents, "bytes": self.bytes, "tokens": self.tokens}
+
+    def _write(self, kind: str, values: np.ndarray) -> None:
+        data = values.tobytes()
+        self._files[kind].write(data)
+        self._sha256[kind].update(data)
 
 
 def unigram_bits_per_byte(train_counts: np.ndarray, validation: _SplitWriter) -> float | None:
@@ -238,7 +213,7 @@ def _publish(temporary: Path, folder: Path) -> None:
     shutil.rmtree(older, ignore_errors=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _locked(folder: Path) -> Generator[None]:
     """Holds the cache's lock; the system releases it when this process exits for any reason."""
     try:

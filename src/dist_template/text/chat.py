@@ -100,7 +100,7 @@ class Chat(Source):
                         f"{name} of data.source has {SHAPES[shape]}, and {first[0]} has"
                         f" {SHAPES[first[1]]}: give one shape in one source"
                     )
-                yield name, json.dumps(_conversation(name, record), ensure_ascii=False)
+                yield name, json.dumps(_conversation(name, record, shape), ensure_ascii=False)
             if name is None:
                 raise InputError(f"{origin} of data.source is empty: remove it from the source")
 
@@ -142,7 +142,8 @@ def _shape(name: str, record: Any) -> str:
     """Returns the key of `SHAPES` that the record has."""
     fields = record if isinstance(record, dict) else {}
     for shape in SHAPES:
-        if fields.get(shape) is not None and (shape != "prompt" or fields.get("completion")):
+        needed = ("prompt", "completion") if shape == "prompt" else (shape,)
+        if all(fields.get(key) is not None for key in needed):
             return shape
     raise InputError(
         f"{name} of data.source has only {', '.join(sorted(fields)) or 'no key'}: give"
@@ -150,17 +151,14 @@ def _shape(name: str, record: Any) -> str:
     )
 
 
-def _conversation(name: str, record: dict[str, Any]) -> dict[str, Any]:
+def _conversation(name: str, record: dict[str, Any], shape: str) -> dict[str, Any]:
     """Returns `messages`, checked, and `tools` if there are some."""
-    turns = record.get("messages") or record.get("conversations")
-    if turns is None:
-        prompt, completion = record["prompt"], record["completion"]
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        answer = {"role": "assistant", "content": completion}
-        turns += [answer] if isinstance(completion, str) else completion
+    turns = _turns(record[shape], "user")
+    if shape == "prompt":
+        turns += _turns(record["completion"], "assistant")
     messages = [_message(name, turn) for turn in turns]
     if record.get("system") and [message["role"] for message in messages][:1] != ["system"]:
-        messages.insert(0, {"role": "system", "content": record["system"]})
+        messages = [_message(name, *_turns(record["system"], "system")), *messages]
     _check_roles(name, [message["role"] for message in messages])
     tools = record.get("tools")
     try:
@@ -170,20 +168,23 @@ def _conversation(name: str, record: dict[str, Any]) -> dict[str, Any]:
     return {"messages": messages} | ({"tools": tools} if tools else {})
 
 
+def _turns(value: Any, role: str) -> list[Any]:
+    return [*value] if isinstance(value, list) else [{"role": role, "content": value}]
+
+
 def _message(name: str, turn: Any) -> dict[str, Any]:
     """Returns a message with role and content, and what else it has, such as tool calls."""
     turn = turn if isinstance(turn, dict) else {}
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise InputError(
             f"{name} of data.source has a turn with role {role!r}: give one of {', '.join(ROLES)}"
         )
     if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
         raise InputError(f"{name} of data.source has a turn of {role!r} whose content is no text")
-    others = {key: value for key, value in turn.items() if value is not None}
-    for key in ("from", "value"):
-        others.pop(key, None)
-    return others | {"role": ROLES[role], "content": content or ""}
+    named = ("role", "from", "content", "value")
+    others = {k: v for k, v in turn.items() if v is not None and k not in named}
+    return {"role": ROLES[role], "content": content or "", **others}
 
 
 def _check_roles(name: str, roles: list[str]) -> None:

@@ -23,12 +23,7 @@ HELP = "give data.source.template, a .jinja file with {% generation %} around th
 
 
 class Template(NamedTuple):
-    """A chat template.
-
-    Args:
-        text: Its Jinja source.
-        name: For messages.
-    """
+    """A chat template: its Jinja source, and a name for messages."""
 
     text: str
     name: str

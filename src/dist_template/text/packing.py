@@ -21,23 +21,14 @@ from .rows import ATTENTION_TOKENS, NOT_COUNTED, ROWS, apart, one_document_per_r
 
 
 class Packing(NamedTuple):
-    """Which documents are in which row.
+    """Which documents are in which row."""
 
-    Args:
-        documents: Numbers of documents, row by row.
-        rows: Starts of the rows in `documents`, and its length (rows + 1,).
-        share: Share of the positions of all rows that documents fill.
-        num_cut: Number of documents that are longer than a row and cut.
-        num_dropped: Number of documents without a counted label in what a row holds of them.
-        sizes: Number of rows of each source of a mixture, in order.
-    """
-
-    documents: np.ndarray
-    rows: np.ndarray
-    share: float
-    num_cut: int
-    num_dropped: int
-    sizes: dict[str, int]
+    documents: np.ndarray  # numbers of documents, row by row
+    rows: np.ndarray  # (rows + 1,) starts of the rows in `documents`, and its length
+    share: float  # of the positions of all rows that documents fill
+    num_cut: int  # documents that are longer than a row and cut
+    num_dropped: int  # documents without a counted label in what a row holds of them
+    sizes: dict[str, int]  # number of rows of each source of a mixture, in order
 
     def describe(self, split: str) -> str:
         line = f"  {split:<10} {len(self.rows) - 1:>9,} rows, {self.share:.1%} full"
@@ -53,12 +44,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     The longest item comes first, into the bin in which it leaves the least space. The set of free
     spaces that some bin has is the bits of one integer, so a million items take seconds.
 
-    Args:
-        sizes: Sizes of the items (items,), from 1 to `capacity`.
-        capacity: Size of a bin.
-
-    Returns:
-        The items of each bin in ascending order; the bins in the order of their first item.
+    Returns the items of each bin in ascending order; the bins in the order of their first item.
+    `sizes` (items,) are from 1 to `capacity`, that of a bin.
     """
     bins: list[list[int]] = []
     bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # by their free space
@@ -86,9 +73,9 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
     """Returns the rows of a split whose documents are whole."""
     if (split, seq_len) not in corpus.packings:
-        corpus.packings[split, seq_len] = _pack(
-            corpus.starts(split), corpus.counted(split), seq_len, corpus.parts(split)
-        )
+        starts, counted = corpus.starts(split), corpus.counted(split)
+        packing = _pack(starts, counted, seq_len, corpus.parts(split))
+        corpus.packings[split, seq_len] = packing
     return corpus.packings[split, seq_len]
 
 
