@@ -3,6 +3,7 @@ them.
 
     sources.py, tokenizers.py     documents; text to token ids
     chat.py, chat_template.py     conversations; mixture.py: several sources with weights
+    stream.py                     a train split that is tokenized while training
     build.py, cache.py            the token cache
     order.py, rows.py, loader.py  batches; packing.py: rows of whole documents
     prepared.py, datamodule.py    PackedText: from a source of documents to batches
@@ -26,6 +27,7 @@ PLACES = {  # public name -> the module of this library that defines it
     "HubDataset": "text.sources",
     "Chat": "text.chat",
     "Mixture": "text.mixture",
+    "TextStream": "text.stream",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",

@@ -42,9 +42,9 @@ def data_statistics(data: Any) -> dict[str, Any]:
         duplicate_examined_share: Share of the train split that was compared.
     """
     loader: Any = data.train_dataloader()
-    num_full = max(1, len(loader.dataset) - 1)  # labels of the last row may not count
-    indices = np.unique(np.linspace(0, num_full - 1, ROWS, dtype=np.int64)).tolist()
     try:
+        num_full = max(1, len(loader.dataset) - 1)  # labels of the last row may not count
+        indices = np.unique(np.linspace(0, num_full - 1, ROWS, dtype=np.int64)).tolist()
         batch = loader.collate_fn(loader.dataset.__getitems__(indices))
         inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()  # (B, T) each
     except (AttributeError, KeyError, TypeError, IndexError):

@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..cluster.signals import isolate_worker
+from ..weights import from_all_ranks
 from . import chat  # noqa: F401  (so that YAML knows the name Chat)
 from .cache import Corpus
 from .limits import check_numbers
@@ -40,6 +41,7 @@ from .packing import WholeRows
 from .prepared import PreparedText
 from .rows import ROWS, PackedRows
 from .sources import Source, StandardLibrary
+from .stream import STATE, StreamedRows, TextStream, own_state
 from .tokenizers import ByteBPE, TokenizerSpec
 
 # Mapped rows are read faster without workers: benchmarks/data.py.
@@ -73,6 +75,8 @@ class PackedText(PreparedText, L.LightningDataModule):
         repeat_first_batch: true trains on one global batch repeatedly, to see that the model learns
             it.
         seed: Seed of the order of rows. Splits do not depend on it.
+        stream: A train split that is read and tokenized while training: TextStream. null: train on
+            `source`.
         prompts: Prompts that `predict`, and the sample after each validation, continue. [] turns
             both off.
     """
@@ -95,6 +99,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         prompts: list[str] = ["def", "import", "class"],  # noqa: B006
         balance: bool = False,
         rank_speeds: list[float] | None = None,
+        stream: TextStream | None = None,
     ) -> None:
         super().__init__()
         self.source = source
@@ -113,6 +118,8 @@ class PackedText(PreparedText, L.LightningDataModule):
         self.prompts = prompts
         self.balance = balance
         self.rank_speeds = rank_speeds
+        self.stream = stream
+        self._stream_state: dict[str, Any] = {}  # this rank's, after the newest batch
         self.rank, self.world_size = 0, 1  # of data parallelism, set in `setup`
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
@@ -121,9 +128,8 @@ class PackedText(PreparedText, L.LightningDataModule):
         self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
         self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
         self.source_name = ""  # of the newest evaluated batch; "": there is one source
-        self.step_rows: list[
-            list[int]
-        ] = []  # this rank's rows in the optimizer step, per micro-batch
+        # this rank's rows in the optimizer step, per micro-batch
+        self.step_rows: list[list[int]] = []
 
     # ---- before training -------------------------------------------------------------------------
 
@@ -163,6 +169,10 @@ class PackedText(PreparedText, L.LightningDataModule):
     # ---- batches ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader:
+        if self.stream:
+            batches = StreamedRows(self, lambda: self._stream_state)
+            options: dict[str, Any] = {"batch_size": None, "collate_fn": _unchanged}
+            return StepLoader(batches, self.accumulation, self.transform, **options)
         rows = self._rows("train")
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
@@ -181,6 +191,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         """Keeps the rows' numbers on the host: the numerics guard names samples by them."""
         self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
+        self._stream_state = batch.pop(STATE, self._stream_state)
         if self.trainer is not None and self.trainer.training:
             self.step_rows = [rows] if COUNTED in batch else [*self.step_rows, rows]
         elif rows:
@@ -221,17 +232,6 @@ class PackedText(PreparedText, L.LightningDataModule):
         batches = eval_batches(rows.sizes, self.micro_batch_size, self.rank, self.world_size)
         return self._loader(rows, batches, 0)
 
-    def _rows(self, split: str) -> PackedRows | WholeRows:
-        if self.corpus.is_whole(split):
-            return WholeRows(self.corpus, split, self.seq_len, self.cross_document_attention)
-        return PackedRows(
-            self.corpus.tokens(split),
-            self.seq_len,
-            self.eos_token_id,
-            self.cross_document_attention,
-            {name: counts["tokens"] for name, counts in self.corpus.parts(split).items()},
-        )
-
     def _loader(
         self, rows: PackedRows | WholeRows, order: Iterable[list[int]], accumulation: int
     ) -> DataLoader:
@@ -262,16 +262,22 @@ class PackedText(PreparedText, L.LightningDataModule):
 
     def jump(self, intervals: list[Jump]) -> None:
         """Skips intervals of the stream not read yet. Call it before the first batch is read."""
+        if self.stream and intervals:
+            self.stream.refuse_jumps()
         if self._consumed and self.trainer:
             self._consumed.jump(intervals, self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._consumed.as_state(self.trainer) if self._consumed and self.trainer else {}
+        if state and self.stream:
+            state[STATE] = from_all_ranks(self._stream_state)
         return state | ({"mixture": self._mixing.changes} if state and self._mixing else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._consumed:
             self._consumed.load(state_dict)
+        if self.stream and (states := state_dict.get(STATE)):
+            self._stream_state = own_state(states, self.trainer)
         if self._mixing and "mixture" in state_dict:
             consumed, jumps = state_dict["consumed_samples"], state_dict["jumps"]
             self._mixing.resume(state_dict["mixture"], stream_position(consumed, jumps))

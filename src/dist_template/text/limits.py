@@ -36,6 +36,11 @@ def check_numbers(data: Any, world_size: int) -> None:
             f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
             " data.global_batch_size or data.micro_batch_size"
         )
+    if data.stream and (data.balance or data.rank_speeds or data.repeat_first_batch):
+        raise InputError(
+            "data.stream has no rows to choose from: remove data.balance, data.rank_speeds and"
+            " data.repeat_first_batch"
+        )
     if data.rank_speeds:
         _check_speeds(data.rank_speeds, together, world_size)
 

@@ -9,8 +9,9 @@ from .build import build_cache
 from .cache import SPLITS, CacheError, Corpus, Recipe, open_cache
 from .chat_template import last_turn
 from .limits import check_rows
-from .packing import packing_of
+from .packing import WholeRows, packing_of
 from .quality import as_table, quality_of
+from .rows import PackedRows
 from .sources import Source
 from .tokenizers import TokenizerSpec
 
@@ -28,6 +29,7 @@ class PreparedText:
     test_share: float
     cache_dir: str
     check_source: bool
+    cross_document_attention: bool
     _corpus: Corpus | None = None
 
     def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
@@ -66,6 +68,10 @@ class PreparedText:
         """
         self._corpus = check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
         return self._corpus
+
+    def is_trained_on(self, text: str) -> bool:
+        """Returns whether a document is in the train split, and not held out."""
+        return self._recipe.split_of(text) == "train"
 
     @property
     def corpus(self) -> Corpus:
@@ -110,6 +116,17 @@ class PreparedText:
         """Returns the mean over a split, for bits per byte; None: empty, or labels are masked."""
         tokens = 0 if self.corpus.is_whole(split) else self.corpus.num_tokens(split)
         return self.corpus.num_bytes(split) / tokens if tokens else None
+
+    def _rows(self, split: str) -> PackedRows | WholeRows:
+        if self.corpus.is_whole(split):
+            return WholeRows(self.corpus, split, self.seq_len, self.cross_document_attention)
+        return PackedRows(
+            self.corpus.tokens(split),
+            self.seq_len,
+            self.eos_token_id,
+            self.cross_document_attention,
+            {name: counts["tokens"] for name, counts in self.corpus.parts(split).items()},
+        )
 
     @property
     def unigram_bits_per_byte(self) -> float | None:

@@ -77,11 +77,15 @@ def hub_records(
         records: Any = datasets.load_dataset(name, config, **options)
         for number, record in enumerate(islice(records, max_records), start=1):
             yield f"{name}:{number}", record
-    except Exception as error:  # `datasets` wraps the reason in errors of its own
-        reason = error
-        while reason.__cause__ is not None:
-            reason = reason.__cause__
-        raise InputError(f"{name} of data.source cannot be read: {first_line(reason)}") from error
+    except Exception as error:
+        raise unreadable(name, error) from error
+
+
+def unreadable(name: str, error: BaseException) -> InputError:
+    """Returns the error for a data set; `datasets` wraps the reason in errors of its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return InputError(f"{name} of data.source cannot be read: {first_line(error)}")
 
 
 def _json_lines(file: Any) -> Iterator[bytes]:

@@ -1,0 +1,144 @@
+"""TextStream: a train split that is read and tokenized while training, for corpora too large to
+prepare.
+
+    datasets -> interleaved by weight -> one rank's documents -> tokens -> blocks of rows -> batches
+
+The rows of a block are shuffled; nothing else is. The state after each batch is that of the data
+sets at the block's start and the number of batches since. A resumed run reads the block again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from ..errors import InputError, require
+from .records import unreadable
+from .rows import ROWS, PackedRows
+from .sources import HubDataset
+
+STATE = "stream"  # key of a batch and of the checkpoint: the stream's state after it
+DOCUMENTS = 8  # tokenized together
+
+
+class TextStream:
+    """Data sets that are streamed, packed into rows. `data.source` remains for all else: a smaller
+    corpus that gives the tokenizer and the validation and test splits, whose documents the stream
+    skips.
+
+    Args:
+        datasets: Data sets of the hub, or folders in its format. Each starts again at its end.
+        weights: Probability of each to give the next document. null: equal.
+        shuffle_rows: Rows that a rank reads together and shuffles.
+    """
+
+    def __init__(
+        self,
+        datasets: list[HubDataset],
+        weights: list[float] | None = None,
+        shuffle_rows: int = 1024,
+    ) -> None:
+        if not datasets or (weights and (len(weights) != len(datasets) or min(weights) <= 0)):
+            raise InputError(
+                f"data.stream has {len(datasets)} datasets and weights {weights}: give at least one"
+                " data set, and each a weight above 0"
+            )
+        self.datasets = datasets
+        self.weights = weights
+        self.shuffle_rows = shuffle_rows
+
+    def documents(self, seed: int, rank: int, world_size: int) -> Any:
+        """Returns one rank's share of the texts, an IterableDataset that has a state."""
+        require("datasets", "data.stream")
+        from datasets import interleave_datasets, load_dataset
+        from datasets.distributed import split_dataset_by_node
+
+        parts: list[Any] = []
+        for each in self.datasets:
+            options: dict[str, Any] = {
+                "split": each.split,
+                "revision": each.revision,
+                "streaming": True,
+            }
+            try:
+                part: Any = load_dataset(each.name, each.config, **options)
+                part = part.take(each.max_documents) if each.max_documents else part
+                part = part.select_columns([each.field])
+            except Exception as error:
+                raise unreadable(each.name, error) from error
+            part = part if each.field == "text" else part.rename_column(each.field, "text")
+            parts.append(part.repeat(None))
+        weights = np.array(self.weights or [1.0] * len(parts))
+        shares = (weights / weights.sum()).tolist()
+        texts = parts[0] if len(parts) == 1 else interleave_datasets(parts, shares, seed=seed)
+        return split_dataset_by_node(texts, rank, world_size)
+
+    def refuse_jumps(self) -> None:
+        raise InputError(
+            "a run with data.stream cannot skip the samples that made it diverge: lower"
+            " model.optim.learning_rate, or prepare the data"
+        )
+
+
+class StreamedRows(IterableDataset):
+    """Yields one rank's batches of a stream, without end.
+
+    Args:
+        data: The PackedText whose sizes, tokenizer and splits apply.
+        state: Returns the state after the last batch that was trained on; {} at the start. It is
+            called when iteration starts, because the checkpoint is loaded after the loader is made.
+    """
+
+    def __init__(self, data: Any, state: Callable[[], dict[str, Any]]) -> None:
+        self.data = data
+        self.state = state
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        data, micro = self.data, self.data.micro_batch_size
+        num_rows = max(1, data.stream.shuffle_rows // micro) * micro
+        num_tokens = num_rows * data.seq_len + 1
+        texts = data.stream.documents(data.seed, data.rank, data.world_size)
+        start = self.state() or {"texts": texts.state_dict(), "rest": [], "block": 0, "read": 0}
+        texts.load_state_dict(start["texts"])
+        documents, first = iter(texts), start["read"] * micro
+        while True:
+            tokens = np.array(start["rest"], dtype=np.int64)
+            while len(tokens) < num_tokens:
+                tokens = np.concatenate([tokens, *self._tokens(islice(documents, DOCUMENTS))])
+            rows = PackedRows(
+                tokens[:num_tokens], data.seq_len, data.eos_token_id, data.cross_document_attention
+            )
+            seeds = (data.seed, data.rank, start["block"])
+            order = np.random.default_rng(seeds).permutation(num_rows).tolist()
+            for at in range(first, num_rows, micro):
+                state = {STATE: start | {"read": at // micro + 1}, ROWS: []}
+                yield rows.__getitems__(order[at : at + micro]) | state
+            rest, block, first = tokens[num_tokens - 1 :].tolist(), start["block"] + 1, 0
+            start = {"texts": texts.state_dict(), "rest": rest, "block": block, "read": 0}
+
+    def _tokens(self, records: Iterator[dict[str, Any]]) -> list[np.ndarray]:
+        """Returns the tokens of the documents that are not held out, EOS after each."""
+        data, texts = self.data, [record["text"] for record in records]
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError("data.stream.datasets: a field has something that is no text")
+        kept = [("", text) for text in texts if text.strip() and data.is_trained_on(text)]
+        encoded = data.source.encode(data.tokenizer, data.text_tokenizer, kept)
+        return [document.ids for document in encoded]
+
+
+def own_state(states: list[dict[str, Any]], trainer: Any) -> dict[str, Any]:
+    """Returns this rank's state of a checkpoint, which has one per rank.
+
+    Raises:
+        InputError: there are not as many ranks as then.
+    """
+    if len(states) != trainer.world_size:
+        raise InputError(
+            f"the checkpoint has the stream's state of {len(states)} ranks, and there are"
+            f" {trainer.world_size}: with data.stream a run resumes on as many ranks as before"
+        )
+    return states[trainer.global_rank]
