@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,13 @@ def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
     assert f"{str(own)!r} has no {{% generation %}} tags" in refused(tmp_path, template=str(own))
     assert "trl does not know its family" in refused(tmp_path, tokenizers=chats.UNTAGGED)
     assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
+
+
+def test_without_trl_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert "needs the package trl: pip install 'dist-template[chat]'" in refused(tmp_path)
+    path = write(tmp_path / "a.jsonl", [GOOD])
+    prepared(tmp_path, Chat([str(path)]), template=chats.TAGGED)  # it needs none
 
 
 def test_an_empty_mask_is_refused_with_template_and_line(tmp_path: Path) -> None:
