@@ -107,6 +107,7 @@ ATTRIBUTES = {
     "transformers.configuration_utils": "_attn_implementation",
     "transformers.modeling_utils": "_no_split_modules",
     "transformers.distributed.fsdp": "CPUOffloadPolicy",
+    "peft.tuners.tuners_utils:BaseTunerLayer": "_disable_adapters",
 }
 # Checked by importing compat/torch.py, and built-in attributes of tensors.
 IMPORTED = {"_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}

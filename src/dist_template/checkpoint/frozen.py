@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import InputError
 
 KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
+REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
 
 
 def describe(model: nn.Module, name: str) -> dict[str, str]:
@@ -28,12 +29,16 @@ def describe(model: nn.Module, name: str) -> dict[str, str]:
     return {"name": name, "sha256": digest.hexdigest()}
 
 
-def exclude_frozen(module: nn.Module) -> None:
-    """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded."""
+def exclude_frozen(module: nn.Module, start: str = "") -> None:
+    """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded.
+
+    `start`: of the names of these parameters; the buffers with such names are left out too."""
 
     def frozen(owner: nn.Module) -> set[str]:
         named = owner.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in named if not parameter.requires_grad}
+        names = {name for name, parameter in named if not parameter.requires_grad}
+        names |= {name for name, _ in owner.named_buffers(remove_duplicate=False) if start}
+        return {name for name in names if name.startswith(start)}
 
     def drop(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name in frozen(owner):
@@ -53,6 +58,12 @@ def refuse_another_base(path: Path, checkpoint: Any, module: Any) -> None:
     Raises:
         InputError: they are others.
     """
+    saved, own = checkpoint.get(REFERENCE), getattr(module, REFERENCE, None)
+    if saved and own and saved["sha256"] != own["sha256"]:
+        raise InputError(
+            f"checkpoint {str(path)!r} was trained with another reference for data.source"
+            " Preferences: restore model.pretrained, or the seed, of its run"
+        )
     saved, own = checkpoint.get(KEY), getattr(module, KEY, None)
     if saved and own and saved["sha256"] != own["sha256"]:
         raise InputError(

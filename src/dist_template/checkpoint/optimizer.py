@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import InputError
-from .frozen import KEY
+from .frozen import KEY, REFERENCE
 
 State = dict[str, Any]
 
@@ -127,8 +127,9 @@ class ParameterNames(Callback):
         if trainer.strategy.lightning_restore_optimizer:  # other formats have names
             names = [sum(groups_of(pl_module, one), []) for one in trainer.optimizers]
             checkpoint["parameter_names"] = names
-        if base := getattr(pl_module, KEY, None):
-            checkpoint[KEY] = base
+        for key in (KEY, REFERENCE):
+            if base := getattr(pl_module, key, None):
+                checkpoint[key] = base
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:

@@ -48,6 +48,21 @@ def wrappers_of_parameters(module: Any) -> list[Any]:
 
 
 @contextmanager
+def without_adapters(model: nn.Module) -> Generator[None]:
+    """Inside, a forward pass is that of the model without adapters.
+
+    peft's public functions change `requires_grad` besides, which FSDP2 reads when it gathers."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
 def finding_documents(find: Callable[[Tensor], Tensor | None]) -> Generator[None]:
     """Inside, masks are made by `find(position_ids)`: (B, T) the number of each token's document,
     None for one a row.

@@ -26,7 +26,7 @@ from .. import weights
 from ..checkpoint import zero as zero_format
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import refusing_unreadable
-from ..checkpoint.frozen import KEY, refuse_another_base
+from ..checkpoint.frozen import KEY, REFERENCE, refuse_another_base
 from ..checkpoint.resume import is_readable_by_deepspeed, load_foreign
 from ..checkpoint.untrusted import as_data
 from ..compat import deepspeed as compat
@@ -220,7 +220,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         import deepspeed
 
         refuse_scalars(model, "DeepSpeed")
-        if getattr(self.lightning_module, KEY, None):  # checkpoints of adapters
+        if any(getattr(self.lightning_module, key, None) for key in (KEY, REFERENCE)):
             self.exclude_frozen_parameters = True
         self._complete_config()
         assert isinstance(self.config, dict)

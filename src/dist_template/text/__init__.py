@@ -4,6 +4,7 @@ them.
     sources.py, tokenizers.py     documents; text to token ids
     chat.py, chat_template.py     conversations; mixture.py: several sources with weights
     stream.py                     a train split that is tokenized while training
+    preferences.py                pairs; preference_loss.py: DPO
     build.py, cache.py            the token cache
     order.py, rows.py, loader.py  batches; packing.py: rows of whole documents
     prepared.py, datamodule.py    PackedText: from a source of documents to batches
@@ -28,6 +29,7 @@ PLACES = {  # public name -> the module of this library that defines it
     "Chat": "text.chat",
     "Mixture": "text.mixture",
     "TextStream": "text.stream",
+    "Preferences": "text.preferences",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",

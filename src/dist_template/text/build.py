@@ -88,6 +88,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "eos_token_id": tokenizer.eos_token_id,
         "splits": splits,
         **({} if "" in parts else {"parts": parts}),  # of a mixture, one after another
+        "pairs": recipe.source.pairs,
         # where only some labels count, a loss per byte of text has no meaning
         "unigram_bits_per_byte": None if recipe.source.whole else unigram,
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},

@@ -108,6 +108,11 @@ class Corpus:
         """Whether its documents are not cut: it has `starts` and `counted`."""
         return CHECKSUMS["starts"] in self.manifest["splits"][split]
 
+    @property
+    def is_pairs(self) -> bool:
+        """Whether each document is a pair of sequences."""
+        return self.manifest.get("pairs", False)  # older caches have none
+
     def starts(self, split: str) -> np.ndarray:
         """Returns (documents + 1,): the documents' starts among the tokens, and the end."""
         return np.fromfile(self.folder / f"{split}.starts", dtype=np.int64)

@@ -63,6 +63,8 @@ class Chat(Source):
     """
 
     whole = True
+    shapes = SHAPES
+    fields: tuple[str, ...] = FIELDS
 
     def __init__(
         self,
@@ -77,7 +79,8 @@ class Chat(Source):
     ) -> None:
         if bool(paths) == bool(name):
             raise InputError(
-                "data.source Chat needs either paths, of files, or name, of a data set of the hub"
+                f"data.source {type(self).__name__} needs either paths, of files, or name, of a"
+                " data set of the hub"
             )
         self.paths = paths
         self.name = name
@@ -93,16 +96,25 @@ class Chat(Source):
         for origin, records in self._records():
             name = None
             for name, record in records:
-                shape = _shape(name, record)
+                shape = self.shape_of(name, record)
                 first = first or (name, shape)
                 if shape != first[1]:
                     raise InputError(
-                        f"{name} of data.source has {SHAPES[shape]}, and {first[0]} has"
-                        f" {SHAPES[first[1]]}: give one shape in one source"
+                        f"{name} of data.source has {self.shapes[shape]}, and {first[0]} has"
+                        f" {self.shapes[first[1]]}: give one shape in one source"
                     )
-                yield name, json.dumps(_conversation(name, record, shape), ensure_ascii=False)
+                document = self.document_of(name, record, shape)
+                yield name, json.dumps(document, ensure_ascii=False)
             if name is None:
                 raise InputError(f"{origin} of data.source is empty: remove it from the source")
+
+    def shape_of(self, name: str, record: Any) -> str:
+        """Returns the key of `shapes` that the record has."""
+        return _shape(name, record)
+
+    def document_of(self, name: str, record: dict[str, Any], shape: str) -> dict[str, Any]:
+        """Returns a document's content, checked."""
+        return _conversation(name, record, shape)
 
     def files(self) -> list[Path]:
         template = [Path(self.template)] if self.template else []
@@ -135,7 +147,8 @@ class Chat(Source):
             return
         for path in matching(self.paths, self.follow_links):
             is_table = path.suffix == ".parquet"
-            yield str(path), parquet_records([path], FIELDS) if is_table else json_records([path])
+            records = parquet_records([path], self.fields) if is_table else json_records([path])
+            yield str(path), records
 
 
 def _shape(name: str, record: Any) -> str:
@@ -156,10 +169,10 @@ def _conversation(name: str, record: dict[str, Any], shape: str) -> dict[str, An
     turns = _turns(record[shape], "user")
     if shape == "prompt":
         turns += _turns(record["completion"], "assistant")
-    messages = [_message(name, turn) for turn in turns]
+    messages = [message_of(name, turn) for turn in turns]
     if record.get("system") and [message["role"] for message in messages][:1] != ["system"]:
-        messages = [_message(name, *_turns(record["system"], "system")), *messages]
-    _check_roles(name, [message["role"] for message in messages])
+        messages = [message_of(name, *_turns(record["system"], "system")), *messages]
+    check_roles(name, [message["role"] for message in messages])
     tools = record.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools else tools
@@ -172,7 +185,7 @@ def _turns(value: Any, role: str) -> list[Any]:
     return [*value] if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _message(name: str, turn: Any) -> dict[str, Any]:
+def message_of(name: str, turn: Any) -> dict[str, Any]:
     """Returns a message with role and content, and what else it has, such as tool calls."""
     turn = turn if isinstance(turn, dict) else {}
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -187,7 +200,7 @@ def _message(name: str, turn: Any) -> dict[str, Any]:
     return {"role": ROLES[role], "content": content or "", **others}
 
 
-def _check_roles(name: str, roles: list[str]) -> None:
+def check_roles(name: str, roles: list[str]) -> None:
     if "assistant" not in roles:
         raise InputError(
             f"{name} of data.source has no assistant turn, on which the model is trained: remove it"

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from ..cluster.signals import isolate_worker
 from ..weights import from_all_ranks
-from . import chat  # noqa: F401  (so that YAML knows the name Chat)
+from . import chat, preferences  # noqa: F401  (so that YAML knows the names of their sources)
 from .cache import Corpus
 from .limits import check_numbers
 from .loader import COUNTED, StepLoader, TokensPerMicroBatch

@@ -29,6 +29,11 @@ def check_numbers(data: Any, world_size: int) -> None:
             f"data.validation_share {data.validation_share} and data.test_share {data.test_share}"
             " leave nothing to train on: make their sum less than 1"
         )
+    if data.source.pairs and data.cross_document_attention:
+        raise InputError(
+            "data.cross_document_attention lets a pair's second answer attend to its first: set it"
+            " to false for data.source Preferences"
+        )
     together = data.micro_batch_size * world_size
     if data.global_batch_size % together:
         raise InputError(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..compat.torch import without_profiler_range
-from .rows import NOT_COUNTED
+from .rows import NOT_COUNTED, PAIRS
 
 COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
 
@@ -81,6 +81,9 @@ class StepLoader(DataLoader):
 
 
 def _counted(step: list[Any]) -> int:
+    """Returns the number of labels that count; of pairs, where the batches have these."""
+    if step and PAIRS in step[0]:
+        return sum(len(batch[PAIRS]) for batch in step)
     return sum(int(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED)) for batch in step)
 
 

@@ -55,9 +55,11 @@ class Mixture(Source):
         self.schedule = schedule
         self.by = by
         self.whole = any(source.whole for source in sources.values())
-        if not all(source.whole == self.whole for source in sources.values()):
+        self.pairs = any(source.pairs for source in sources.values())
+        if len({(source.whole, source.pairs) for source in sources.values()}) > 1:
             raise InputError(
-                "data.source.sources has conversations and plain text: train on one after the other"
+                "data.source.sources has conversations and plain text, or preferences besides:"
+                " train on one after the other"
             )
         for step, given in [(0, weights), *schedule.items()]:
             known = given.keys() == sources.keys() and min(given.values(), default=0) >= 0

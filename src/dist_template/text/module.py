@@ -17,6 +17,8 @@ from ..errors import InputError
 from ..model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
+from .preference_loss import PreferenceConfig, add_reference, pair_sums
+from .rows import PAIRS
 
 
 class TextModule(TrainingModule):
@@ -28,6 +30,7 @@ class TextModule(TrainingModule):
         loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for
             GPUs, in chunks that it chooses; it computes cross entropy itself and does not call
             `loss` and `sums`.
+        preference: The loss of pairs, which data.source Preferences yields in place of texts.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
         options: See TrainingModule.
@@ -37,6 +40,7 @@ class TextModule(TrainingModule):
         self,
         loss_chunk: int | None = 4096,
         loss_kernel: Kernel = "torch",
+        preference: PreferenceConfig = PreferenceConfig(),  # noqa: B008  (nothing changes it)
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
         **options: Any,
@@ -44,6 +48,7 @@ class TextModule(TrainingModule):
         super().__init__(**options)
         self.loss_chunk = loss_chunk
         self.loss_kernel: Kernel = loss_kernel
+        self.preference = preference
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
@@ -58,6 +63,7 @@ class TextModule(TrainingModule):
             self.chunked_loss = ChunkedLoss(
                 self.model, self.sums, self.loss_chunk, self.loss_kernel
             )
+            add_reference(self)
 
     # ---- loss and metrics ------------------------------------------------------------------------
 
@@ -76,7 +82,10 @@ class TextModule(TrainingModule):
         }
 
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns `sums` over all tokens of a micro-batch. Only the first is differentiable."""
+        """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is
+        differentiable."""
+        if PAIRS in batch:
+            return pair_sums(self, batch)
         if not self.chunked_loss.applies_to(batch["labels"]):
             return self.sums(self(batch), batch["labels"])
         with without_head(self.model) as hidden_states:
@@ -84,7 +93,7 @@ class TextModule(TrainingModule):
         return self.chunked_loss(hidden, batch["labels"])
 
     def derive(self, metrics: dict[str, float]) -> None:
-        if "train/loss" in metrics:
+        if "train/loss" in metrics and "train/rewards/margin" not in metrics:
             metrics["train/perplexity"] = math.exp(
                 min(metrics["train/loss"], 700.0)
             )  # exp(710) overflows
@@ -93,9 +102,10 @@ class TextModule(TrainingModule):
         self.split_means, self.source_means = SplitMeans(), defaultdict(SplitMeans)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        counted = (
-            batch["labels"] != -100
-        ).sum()  # the last batch may be padded, so that all ranks have equally many
+        # the last batch may be padded, so that all ranks have equally many
+        counted = (batch["labels"] != -100).sum()
+        if PAIRS in batch:
+            counted = torch.full_like(counted, len(batch[PAIRS]))
         sums = self.sums_of(batch)
         self.split_means.add(sums, counted)
         if source := getattr(self.data, "source_name", ""):  # one of a mixture's
@@ -113,7 +123,8 @@ class TextModule(TrainingModule):
     def _log_split(self, prefix: str, split: str) -> None:
         means = self.split_means.read(self.trainer.strategy)
         loss = means["loss"]
-        means["perplexity"] = math.exp(min(loss, 700.0))
+        if "rewards/margin" not in means:
+            means["perplexity"] = math.exp(min(loss, 700.0))
         if bytes_per_token := self.data.bytes_per_token(split):
             means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
         for source, sums in sorted(self.source_means.items()):

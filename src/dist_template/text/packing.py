@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ..model.kernels import BOUNDS
 from .cache import Corpus
-from .rows import ATTENTION_TOKENS, NOT_COUNTED, ROWS, apart, one_document_per_row
+from .rows import ATTENTION_TOKENS, NOT_COUNTED, PAIRS, ROWS, apart, one_document_per_row
 
 
 class Packing(NamedTuple):
@@ -74,20 +74,26 @@ def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
     """Returns the rows of a split whose documents are whole."""
     if (split, seq_len) not in corpus.packings:
         starts, counted = corpus.starts(split), corpus.counted(split)
-        packing = _pack(starts, counted, seq_len, corpus.parts(split))
+        packing = _pack(
+            starts, counted, seq_len, corpus.parts(split), corpus.is_pairs
+        )
         corpus.packings[split, seq_len] = packing
     return corpus.packings[split, seq_len]
 
 
 def _pack(
-    starts: np.ndarray, counted: np.ndarray, seq_len: int, parts: dict[str, dict[str, int]]
+    starts: np.ndarray,
+    counted: np.ndarray,
+    seq_len: int,
+    parts: dict[str, dict[str, int]],
+    pairs: bool,
 ) -> Packing:
     needed = np.diff(starts) - 1  # (documents,) positions
     is_cut = needed > seq_len
     dropped = [
         document
         for document in np.flatnonzero(is_cut)
-        if not counted[starts[document] + 1 : starts[document] + seq_len + 1].any()
+        if pairs or not counted[starts[document] + 1 : starts[document] + seq_len + 1].any()
     ]
     kept = np.setdiff1d(np.flatnonzero(needed > 0), dropped)
     sizes = np.minimum(needed, seq_len)[kept]
@@ -167,3 +173,37 @@ class WholeRows(Dataset):
         starts, ends = self.starts[numbers], self.starts[numbers + 1]
         sizes = np.minimum(ends - starts - 1, self.seq_len)
         return list(zip(starts.tolist(), sizes.tolist(), strict=True))
+
+
+def second_start(counted: np.ndarray) -> int:
+    """Returns where the rejected sequence starts among a pair's tokens, after the chosen one.
+
+    Each starts with tokens of the prompt, which do not count, and ends with those of an answer,
+    which do."""
+    first = counted.argmax()
+    return int(first + (~counted[first:]).argmax())
+
+
+class PairRows(WholeRows):
+    """Rows of T positions with pairs of a chosen and a rejected sequence, none of which is cut.
+
+    A batch also has `PAIRS` (P, 3): where among its
+    B x T positions each pair's chosen sequence starts, its rejected one starts, and both end.
+    """
+
+    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
+        pairs = []
+        for index, row in enumerate(rows):
+            sizes = [size for _, size in self.documents_of(row)] if row >= 0 else []
+            edges = index * self.seq_len + np.cumsum([0, *sizes])
+            pairs += [edges[at : at + 3] for at in range(0, len(sizes), 2)]
+        found = np.array(pairs, dtype=np.int64).reshape(-1, 3)
+        return super().__getitems__(rows) | {PAIRS: torch.from_numpy(found)}
+
+    def documents_of(self, row: int) -> list[tuple[int, int]]:
+        sequences = []
+        for pair in self.packing.documents[self.packing.rows[row] : self.packing.rows[row + 1]]:
+            start, end = self.starts[pair].item(), self.starts[pair + 1].item()
+            middle = start + second_start(self.counted[start:end])
+            sequences += [(start, middle - start - 1), (middle, end - middle - 1)]
+        return sequences

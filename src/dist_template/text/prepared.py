@@ -9,7 +9,7 @@ from .build import build_cache
 from .cache import SPLITS, CacheError, Corpus, Recipe, open_cache
 from .chat_template import last_turn
 from .limits import check_rows
-from .packing import WholeRows, packing_of
+from .packing import PairRows, WholeRows, packing_of, second_start
 from .quality import as_table, quality_of
 from .rows import PackedRows
 from .sources import Source
@@ -104,6 +104,8 @@ class PreparedText:
             return []
         starts, counted = corpus.starts("validation"), corpus.counted("validation")
         for start, end in zip(starts, starts[1:], strict=False):
+            if corpus.is_pairs:  # of which the chosen answer is the reference
+                end = start + second_start(counted[start:end])
             tokens = corpus.tokens("validation")[start:end].tolist()
             answer, answer_end = last_turn(counted[start:end])
             if len(found) == number:
@@ -119,7 +121,8 @@ class PreparedText:
 
     def _rows(self, split: str) -> PackedRows | WholeRows:
         if self.corpus.is_whole(split):
-            return WholeRows(self.corpus, split, self.seq_len, self.cross_document_attention)
+            kind = PairRows if self.corpus.is_pairs else WholeRows
+            return kind(self.corpus, split, self.seq_len, self.cross_document_attention)
         return PackedRows(
             self.corpus.tokens(split),
             self.seq_len,

@@ -1,0 +1,124 @@
+"""The loss of preferences: chosen answers become more probable than rejected ones, compared with a
+reference, the model as it was before training.
+
+The reference is the model with its adapters switched off, or a frozen copy, placed by the same
+strategy and left out of checkpoints, which have its hash.
+
+Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from .. import weights
+from ..checkpoint.frozen import REFERENCE, describe, exclude_frozen
+from ..compat.transformers import without_adapters
+from ..parallel.place import place
+from .rows import PAIRS
+
+
+@dataclass
+class PreferenceConfig:
+    """The loss of pairs, with data.source Preferences.
+
+    Args:
+        loss: dpo (arXiv:2305.18290). ipo (arXiv:2310.12036), which bounds the difference. simpo
+            (arXiv:2405.14734), which has no reference. ipo and simpo compare means per token.
+        beta: Scale of the rewards: a larger one keeps the model closer to the reference.
+        margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
+    """
+
+    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
+    beta: float = 0.1
+    margin: float = 0.5
+
+
+def add_reference(module: Any) -> None:
+    """Gives `module` its reference, if the loss and the data need a copy."""
+    module.reference = None
+    has_pairs = getattr(getattr(module.data, "source", None), "pairs", False)
+    starts_as_reference = module.adapter is not None and not module.adapter.trainable
+    if not has_pairs or module.preference.loss == "simpo" or starts_as_reference:
+        return
+
+    def build() -> nn.Module:
+        model = module.build_model(module.data).requires_grad_(False)
+        setattr(module, REFERENCE, describe(model, type(model).__name__))
+        return model
+
+    strategy = module.trainer.strategy
+    module.reference = place(build, strategy, module.blocks)
+    setattr(module, REFERENCE, weights.broadcast(getattr(module, REFERENCE)))
+    exclude_frozen(module, "reference.")
+
+
+def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns sums over the pairs of a micro-batch: the loss, and as metrics the rewards.
+
+    A reward is beta times the log-ratio of an answer's probabilities, model to reference.
+    """
+    config = module.preference
+    reference: Tensor | float = 0.0
+    if config.loss != "simpo":
+        with _as_reference(module), torch.no_grad():
+            reference = _log_probabilities(module, batch)[0]
+    scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
+    scores = scores - reference
+    if config.loss != "dpo":
+        scores = scores / lengths
+    chosen, rejected = (config.beta * scores.detach()).unbind(1)
+    return {
+        "loss": _losses(scores[:, 0] - scores[:, 1], config).sum(),
+        "rewards/chosen": chosen.sum(),
+        "rewards/rejected": rejected.sum(),
+        "rewards/margin": (chosen - rejected).sum(),
+        "rewards/accuracy": (chosen > rejected).sum(),
+    }
+
+
+def _losses(difference: Tensor, config: PreferenceConfig) -> Tensor:
+    """Returns the loss of each pair (P,), given its scores' difference."""
+    if config.loss == "ipo":
+        return (difference - 1 / (2 * config.beta)).square()
+    margin = config.margin if config.loss == "simpo" else 0.0
+    return -F.logsigmoid(config.beta * difference - margin)
+
+
+def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns the log-probability (P, 2) of each pair's answers, and their numbers of tokens."""
+    labels = batch["labels"].flatten()
+    logits = module(batch).float().flatten(0, 1)
+    log_probabilities = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
+    position = torch.arange(len(labels), device=labels.device)
+    edges = batch[PAIRS].unsqueeze(-1)  # (P, 3, 1)
+    inside = (edges[:, :2] <= position) & (position < edges[:, 1:])  # (P, 2, B x T)
+    counted = inside & (labels != -100)
+    return (inside * log_probabilities).sum(-1), counted.sum(-1)
+
+
+@contextmanager
+def _as_reference(module: Any) -> Generator[None]:
+    """Inside, a forward pass of `module` is the reference's, without dropout."""
+    model, counts = module.model, module.balancer.counts_now
+    module.balancer.counts_now = False
+    module.model = reference = model if module.reference is None else module.reference
+    training = reference.training
+    reference.eval()
+    try:
+        with without_adapters(reference):
+            yield
+    finally:
+        reference.train(training)
+        module.model, module.balancer.counts_now = model, counts
+    for unit in reference.modules() if reference is not model else ():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # FSDP2 keeps the outermost unit for a backward pass

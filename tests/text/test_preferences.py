@@ -1,0 +1,172 @@
+"""Pairs: every usual shape is read, both answers count and nothing else, and a pair stays together."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trainer_dev.data import DataModule
+
+from dist_template.errors import InputError
+from dist_template.model.kernels import BOUNDS
+from dist_template.text.order import PADDING
+from dist_template.text.preference_loss import PreferenceConfig, pair_sums
+from dist_template.text.preferences import Preferences
+from dist_template.text.rows import NOT_COUNTED, PAIRS
+from dist_template.text.tokenizers import Pretrained
+from tests.support import chats, pairs
+from tests.support.chats import messages, write
+from tests.support.runs import quiet
+
+PROMPT, GOOD, BAD_ANSWER = ("user", "One?"), ("assistant", "Uno."), ("assistant", "Due.")
+IN_MESSAGES = {"prompt": messages(PROMPT), "chosen": messages(GOOD), "rejected": messages(BAD_ANSWER)}
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(text) for _, text in Preferences([str(path)]).documents()]
+
+
+def test_messages_may_be_answers_or_full_conversations(tmp_path: Path) -> None:
+    full = {"chosen": messages(PROMPT, GOOD), "rejected": messages(PROMPT, BAD_ANSWER)}
+    shapes = [IN_MESSAGES, full, full | {"prompt": "One?"}, IN_MESSAGES | {"prompt": "One?"}]
+    for number, record in enumerate(shapes):
+        assert read(write(tmp_path / f"{number}.jsonl", [record])) == [IN_MESSAGES]
+
+
+TEXTS = {"prompt": "a ", "chosen": "b", "rejected": "c"}
+WRONG = {
+    "no rejected": ({"prompt": "a", "chosen": "b"}, "has no rejected: give prompt, chosen and rejected"),
+    "no prompt": ({"chosen": "b", "rejected": "c"}, "has no prompt in the form of its answers"),
+    "empty prompt": (TEXTS | {"prompt": ""}, "has no prompt in the form of its answers"),
+    "equal": (TEXTS | {"rejected": "b"}, "has equal answers"),
+    "mixed": (TEXTS | {"rejected": messages(GOOD)}, "has a text and a list of messages"),
+    "shapes": (IN_MESSAGES, "lists of messages, and .* has chosen and rejected as texts"),
+    "role": (TEXTS | {"chosen": messages(("wizard", "x")), "rejected": messages(GOOD)}, "and .* as texts"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_pair_is_one_sentence_with_file_and_line(case: str, tmp_path: Path) -> None:
+    record, sentence = WRONG[case]
+    path = write(tmp_path / "bad.jsonl", [TEXTS, record])
+    with pytest.raises(InputError, match=sentence) as caught:
+        read(path)
+    assert f"{path}:2" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_conversations_must_differ_in_an_assistants_turn(tmp_path: Path) -> None:
+    other = messages(("user", "Two?"), GOOD)
+    with pytest.raises(InputError, match="that do not start with an assistant's turn"):
+        read(write(tmp_path / "bad.jsonl", [{"chosen": messages(PROMPT, GOOD), "rejected": other}]))
+
+
+def prepared(tmp_path: Path, records: list[Any], template: str | None = None, **options: Any) -> DataModule:
+    folder = chats.tokenizer(tmp_path / "tokenizer", template=template)
+    path = write(tmp_path / "pairs.jsonl", records)
+    sizes = {"seq_len": 64, "global_batch_size": 1, "micro_batch_size": 1, "cache_dir": str(tmp_path / "cache")}
+    given: Any = sizes | {"validation_share": 0.0, "test_share": 0.0} | options
+    data = DataModule(Preferences([str(path)]), Pretrained(str(folder)), **given)
+    data.prepare(report=quiet)
+    return data
+
+
+def sequences(data: DataModule, batch: dict[str, Any]) -> list[list[tuple[str, str]]]:
+    """Each pair of a batch: (all inputs, labels that count) of its chosen and its rejected sequence, decoded."""
+    decode = data.text_tokenizer.decode
+    inputs, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+    found = []
+    for edges in batch[PAIRS].tolist():
+        parts = [(inputs[a:b], labels[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        found.append([(decode(tokens), decode(targets[targets != NOT_COUNTED])) for tokens, targets in parts])
+    return found
+
+
+def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(tmp_path: Path) -> None:
+    data = prepared(tmp_path, pairs.LENGTHS)
+    rows = data._rows("train")
+    numbers = [*range(len(rows)), PADDING]
+    batch = rows.__getitems__(numbers)
+    expected = {
+        tuple((one["prompt"] + one[key], one[key] + "<|im_end|>") for key in ("chosen", "rejected"))
+        for one in pairs.LENGTHS
+    }
+    assert {tuple(pair) for pair in sequences(data, batch)} == expected
+    assert len(batch[PAIRS]) == len(pairs.LENGTHS), "a padding row has none"
+    assert {*batch[PAIRS].flatten().tolist()} <= {*batch[BOUNDS].tolist()}
+    for a, b, c in batch[PAIRS].tolist():
+        assert a // 64 == (c - 1) // 64, "in one row"
+        assert batch["position_ids"].flatten()[a:c].tolist() == [*range(b - a), *range(c - b)]
+
+
+def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
+    data = prepared(tmp_path, [IN_MESSAGES], template=chats.UNTAGGED, seq_len=128)
+    ((chosen, rejected),) = sequences(data, data._rows("train").__getitems__([0]))
+    start = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
+    assert chosen == (f"{start}Uno.<|im_end|>", "Uno.<|im_end|>\n")
+    assert rejected == (f"{start}Due.<|im_end|>", "Due.<|im_end|>\n")
+
+
+def test_a_pair_longer_than_a_row_is_dropped_and_counted(tmp_path: Path) -> None:
+    data = prepared(tmp_path, [TEXTS, TEXTS | {"rejected": "d" * 60}, TEXTS | {"prompt": "a" * 99}])
+    packing = data._rows("train").packing
+    assert (packing.num_cut, packing.num_dropped, len(packing.documents)) == (0, 2, 1)
+    with pytest.raises(InputError, match="which fill 0 sequences of data.seq_len 8"):
+        prepared(tmp_path, [TEXTS | {"rejected": "d" * 60}], seq_len=8)
+
+
+def test_attention_across_documents_and_an_answer_that_the_template_hides_are_refused(tmp_path: Path) -> None:
+    data = prepared(tmp_path, [TEXTS], cross_document_attention=True)
+    with pytest.raises(InputError, match="cross_document_attention lets a pair's second answer"):
+        data.check(1)
+    (tmp_path / "b").mkdir()
+    hides = chats.UNTAGGED.replace("m.role == 'assistant'", "false").replace("{{ m.content }}", "")
+    with pytest.raises(InputError, match="pairs.jsonl:1 of data.source has an answer without a token of its own"):
+        prepared(tmp_path / "b", [IN_MESSAGES], template=hides)
+
+
+def test_a_held_out_pair_is_shown_with_its_chosen_answer(tmp_path: Path) -> None:
+    data = prepared(tmp_path, pairs.LENGTHS, validation_share=0.5)
+    ((prompt, answer), *_) = data.held_out(1)
+    decode = data.text_tokenizer.decode
+    known = {record["prompt"]: record["chosen"] + "<|im_end|>" for record in pairs.LENGTHS}
+    assert known[decode(prompt)] == decode(answer)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        ("dpo", -math.log(1 / (1 + math.exp(-0.5 * (-3.0 + 5.0))))),
+        ("ipo", ((-3.0 / 2 + 5.0) - 1.0) ** 2),
+        ("simpo", -math.log(1 / (1 + math.exp(-(0.5 * (-2.0 + 7.0) - 0.5))))),
+    ],
+)
+def test_the_losses_are_those_of_their_papers(loss: Any, expected: float) -> None:
+    """A chosen answer of 2 tokens and a rejected one of 1, of a model whose logits are given."""
+    log_probabilities = torch.tensor([-9.0, -1.0, -3.0, -9.0, -7.0])  # of labels; -9: not counted
+    labels = torch.tensor([[NOT_COUNTED, 0, 0, NOT_COUNTED, 0]])
+    batch = {"labels": labels, PAIRS: torch.tensor([[0, 3, 5]])}
+    reference = torch.tensor([0.0, -0.5, -0.5, 0.0, -2.0])
+
+    class Model(torch.nn.Module):
+        def __init__(self, values: torch.Tensor) -> None:
+            super().__init__()
+            self.values = values
+
+    class Module(SimpleNamespace):
+        def __call__(self, batch: Any) -> torch.Tensor:
+            first = self.model.values
+            return torch.stack([first, torch.log1p(-first.exp())], -1)[None]
+
+    module = Module(
+        model=Model(log_probabilities), reference=Model(reference.clamp(max=-1e-9)),
+        balancer=SimpleNamespace(counts_now=True), preference=PreferenceConfig(loss=loss, beta=0.5),
+    )  # fmt: skip
+    sums = pair_sums(module, batch)
+    assert sums["loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert sums["rewards/accuracy"].item() == 1
+    assert module.model.values is log_probabilities and module.balancer.counts_now
