@@ -18,7 +18,7 @@ from tests.support.tiers import tiers
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = "{{cookiecutter.package_name}}"
-NOT_HERE = ("With hardware whose peak is known", "With an NVIDIA GPU")  # sections
+NOT_HERE = ("With hardware whose peak is known", "With an NVIDIA GPU", "With several sources")  # sections
 LOGGERS = """
 trainer:
   logger:
