@@ -7,6 +7,7 @@ transformers is imported when it is needed."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attributes import replaced
+
+# transformers imports peft, and peft bitsandbytes, which reports a missing package on a CPU.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def attention_of(model: Any) -> str | None:

@@ -14,7 +14,6 @@ rewritten, and each pair of adapter matrices is sharded like the matrix that it 
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -67,8 +66,6 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
         InputError: peft is not installed, a name matches nothing, or peft refuses the settings.
     """
     require("peft", "model.adapter")
-    # peft imports bitsandbytes, which warns on a CPU of an optional package.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from peft import LoraConfig
 
     if not hasattr(model, "add_adapter"):
