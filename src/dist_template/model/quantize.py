@@ -24,18 +24,27 @@ class Linear4bit(nn.Linear):
     """A frozen linear layer, quantized from `linear`; of the same shape on the meta device."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        from bitsandbytes.functional import quantize_4bit
-
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.bias = linear.bias
-        packed, found = quantize_4bit(
-            linear.weight.detach(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
-        )
-        state: Any = found
+        weight, num = linear.weight.detach(), linear.weight.numel()
+        if weight.is_meta:  # bitsandbytes would cache its tables without values
+            blocks = -(-num // BLOCK)
+            packed = weight.new_empty((num + 1) // 2, 1, dtype=torch.uint8)
+            scales = weight.new_empty(blocks, dtype=torch.uint8)
+            nested, offset = weight.new_empty(-(-blocks // NESTED)), weight.new_empty(1)
+        else:
+            from bitsandbytes.functional import quantize_4bit
+
+            packed, state = quantize_4bit(
+                weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+            )
+            found: Any = state
+            scales, nested = found.absmax, found.state2.absmax
+            offset = found.offset.reshape(1)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.scales = nn.Parameter(state.absmax, requires_grad=False)
-        self.register_buffer("nested", state.state2.absmax, persistent=False)
-        self.register_buffer("offset", state.offset.reshape(1), persistent=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.register_buffer("nested", nested, persistent=False)
+        self.register_buffer("offset", offset, persistent=False)
 
     def _state(self) -> Any:
         from bitsandbytes.functional import QuantState
