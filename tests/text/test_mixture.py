@@ -24,7 +24,8 @@ from dist_template.text.sources import Jsonl, Source, TextFiles
 from dist_template.text.tokenizers import Bytes, Pretrained
 from tests.support import chats
 from tests.support.chats import TURNS, messages
-from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, logged, only_run, quiet, run
+from tests.support.parity import PauseAfter
+from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 NAMES = ("a", "b", "c")
@@ -222,7 +223,14 @@ def test_a_mixture_trains_on_any_number_of_processes_and_is_evaluated_by_source(
     with Workers(2) as workers:
         more = [f"--config={CONFIGS}/strategy/fsdp2.yaml", "--trainer.devices=2", "--data.micro_batch_size=2"]
         record = workers.run(["fit", *flags, *more], tmp_path / "two").check()
+        cut = ["fit", *flags, *more, "--run.name=cut"]
+        first = workers.run(cut, tmp_path / "cut", callbacks=[PauseAfter(4)]).check()
     assert record.loss == pytest.approx(found["train/loss"], rel=1e-5)
+    one = ["--data.micro_batch_size=8", "--trainer.devices=1", "--run.name=cut", f"--ckpt_path={newest(first.run)}"]
+    assert run("fit", *flags, *one) == 0
+    (folder_of_rest,) = {*(tmp_path / "runs" / "cut").iterdir()} - {first.run}
+    rest = logged(folder_of_rest, "train/loss")
+    assert [rest[step] for step in (5, 6)] == pytest.approx([record.loss[step] for step in (5, 6)], rel=1e-5)
     (metrics,) = [each for step, each in record.eval().items() if step == 6]
     assert metrics["eval/words/loss"] != pytest.approx(metrics["eval/digits/loss"], rel=1e-3)
     for name in ("eval/words/loss", "eval/digits/loss", "eval/digits/token_accuracy"):

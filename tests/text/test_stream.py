@@ -18,6 +18,8 @@ from dist_template.text.stream import STATE, StreamedRows, TextStream
 from dist_template.text.tokenizers import Bytes
 from tests.support.parity import PauseAfter
 from tests.support.runs import SMALL_LLAMA, Workers, newest, quiet
+from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
 
 NUM = 120  # documents of each data set
 
@@ -108,8 +110,9 @@ def number_file(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "zero2"], daily=["fsdp2"]))
 def test_two_processes_stop_and_resume_with_the_losses_of_an_uninterrupted_run(
-    folders: list[Path], tmp_path: Path
+    folders: list[Path], tmp_path: Path, strategy: str
 ) -> None:
     stream = {"datasets": [{"name": str(folder)} for folder in folders], "weights": [1, 2], "shuffle_rows": 4}
     flags = [
@@ -119,17 +122,17 @@ def test_two_processes_stop_and_resume_with_the_losses_of_an_uninterrupted_run(
         f"--data.cache_dir={tmp_path / 'cache'}", "--data.global_batch_size=8", "--data.micro_batch_size=2",
         f"--model.architecture={SMALL_LLAMA}", "--model.optim.warmup=1", "--trainer.accelerator=cpu",
         "--trainer.max_steps=8", "--trainer.log_every_n_steps=1", "--trainer.val_check_interval=4",
-        "--model.sample_tokens=2", "--trainer.logger=false", "--trainer.strategy=ddp", "--trainer.devices=2",
+        "--model.sample_tokens=2", "--trainer.logger=false",
     ]  # fmt: skip
+    two = [*flags_of(strategy), "--trainer.devices=2"]
     with Workers(2) as workers:
         module_of(folders[:1])  # makes the cache of another seq_len: tokens do not depend on it
-        full = workers.run([*flags, "--run.name=full"], tmp_path / "full").check()
-        first = workers.run([*flags, "--run.name=cut"], tmp_path / "first", callbacks=[PauseAfter(3)]).check()
+        full = workers.run([*flags, *two, "--run.name=full"], tmp_path / "full").check()
+        first = workers.run([*flags, *two, "--run.name=cut"], tmp_path / "first", callbacks=[PauseAfter(3)]).check()
         resume = f"--ckpt_path={newest(first.run)}"
-        rest = workers.run([*flags, "--run.name=cut", resume], tmp_path / "rest").check()
+        rest = workers.run([*flags, *two, "--run.name=cut", resume], tmp_path / "rest").check()
     assert list(full.loss) == [*range(1, 9)] and len({*full.loss.values()}) == 8
     assert first.loss | rest.loss == pytest.approx(full.loss, rel=1e-6)
     with Workers(1) as workers:
-        alone = [flag for flag in flags if "strategy" not in flag and "devices" not in flag]
-        record = workers.run([*alone, "--trainer.devices=1", resume], tmp_path / "alone")
+        record = workers.run([*flags, "--trainer.devices=1", resume], tmp_path / "alone")
         assert "state of 2 ranks, and there are 1" in str(record.error)
