@@ -76,7 +76,8 @@ class Trainings:
         self.flags = [
             *pairs.flags(folder, pairs.LENGTHS), *CPU, f"--run.root={folder / 'runs'}", "--data.seq_len=64",
             "--data.global_batch_size=4", "--trainer.max_steps=4", f"--model.architecture={MODELS['llama']}",
-            "--model.optim.learning_rate=0.01", "--model.optim.warmup=0",
+            "--model.optim.learning_rate=0.01", "--model.optim.warmup=0", "--data.validation_share=0.2",
+            "--trainer.val_check_interval=4",
         ]  # fmt: skip
         self._done: dict[tuple[str, ...], RunRecord] = {}
 
@@ -123,6 +124,12 @@ def test_a_strategy_has_the_losses_and_rewards_of_one_process(train: Trainings, 
     assert (one.loss[1] == pytest.approx(0.693147, abs=1e-6)) == (kind == "copy")
     assert many.loss == pytest.approx(one.loss, abs=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+    (expected,), (got,) = one.eval().values(), many.eval().values()
+    assert expected["eval/rewards/margin"] == pytest.approx(
+        expected["eval/rewards/chosen"] - expected["eval/rewards/rejected"], abs=1e-6
+    )
+    assert 0 <= expected["eval/rewards/accuracy"] <= 1 and "eval/perplexity" not in expected
+    assert got == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow
