@@ -52,7 +52,6 @@ def test_four_bit_weights_train_to_the_numbers_of_one_process(train: Trainings, 
     many = trained(train, kind, strategy, "quantize=nf4", callbacks=[many_bytes])
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert one.loss != trained(train, kind, "one").loss
-    assert "meta device" not in many.log(1), "only rank 0 may build the model with weights"
     (full,), ranks = one_bytes.read(), many_bytes.read()
     packed = [name for name in full if name.endswith("proj.base_layer.weight")]
     assert packed
