@@ -56,7 +56,8 @@ def add_reference(module: Any) -> None:
         return model
 
     strategy = module.trainer.strategy
-    module.reference = place(build, strategy, module.blocks)
+    # Lightning warns of modules in eval mode, in which only the reference's passes are
+    module.reference = place(build, strategy, module.blocks).train()
     setattr(module, REFERENCE, weights.broadcast(getattr(module, REFERENCE)))
     exclude_frozen(module, "reference.")
 
