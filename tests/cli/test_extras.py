@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import CONFIGS, run, run_in_subprocess
 
-EXTRAS = ("bitsandbytes", "datasets", "deepspeed", "peft", "plotly", "tensorboard", "wandb")
+EXTRAS = ("bitsandbytes", "datasets", "datasketch", "deepspeed", "peft", "plotly", "tensorboard", "wandb")
 LIBRARY = "'dist-template["
 NEED = {
     "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"], f"pip install --no-build-isolation {LIBRARY}"),

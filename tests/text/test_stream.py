@@ -93,6 +93,9 @@ def test_what_a_stream_cannot_do_is_refused(folders: list[Path], tmp_path: Path)
     data.balance = True
     with pytest.raises(InputError, match="data.stream has no rows to choose from"):
         data.check(world_size=1)
+    data.balance, data.source.whole = False, True
+    with pytest.raises(InputError, match="data.stream has plain text alone"):
+        data.check(world_size=1)
     with pytest.raises(InputError, match="cannot skip the samples"):
         data.jump([(0, 8)])
     with pytest.raises(InputError, match=r"2 datasets and weights \[1.0\]"):

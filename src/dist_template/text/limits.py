@@ -46,6 +46,8 @@ def check_numbers(data: Any, world_size: int) -> None:
             "data.stream has no rows to choose from: remove data.balance, data.rank_speeds and"
             " data.repeat_first_batch"
         )
+    if data.stream and data.source.whole:
+        raise InputError("data.stream has plain text alone: remove it to train on conversations")
     if data.rank_speeds:
         _check_speeds(data.rank_speeds, together, world_size)
 

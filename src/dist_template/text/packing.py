@@ -74,9 +74,7 @@ def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
     """Returns the rows of a split whose documents are whole."""
     if (split, seq_len) not in corpus.packings:
         starts, counted = corpus.starts(split), corpus.counted(split)
-        packing = _pack(
-            starts, counted, seq_len, corpus.parts(split), corpus.is_pairs
-        )
+        packing = _pack(starts, counted, seq_len, corpus.parts(split), corpus.is_pairs)
         corpus.packings[split, seq_len] = packing
     return corpus.packings[split, seq_len]
 

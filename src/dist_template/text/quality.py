@@ -49,14 +49,10 @@ def measure(corpus: Corpus) -> dict[str, Any]:
     """Measures the train split, and what of it is in the validation split.
 
     Returns:
-        documents: Number of documents that were examined; shares of documents are of these.
-        examined_share: Share of the split's tokens in them. Duplicates are found among them alone,
-            so where only a part of a corpus is examined the shares are lower than the true ones.
-        median_tokens, p95_tokens, longest_tokens: Lengths of documents.
-        duplicate_share: Share of the documents that are equal to an earlier one.
-        near_duplicate_share: Share that are not equal to an earlier one, and similar (`SIMILAR`).
-            None: the package datasketch is not installed.
-        masked_share: Share of the tokens that are no labels. None: all are.
+        documents, examined_share: What was examined. Duplicates are found among these documents
+            alone, so where they are a part of a corpus the shares are lower than the true ones.
+        near_duplicate_share: None where the package datasketch is not installed.
+        masked_share: Share of the tokens that are no labels. None: all are labels.
         contaminated_share: Share of the validation split's text of 200 bytes that train has too.
     """
     from .data_stats import DUPLICATE_BYTES, duplicate_share  # imports torch

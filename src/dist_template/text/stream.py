@@ -106,9 +106,10 @@ class StreamedRows(IterableDataset):
         texts.load_state_dict(start["texts"])
         documents, first = iter(texts), start["read"] * micro
         while True:
-            tokens = np.array(start["rest"], dtype=np.int64)
-            while len(tokens) < num_tokens:
-                tokens = np.concatenate([tokens, *self._tokens(islice(documents, DOCUMENTS))])
+            found = [np.array(start["rest"], dtype=np.int64)]
+            while sum(map(len, found)) < num_tokens:
+                found += self._tokens(islice(documents, DOCUMENTS))
+            tokens = np.concatenate(found)
             rows = PackedRows(
                 tokens[:num_tokens], data.seq_len, data.eos_token_id, data.cross_document_attention
             )
