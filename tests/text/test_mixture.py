@@ -17,8 +17,8 @@ from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
 from dist_template.text.chat import Chat
-from dist_template.text.mixture import BLOCK, Mixture, MixtureOrder, eval_batches, source_of
-from dist_template.text.order import GlobalOrder, shuffled, stream_position, with_jumps
+from dist_template.text.mixture import BLOCK, Mixture, MixtureOrder
+from dist_template.text.order import GlobalOrder, eval_batches, shuffled, source_of, stream_position, with_jumps
 from dist_template.text.rows import NOT_COUNTED
 from dist_template.text.sources import Jsonl, Source, TextFiles
 from dist_template.text.tokenizers import Bytes, Pretrained

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..errors import InputError
 from .chat_template import encode, training_template
@@ -42,6 +43,7 @@ AFTER = {  # role -> the roles that it may follow; None: the conversation's star
 }
 
 
+@dataclass
 class Chat(Source):
     """Conversations, of which the assistant's turns are trained on.
 
@@ -64,32 +66,23 @@ class Chat(Source):
 
     whole = True
     shapes = SHAPES
-    fields: tuple[str, ...] = FIELDS
+    fields: ClassVar[tuple[str, ...]] = FIELDS
 
-    def __init__(
-        self,
-        paths: list[str] = [],  # noqa: B006  (nothing changes it)
-        name: str | None = None,
-        config: str | None = None,
-        split: str = "train",
-        revision: str | None = None,
-        train_on: Literal["assistant", "last", "all"] = "assistant",
-        template: str | None = None,
-        follow_links: bool = False,
-    ) -> None:
-        if bool(paths) == bool(name):
+    paths: list[str] = field(default_factory=list)
+    name: str | None = None
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    template: str | None = None
+    follow_links: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.paths) == bool(self.name):
             raise InputError(
                 f"data.source {type(self).__name__} needs either paths, of files, or name, of a"
                 " data set of the hub"
             )
-        self.paths = paths
-        self.name = name
-        self.config = config
-        self.split = split
-        self.revision = revision
-        self.train_on: Literal["assistant", "last", "all"] = train_on
-        self.template = template
-        self.follow_links = follow_links
 
     def documents(self) -> Iterator[tuple[str, str]]:
         first: tuple[str, str] | None = None  # name and shape of the first record

@@ -35,8 +35,15 @@ from . import chat, preferences  # noqa: F401  (so that YAML knows the names of 
 from .cache import Corpus
 from .limits import check_numbers
 from .loader import COUNTED, StepLoader, TokensPerMicroBatch
-from .mixture import Mixture, MixtureOrder, eval_batches, source_of
-from .order import ConsumedSamples, GlobalOrder, Jump, stream_position
+from .mixture import Mixture, MixtureOrder
+from .order import (
+    ConsumedSamples,
+    GlobalOrder,
+    Jump,
+    eval_batches,
+    source_of,
+    stream_position,
+)
 from .packing import WholeRows
 from .prepared import PreparedText
 from .rows import ROWS, PackedRows

@@ -13,11 +13,11 @@ anew for each of its epochs.
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
@@ -26,13 +26,14 @@ import numpy as np
 
 from ..errors import InputError
 from .cache import Corpus
-from .order import PADDING, EvalOrder, shuffled
+from .order import shuffled
 from .sources import Source
 
 BLOCK = 256  # samples among which the sources are shuffled
 Weights = dict[str, float]
 
 
+@dataclass
 class Mixture(Source):
     """Several sources, of which each gives its share of the samples.
 
@@ -43,25 +44,20 @@ class Mixture(Source):
         by: What weights are shares of: tokens, or documents.
     """
 
-    def __init__(
-        self,
-        sources: dict[str, Source],
-        weights: dict[str, float],
-        schedule: dict[int, dict[str, float]] = {},  # noqa: B006  (nothing changes it)
-        by: Literal["tokens", "documents"] = "tokens",
-    ) -> None:
-        self.sources = sources
-        self.weights = weights
-        self.schedule = schedule
-        self.by = by
-        self.whole = any(source.whole for source in sources.values())
-        self.pairs = any(source.pairs for source in sources.values())
-        if len({(source.whole, source.pairs) for source in sources.values()}) > 1:
+    sources: dict[str, Source]
+    weights: dict[str, float]
+    schedule: dict[int, dict[str, float]] = field(default_factory=dict)
+    by: Literal["tokens", "documents"] = "tokens"
+
+    def __post_init__(self) -> None:
+        sources, kinds = self.sources, {(each.whole, each.pairs) for each in self.sources.values()}
+        self.whole, self.pairs = max(kinds, default=(False, False))
+        if len(kinds) > 1:
             raise InputError(
                 "data.source.sources has conversations and plain text, or preferences besides:"
                 " train on one after the other"
             )
-        for step, given in [(0, weights), *schedule.items()]:
+        for step, given in [(0, self.weights), *self.schedule.items()]:
             known = given.keys() == sources.keys() and min(given.values(), default=0) >= 0
             if not known or not any(given.values()):
                 key = f"schedule, step {step}" if step else "weights"
@@ -186,26 +182,3 @@ class MixtureOrder:
         for number, own in enumerate(rows):  # a source's rows stay in its own order
             order[numbers == number] = own
         return order
-
-
-def eval_batches(sizes: dict[str, int], *options: int) -> list[list[int]]:
-    """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
-
-    Args:
-        sizes: Number of rows of each source. Row -1 - n is padding of source n.
-        options: Of EvalOrder: rows of a micro-batch, rank, number of ranks.
-    """
-    timed, first = [], 0
-    for number, size in enumerate(sizes.values()):
-        order = EvalOrder(size, *options)
-        for at, batch in enumerate(order):
-            rows = [-1 - number if row == PADDING else first + row for row in batch]
-            timed.append((at / len(order), number, rows))
-        first += size
-    return [rows for _, _, rows in sorted(timed)]
-
-
-def source_of(sizes: dict[str, int], row: int) -> str:
-    """Returns the source of a row."""
-    number = -1 - row if row < 0 else bisect(list(accumulate(sizes.values())), row)
-    return [*sizes][number]

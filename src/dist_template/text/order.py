@@ -20,8 +20,11 @@ jumps)`. callbacks/numerics.py adds jumps over the samples that made training di
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,11 +34,12 @@ from torch.utils.data import Sampler
 from ..model.any_module import metrics_of
 from .balance import assign, shared_out
 
-PADDING = -1  # an index that stands for no row: its labels are ignored
+PADDING = -1  # a number that stands for no row: its labels are ignored
 
 Jump = tuple[int, int]
 
 
+@dataclass(eq=False)
 class GlobalOrder(Sampler[list[int]]):
     """Yields one rank's batches of row indices for training, from the consumed samples on.
 
@@ -49,34 +53,21 @@ class GlobalOrder(Sampler[list[int]]):
     `stream` returns the row at a position of the stream, for another order than that of epochs.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int | None = 0,
-        consumed: Callable[[], int] = lambda: 0,
-        repeat_first_batch: bool = False,
-        jumps: Callable[[], list[Jump]] = list,
-        costs: Callable[[list[int]], np.ndarray] | None = None,
-        speeds: Sequence[float] | None = None,
-        stream: Callable[[int], int] | None = None,
-    ) -> None:
-        self.num_rows = num_rows
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.seed = seed
-        self.consumed = consumed
-        self.repeat_first_batch = repeat_first_batch
-        self.jumps = jumps
-        self.costs = costs
-        self.speeds = speeds
-        self.stream = stream or self._in_epochs
-        self.accumulation = global_batch_size // (micro_batch_size * world_size)
+    num_rows: int
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int | None = 0
+    consumed: Callable[[], int] = lambda: 0
+    repeat_first_batch: bool = False
+    jumps: Callable[[], list[Jump]] = list
+    costs: Callable[[list[int]], np.ndarray] | None = None
+    speeds: Sequence[float] | None = None
+    stream: Callable[[int], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.accumulation = self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     def __len__(self) -> int:
         return self.num_rows // self.global_batch_size * self.accumulation
@@ -109,11 +100,12 @@ class GlobalOrder(Sampler[list[int]]):
         """Returns `count` entries of the stream from `position` on, those in jumps not counted."""
         jumps = self.jumps()
         epoch, offset = divmod(position, self.num_rows)
-        if not jumps and self.stream == self._in_epochs and offset + count <= self.num_rows:
+        if not jumps and not self.stream and offset + count <= self.num_rows:
             # a fast path with the same result
             return permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
+        row_at = self.stream or self._in_epochs
         numbers = range(position, position + count)
-        return [self.stream(stream_position(number, jumps)) for number in numbers]
+        return [row_at(stream_position(number, jumps)) for number in numbers]
 
     def _in_epochs(self, position: int) -> int:
         epoch, offset = divmod(position, self.num_rows)
@@ -153,28 +145,30 @@ def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
     return rows
 
 
-class EvalOrder(Sampler[list[int]]):
-    """Yields one rank's batches for evaluation: every row once over all ranks.
+def eval_batches(
+    sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[list[int]]:
+    """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
 
-    Padding gives all ranks equally many full batches.
+    Over all ranks every row is there once. Padding gives all ranks equally many full batches.
+    `sizes` are the numbers of rows of each source; row -1 - n is padding of source n.
     """
+    timed, first = [], 0
+    for number, size in enumerate(sizes.values()):
+        num_batches = -(-size // (micro_batch_size * world_size))
+        for batch in range(num_batches):
+            start = (batch * world_size + rank) * micro_batch_size
+            rows = range(start, start + micro_batch_size)
+            found = [first + row if row < size else PADDING - number for row in rows]
+            timed.append((batch / num_batches, number, found))
+        first += size
+    return [rows for _, _, rows in sorted(timed)]
 
-    def __init__(
-        self, num_rows: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
-    ) -> None:
-        self.num_rows = num_rows
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.world_size = world_size
 
-    def __len__(self) -> int:
-        return -(-self.num_rows // (self.micro_batch_size * self.world_size))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(len(self)):
-            start = (batch * self.world_size + self.rank) * self.micro_batch_size
-            rows = range(start, start + self.micro_batch_size)
-            yield [row if row < self.num_rows else PADDING for row in rows]
+def source_of(sizes: dict[str, int], row: int) -> str:
+    """Returns the source of a row."""
+    number = PADDING - row if row < 0 else bisect(list(accumulate(sizes.values())), row)
+    return [*sizes][number]
 
 
 class ConsumedSamples(Callback):
@@ -205,10 +199,8 @@ class ConsumedSamples(Callback):
         return counter
 
     def value(self, trainer: Trainer) -> int:
-        return (
-            self._base
-            + (_progress(trainer).total.processed - self._base_batches) * self._samples_per_batch
-        )
+        batches = _progress(trainer).total.processed - self._base_batches
+        return self._base + batches * self._samples_per_batch
 
     def position(self, trainer: Trainer) -> int:
         """Returns the next sample's position in the stream."""
@@ -256,9 +248,8 @@ def _progress(trainer: Trainer) -> Any:
 def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:
     """Converts Lightning's batch counts, for accumulation, from `old` to `new` samples a batch."""
     for counter in (progress.total, progress.current):
-        ready = (
-            counter.ready * old // global_batch_size * (global_batch_size // new)
-        )  # the boundary of a step
+        # the boundary of a step
+        ready = counter.ready * old // global_batch_size * (global_batch_size // new)
         shift = ready - counter.ready
         for name in ("ready", "started", "processed", "completed"):
             setattr(counter, name, getattr(counter, name) + shift)

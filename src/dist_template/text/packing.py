@@ -71,38 +71,28 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
-    """Returns the rows of a split whose documents are whole."""
-    if (split, seq_len) not in corpus.packings:
-        starts, counted = corpus.starts(split), corpus.counted(split)
-        packing = _pack(starts, counted, seq_len, corpus.parts(split), corpus.is_pairs)
-        corpus.packings[split, seq_len] = packing
-    return corpus.packings[split, seq_len]
-
-
-def _pack(
-    starts: np.ndarray,
-    counted: np.ndarray,
-    seq_len: int,
-    parts: dict[str, dict[str, int]],
-    pairs: bool,
-) -> Packing:
+    """Returns the rows of a split whose documents are whole; `corpus` keeps them."""
+    if known := corpus.packings.get((split, seq_len)):
+        return known
+    starts, counted, pairs = corpus.starts(split), corpus.counted(split), corpus.is_pairs
     needed = np.diff(starts) - 1  # (documents,) positions
     is_cut = needed > seq_len
     dropped = [
         document
         for document in np.flatnonzero(is_cut)
-        if pairs or not counted[starts[document] + 1 : starts[document] + seq_len + 1].any()
+        if corpus.is_pairs
+        or not counted[starts[document] + 1 : starts[document] + seq_len + 1].any()
     ]
     kept = np.setdiff1d(np.flatnonzero(needed > 0), dropped)
     sizes = np.minimum(needed, seq_len)[kept]
     rows, of_parts, end = [], {}, 0
-    for name, part in parts.items():  # a row has documents of one source
+    for name, part in corpus.parts(split).items():  # a row has documents of one source
         low, high = np.searchsorted(kept, [end, end + part["documents"]])
         own = best_fit(sizes[low:high], seq_len)
         rows += [[int(low) + item for item in row] for row in own]
         of_parts[name], end = len(own), end + part["documents"]
     items = [item for row in rows for item in row]
-    return Packing(
+    corpus.packings[split, seq_len] = packing = Packing(
         documents=kept[np.array(items, dtype=np.int64)],
         rows=np.cumsum([0, *map(len, rows)]),
         share=float(sizes.sum() / max(1, len(rows) * seq_len)),
@@ -110,6 +100,7 @@ def _pack(
         num_dropped=len(dropped),
         sizes=of_parts,
     )
+    return packing
 
 
 class WholeRows(Dataset):

@@ -17,6 +17,7 @@ import platform
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,9 +86,8 @@ class Source(ABC):
         """Returns what identifies the corpus, in plain types."""
         spec = {"class": type(self).__name__, **vars(self)}
         if not spec.get("follow_links"):
-            spec.pop(
-                "follow_links", None
-            )  # older caches, whose sources had no such key, stay valid
+            # older caches, whose sources had no such key, stay valid
+            spec.pop("follow_links", None)
         return spec
 
 
@@ -104,9 +104,8 @@ class StandardLibrary(Source):
     def files(self) -> list[Path]:
         found: list[Path] = []
         for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-            inside[:] = [
-                name for name in inside if name not in self.SKIPPED
-            ]  # installed packages are below it
+            # installed packages are below it
+            inside[:] = [name for name in inside if name not in self.SKIPPED]
             found += (Path(folder, name) for name in names if name.endswith(".py"))
         return sorted(found)
 
@@ -114,6 +113,7 @@ class StandardLibrary(Source):
         return {**super().spec(), "python": platform.python_version()}
 
 
+@dataclass
 class TextFiles(Source):
     """Plain text or source code in UTF-8.
 
@@ -125,12 +125,9 @@ class TextFiles(Source):
             false: refuse them.
     """
 
-    def __init__(
-        self, paths: list[str], separator: str | None = None, follow_links: bool = False
-    ) -> None:
-        self.paths = paths
-        self.separator = separator
-        self.follow_links = follow_links
+    paths: list[str]
+    separator: str | None = None
+    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for name, text in _read(self.files()):
@@ -141,6 +138,7 @@ class TextFiles(Source):
         return matching(self.paths, self.follow_links)
 
 
+@dataclass
 class Jsonl(Source):
     """One JSON object per line, or one JSON array of objects per file.
 
@@ -151,10 +149,9 @@ class Jsonl(Source):
             false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
-        self.paths = paths
-        self.field = field
-        self.follow_links = follow_links
+    paths: list[str]
+    field: str = "text"
+    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
         return _documents(json_records(self.files()), self.field)
@@ -163,6 +160,7 @@ class Jsonl(Source):
         return matching(self.paths, self.follow_links)
 
 
+@dataclass
 class Parquet(Source):
     """Parquet tables.
 
@@ -173,10 +171,9 @@ class Parquet(Source):
             false: refuse them.
     """
 
-    def __init__(self, paths: list[str], field: str = "text", follow_links: bool = False) -> None:
-        self.paths = paths
-        self.field = field
-        self.follow_links = follow_links
+    paths: list[str]
+    field: str = "text"
+    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
         return _documents(parquet_records(self.files(), [self.field]), self.field)
@@ -185,6 +182,7 @@ class Parquet(Source):
         return matching(self.paths, self.follow_links)
 
 
+@dataclass
 class HubDataset(Source):
     """A data set of the Hugging Face hub, or a local folder in its format.
 
@@ -199,23 +197,13 @@ class HubDataset(Source):
         max_documents: Stop after this number. null: read all.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: str | None = None,
-        split: str = "train",
-        field: str = "text",
-        streaming: bool = True,
-        revision: str | None = None,
-        max_documents: int | None = None,
-    ) -> None:
-        self.name = name
-        self.config = config
-        self.split = split
-        self.field = field
-        self.streaming = streaming
-        self.revision = revision
-        self.max_documents = max_documents
+    name: str
+    config: str | None = None
+    split: str = "train"
+    field: str = "text"
+    streaming: bool = True
+    revision: str | None = None
+    max_documents: int | None = None
 
     def documents(self) -> Iterator[tuple[str, str]]:
         options = {"split": self.split, "streaming": self.streaming, "revision": self.revision}
@@ -233,11 +221,8 @@ def _documents(records: Iterable[Record], field: str) -> Iterator[tuple[str, str
         fields = record if isinstance(record, dict) else {}
         text = fields.get(field)
         if not isinstance(text, str):
-            found = (
-                "it is no text"
-                if field in fields
-                else f"there is only {', '.join(sorted(fields)) or 'no key'}"
-            )
+            known = f"there is only {', '.join(sorted(fields)) or 'no key'}"
+            found = "it is no text" if field in fields else known
             raise InputError(f"data.source.field {field!r} names no text in {name}: {found}")
         yield name, text
 

@@ -10,6 +10,7 @@ sets at the block's start and the number of batches since. A resumed run reads t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ STATE = "stream"  # key of a batch and of the checkpoint: the stream's state aft
 DOCUMENTS = 8  # tokenized together
 
 
+@dataclass
 class TextStream:
     """Data sets that are streamed, packed into rows. `data.source` remains for all else: a smaller
     corpus that gives the tokenizer and the validation and test splits, whose documents the stream
@@ -36,20 +38,17 @@ class TextStream:
         shuffle_rows: Rows that a rank reads together and shuffles.
     """
 
-    def __init__(
-        self,
-        datasets: list[HubDataset],
-        weights: list[float] | None = None,
-        shuffle_rows: int = 1024,
-    ) -> None:
+    datasets: list[HubDataset]
+    weights: list[float] | None = None
+    shuffle_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        datasets, weights = self.datasets, self.weights
         if not datasets or (weights and (len(weights) != len(datasets) or min(weights) <= 0)):
             raise InputError(
                 f"data.stream has {len(datasets)} datasets and weights {weights}: give at least one"
                 " data set, and each a weight above 0"
             )
-        self.datasets = datasets
-        self.weights = weights
-        self.shuffle_rows = shuffle_rows
 
     def documents(self, seed: int, rank: int, world_size: int) -> Any:
         """Returns one rank's share of the texts, an IterableDataset that has a state."""
@@ -59,13 +58,9 @@ class TextStream:
 
         parts: list[Any] = []
         for each in self.datasets:
-            options: dict[str, Any] = {
-                "split": each.split,
-                "revision": each.revision,
-                "streaming": True,
-            }
+            given: dict[str, Any] = {"split": each.split, "revision": each.revision}
             try:
-                part: Any = load_dataset(each.name, each.config, **options)
+                part: Any = load_dataset(each.name, each.config, streaming=True, **given)
                 part = part.take(each.max_documents) if each.max_documents else part
                 part = part.select_columns([each.field])
             except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +52,7 @@ class Bytes(TokenizerSpec):
     def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
         from tokenizers import Tokenizer, models
 
-        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())} | {
-            EOS: 256
-        }
+        vocabulary = {character: byte for byte, character in enumerate([*_byte_characters(), EOS])}
         return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), use_regex=False)
 
     def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
@@ -95,6 +94,7 @@ class ByteBPE(TokenizerSpec):
         return _wrap(tokenizer.backend_tokenizer, use_regex=True)
 
 
+@dataclass
 class Pretrained(TokenizerSpec):
     """The tokenizer of published or own weights; it must have an EOS token.
 
@@ -105,15 +105,9 @@ class Pretrained(TokenizerSpec):
         eos_token: The token that ends a document or an answer. null: the tokenizer's.
     """
 
-    def __init__(
-        self,
-        path: str,
-        special_tokens: list[str] = [],  # noqa: B006  (nothing changes it)
-        eos_token: str | None = None,
-    ) -> None:
-        self.path = path
-        self.special_tokens = special_tokens
-        self.eos_token = eos_token
+    path: str
+    special_tokens: list[str] = field(default_factory=list)
+    eos_token: str | None = None
 
     def spec(self) -> dict[str, Any]:
         given = super().spec()  # older caches, whose tokenizers had only a path, stay valid
