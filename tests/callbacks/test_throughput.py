@@ -18,7 +18,7 @@ from dist_template.callbacks.throughput import ForwardClock
 from dist_template.checkpoint import commit
 from dist_template.observe.history.metrics import read_metrics
 from dist_template.observe.history.run import read_run
-from dist_template.text.rows import PackedRows
+from dist_template.text.rows import Rows
 from tests.support.parity import STEPS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
@@ -108,13 +108,13 @@ class Slow(Callback):
         if self.what == "forward":
             pl_module.model.register_forward_pre_hook(lambda *_: time.sleep(SLOW_S))
             return
-        quick = PackedRows.__getitems__
+        quick = Rows.__getitems__
 
-        def slowly(self: PackedRows, rows: list[int]) -> Any:
+        def slowly(self: Rows, rows: list[int]) -> Any:
             time.sleep(SLOW_S)
             return quick(self, rows)
 
-        PackedRows.__getitems__ = slowly
+        Rows.__getitems__ = slowly
 
 
 @pytest.mark.slow

@@ -69,16 +69,16 @@ def hang(folder: Path, stops: bool = False) -> None:
 
 def hang_in_data(rank: int, call: int, folder: Path) -> None:
     """A prelude: the rank's data set never answers the `call`-th request."""
-    from dist_template.text.rows import PackedRows
+    from dist_template.text.rows import Rows
 
-    read, count = PackedRows.__getitems__, iter(range(1, 10**9))
+    read, count = Rows.__getitems__, iter(range(1, 10**9))
 
-    def stuck(self: PackedRows, rows: list[int]) -> Any:
+    def stuck(self: Rows, rows: list[int]) -> Any:
         if os.environ["RANK"] == str(rank) and next(count) == call:
             hang(folder)
         return read(self, rows)
 
-    PackedRows.__getitems__ = stuck
+    Rows.__getitems__ = stuck
 
 
 def train(

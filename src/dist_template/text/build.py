@@ -56,9 +56,8 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
 
 
 def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    files = [
-        fingerprint(path) for path in recipe.files()
-    ]  # before reading: a later change makes the cache stale
+    # before reading: a later change makes the cache stale
+    files = [fingerprint(path) for path in recipe.files()]
     tokenizer = recipe.tokenizer.fit(
         text for _, text in _documents(recipe.source) if recipe.split_of(text) == "train"
     )
@@ -94,9 +93,8 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
         "files": files,
     }
-    (folder / "manifest.json").write_text(
-        json.dumps(manifest, indent=1, default=str), encoding="utf-8"
-    )
+    text = json.dumps(manifest, indent=1, default=str)
+    (folder / "manifest.json").write_text(text, encoding="utf-8")
     return manifest
 
 

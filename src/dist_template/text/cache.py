@@ -35,9 +35,8 @@ SPLITS = ("train", "validation", "test")
 # Kind of a split's file: its checksum's key in the manifest. Plain text has only the first.
 CHECKSUMS = {"bin": "sha256", "starts": "starts_sha256", "counted": "counted_sha256"}
 FORMAT = 1  # part of the folder's name: raise it when the layout changes
-FULL_CHECK_BYTES = (
-    2**28
-)  # larger files are checksummed by `prepare` alone, not at each start of each rank
+# Larger files are checksummed by `prepare` alone, not at each start of each rank.
+FULL_CHECK_BYTES = 2**28
 
 
 class CacheError(InputError):
@@ -64,10 +63,8 @@ class Recipe:
 
     def folder(self, cache_dir: str) -> Path:
         spec = json.dumps(self.spec(), sort_keys=True, default=str).encode()
-        return (
-            Path(cache_dir)
-            / f"{type(self.source).__name__}-{hashlib.sha256(spec).hexdigest()[:12]}"
-        )
+        digest = hashlib.sha256(spec).hexdigest()[:12]
+        return Path(cache_dir, f"{type(self.source).__name__}-{digest}")
 
     def files(self) -> list[Path]:
         template = self.tokenizer.template_files() if self.source.whole else []
@@ -172,12 +169,8 @@ def open_cache(
 
 def fingerprint(path: Path) -> dict[str, Any]:
     held = path.stat()
-    return {
-        "path": str(path),
-        "size": held.st_size,
-        "mtime_ns": held.st_mtime_ns,
-        "sha256": sha256(path),
-    }
+    known = {"path": str(path), "size": held.st_size, "mtime_ns": held.st_mtime_ns}
+    return known | {"sha256": sha256(path)}
 
 
 def sha256(path: Path) -> str:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from ..errors import InputError
 from .chat_template import encode, training_template
 from .paths import matching
-from .records import Record, hub_records, json_records, parquet_records
+from .records import Record, hub_records, json_records, parquet_records, wrong
 from .sources import Encoded, Source
 from .tokenizers import TokenizerSpec
 
@@ -92,22 +92,39 @@ class Chat(Source):
                 shape = self.shape_of(name, record)
                 first = first or (name, shape)
                 if shape != first[1]:
-                    raise InputError(
-                        f"{name} of data.source has {self.shapes[shape]}, and {first[0]} has"
-                        f" {self.shapes[first[1]]}: give one shape in one source"
-                    )
+                    others = f"{first[0]} has {self.shapes[first[1]]}"
+                    what = f"has {self.shapes[shape]}, and {others}: give one shape in one source"
+                    raise wrong(name, what)
                 document = self.document_of(name, record, shape)
                 yield name, json.dumps(document, ensure_ascii=False)
             if name is None:
-                raise InputError(f"{origin} of data.source is empty: remove it from the source")
+                raise wrong(origin, "is empty: remove it from the source")
 
     def shape_of(self, name: str, record: Any) -> str:
         """Returns the key of `shapes` that the record has."""
-        return _shape(name, record)
+        fields = record if isinstance(record, dict) else {}
+        for shape in SHAPES:
+            needed = ("prompt", "completion") if shape == "prompt" else (shape,)
+            if all(fields.get(key) is not None for key in needed):
+                return shape
+        known = ", ".join(sorted(fields)) or "no key"
+        raise wrong(name, f"has only {known}: give {'; or '.join(SHAPES.values())}")
 
     def document_of(self, name: str, record: dict[str, Any], shape: str) -> dict[str, Any]:
-        """Returns a document's content, checked."""
-        return _conversation(name, record, shape)
+        """Returns a document's content, checked: `messages`, and `tools` if there are some."""
+        turns = _turns(record[shape], "user")
+        if shape == "prompt":
+            turns += _turns(record["completion"], "assistant")
+        messages = [message_of(name, turn) for turn in turns]
+        if record.get("system") and [message["role"] for message in messages][:1] != ["system"]:
+            messages = [message_of(name, *_turns(record["system"], "system")), *messages]
+        check_roles(name, messages)
+        tools = record.get("tools")
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+        except ValueError as error:
+            raise wrong(name, f"has tools that are not JSON: {error}") from error
+        return {"messages": messages} | ({"tools": tools} if tools else {})
 
     def files(self) -> list[Path]:
         template = [Path(self.template)] if self.template else []
@@ -144,36 +161,6 @@ class Chat(Source):
             yield str(path), records
 
 
-def _shape(name: str, record: Any) -> str:
-    """Returns the key of `SHAPES` that the record has."""
-    fields = record if isinstance(record, dict) else {}
-    for shape in SHAPES:
-        needed = ("prompt", "completion") if shape == "prompt" else (shape,)
-        if all(fields.get(key) is not None for key in needed):
-            return shape
-    raise InputError(
-        f"{name} of data.source has only {', '.join(sorted(fields)) or 'no key'}: give"
-        f" {'; or '.join(SHAPES.values())}"
-    )
-
-
-def _conversation(name: str, record: dict[str, Any], shape: str) -> dict[str, Any]:
-    """Returns `messages`, checked, and `tools` if there are some."""
-    turns = _turns(record[shape], "user")
-    if shape == "prompt":
-        turns += _turns(record["completion"], "assistant")
-    messages = [message_of(name, turn) for turn in turns]
-    if record.get("system") and [message["role"] for message in messages][:1] != ["system"]:
-        messages = [message_of(name, *_turns(record["system"], "system")), *messages]
-    check_roles(name, [message["role"] for message in messages])
-    tools = record.get("tools")
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-    except ValueError as error:
-        raise InputError(f"{name} of data.source has tools that are not JSON: {error}") from error
-    return {"messages": messages} | ({"tools": tools} if tools else {})
-
-
 def _turns(value: Any, role: str) -> list[Any]:
     return [*value] if isinstance(value, list) else [{"role": role, "content": value}]
 
@@ -183,24 +170,22 @@ def message_of(name: str, turn: Any) -> dict[str, Any]:
     turn = turn if isinstance(turn, dict) else {}
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or role not in ROLES:
-        raise InputError(
-            f"{name} of data.source has a turn with role {role!r}: give one of {', '.join(ROLES)}"
-        )
+        raise wrong(name, f"has a turn with role {role!r}: give one of {', '.join(ROLES)}")
     if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
-        raise InputError(f"{name} of data.source has a turn of {role!r} whose content is no text")
+        raise wrong(name, f"has a turn of {role!r} whose content is no text")
     named = ("role", "from", "content", "value")
     others = {k: v for k, v in turn.items() if v is not None and k not in named}
     return {"role": ROLES[role], "content": content or "", **others}
 
 
-def check_roles(name: str, roles: list[str]) -> None:
+def check_roles(name: str, messages: list[dict[str, Any]]) -> None:
+    roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise InputError(
-            f"{name} of data.source has no assistant turn, on which the model is trained: remove it"
-        )
+        raise wrong(name, "has no assistant turn, on which the model is trained: remove it")
     for before, role in zip([None, *roles], roles, strict=False):
         if before not in AFTER[role]:
-            raise InputError(
-                f"{name} of data.source has {role} after {before or 'nothing'}: after an optional"
-                " system prompt, user and assistant must alternate, with tool results between"
+            raise wrong(
+                name,
+                f"has {role} after {before or 'nothing'}: after an optional system prompt, user"
+                " and assistant must alternate, with tool results between",
             )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import InputError, first_line, require
+from .records import wrong
 from .sources import Encoded
 
 TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -94,10 +95,8 @@ def _encode(
     except Exception as error:  # a template raises errors of Jinja and of Python
         if len(group) > 1:  # find the conversation
             return [_encode(tokenizer, template, train_on, tools, [one])[0] for one in group]
-        raise InputError(
-            f"{group[0][0]} of data.source cannot be rendered by {template.name}:"
-            f" {first_line(error)}"
-        ) from error
+        what = f"cannot be rendered by {template.name}: {first_line(error)}"
+        raise wrong(group[0][0], what) from error
     encoded = []
     for number, ((name, _), ids) in enumerate(zip(group, out["input_ids"], strict=True)):
         counted = np.ones(len(ids), dtype=bool)

@@ -44,9 +44,8 @@ from .order import (
     source_of,
     stream_position,
 )
-from .packing import WholeRows
 from .prepared import PreparedText
-from .rows import ROWS, PackedRows
+from .rows import ROWS, Rows
 from .sources import Source, StandardLibrary
 from .stream import STATE, StreamedRows, TextStream, own_state
 from .tokenizers import ByteBPE, TokenizerSpec
@@ -154,16 +153,14 @@ class PackedText(PreparedText, L.LightningDataModule):
             self.require()
         if self.trainer is None:
             return
-        ranks = getattr(
-            self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0}
-        )
+        alone = {"num_replicas": 1, "rank": 0}
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", alone)
         self.rank, self.world_size = ranks["rank"], ranks["num_replicas"]
         if stage == "fit":
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation
-            if isinstance(
-                self.trainer.val_check_interval, int
-            ):  # optimizer steps in YAML, batches in Lightning
+            # optimizer steps in YAML, batches in Lightning
+            if isinstance(self.trainer.val_check_interval, int):
                 self.trainer.val_check_interval *= self.accumulation
             self._consumed = ConsumedSamples.attach(
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
@@ -239,9 +236,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         batches = eval_batches(rows.sizes, self.micro_batch_size, self.rank, self.world_size)
         return self._loader(rows, batches, 0)
 
-    def _loader(
-        self, rows: PackedRows | WholeRows, order: Iterable[list[int]], accumulation: int
-    ) -> DataLoader:
+    def _loader(self, rows: Rows, order: Iterable[list[int]], accumulation: int) -> DataLoader:
         return StepLoader(
             rows,
             accumulation,

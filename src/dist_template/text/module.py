@@ -56,9 +56,7 @@ class TextModule(TrainingModule):
         if not hasattr(self, "model"):
             check_kernel(self.loss_kernel, self.device)
             super().configure_model()
-            if (
-                self.blocks.compile
-            ):  # one pass over the logits forward, one backward, instead of a dozen
+            if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
                 self.sums = torch.compile(self.sums)
             self.chunked_loss = ChunkedLoss(
                 self.model, self.sums, self.loss_chunk, self.loss_kernel
@@ -94,9 +92,7 @@ class TextModule(TrainingModule):
 
     def derive(self, metrics: dict[str, float]) -> None:
         if "train/loss" in metrics and "train/rewards/margin" not in metrics:
-            metrics["train/perplexity"] = math.exp(
-                min(metrics["train/loss"], 700.0)
-            )  # exp(710) overflows
+            metrics["train/perplexity"] = _perplexity(metrics["train/loss"])
 
     def on_validation_epoch_start(self) -> None:
         self.split_means, self.source_means = SplitMeans(), defaultdict(SplitMeans)
@@ -124,7 +120,7 @@ class TextModule(TrainingModule):
         means = self.split_means.read(self.trainer.strategy)
         loss = means["loss"]
         if "rewards/margin" not in means:
-            means["perplexity"] = math.exp(min(loss, 700.0))
+            means["perplexity"] = _perplexity(loss)
         if bytes_per_token := self.data.bytes_per_token(split):
             means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
         for source, sums in sorted(self.source_means.items()):
@@ -164,3 +160,7 @@ class TextModule(TrainingModule):
             "prompt": batch["prompt"],
             "continuation": self.data.text_tokenizer.decode(tokens.tolist()),
         }
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # exp(710) overflows

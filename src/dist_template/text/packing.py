@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from ..model.kernels import BOUNDS
 from .cache import Corpus
-from .rows import ATTENTION_TOKENS, NOT_COUNTED, PAIRS, ROWS, apart, one_document_per_row
+from .rows import NOT_COUNTED, PAIRS, Rows
 
 
 class Packing(NamedTuple):
@@ -80,8 +78,7 @@ def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
     dropped = [
         document
         for document in np.flatnonzero(is_cut)
-        if corpus.is_pairs
-        or not counted[starts[document] + 1 : starts[document] + seq_len + 1].any()
+        if pairs or not counted[starts[document] + 1 : starts[document] + seq_len + 1].any()
     ]
     kept = np.setdiff1d(np.flatnonzero(needed > 0), dropped)
     sizes = np.minimum(needed, seq_len)[kept]
@@ -103,28 +100,21 @@ def packing_of(corpus: Corpus, split: str, seq_len: int) -> Packing:
     return packing
 
 
-class WholeRows(Dataset):
+class WholeRows(Rows):
     """Rows of T positions with whole documents; the rest of a row is padding."""
 
     def __init__(
         self, corpus: Corpus, split: str, seq_len: int, cross_document_attention: bool = False
     ) -> None:
+        end = corpus.manifest["eos_token_id"]
+        super().__init__(corpus.tokens(split), seq_len, end, cross_document_attention)
         self.packing = packing_of(corpus, split, seq_len)
         self.sizes = self.packing.sizes
-        # still mapped; slicing np.memmap itself takes several times as long
-        self.tokens = np.asarray(corpus.tokens(split))
         self.counted = np.asarray(corpus.counted(split))
         self.starts = corpus.starts(split)
-        self.seq_len = seq_len
-        self.padding = corpus.manifest["eos_token_id"]
-        self.cross_document_attention = cross_document_attention
 
-    def __len__(self) -> int:
-        return len(self.packing.rows) - 1
-
-    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        """Returns the batch of these rows, and their numbers, as PackedRows does."""
-        inputs = np.full((len(rows), self.seq_len), self.padding, dtype=np.int64)  # (B, T)
+    def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        inputs = np.full((len(rows), self.seq_len), self.eos_token_id, dtype=np.int64)  # (B, T)
         labels = np.full_like(inputs, NOT_COUNTED)
         bounds = [0]
         for index, row in enumerate(rows):
@@ -139,22 +129,11 @@ class WholeRows(Dataset):
                 bounds.append(end)
             if bounds[-1] < (index + 1) * self.seq_len:  # padding is a document too
                 bounds.append((index + 1) * self.seq_len)
-        if self.cross_document_attention:
-            positions, starts = one_document_per_row(inputs.shape)
-        else:
-            positions, starts = apart(bounds, inputs.shape)
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: starts}
-        return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
+        return inputs, labels, np.array(bounds, dtype=np.int32)
 
-    def work(self, rows: list[int]) -> np.ndarray:
-        """Returns (rows,) the work for each row, as PackedRows does."""
-        work = np.full(len(rows), float(self.seq_len))
-        if not self.cross_document_attention:
-            for index, row in enumerate(rows):
-                sizes = np.array([size for _, size in self.documents_of(row)])
-                padding = self.seq_len - sizes.sum()
-                work[index] += (np.square(sizes).sum() + padding**2) / ATTENTION_TOKENS
-        return work
+    def lengths(self, row: int) -> np.ndarray:
+        sizes = [size for _, size in self.documents_of(row)]
+        return np.array([*sizes, self.seq_len - sum(sizes)])
 
     def documents_of(self, row: int) -> list[tuple[int, int]]:
         """Returns (start among the tokens, number of inputs) of each document of a row."""

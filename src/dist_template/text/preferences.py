@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, first_line
+from ..errors import first_line
 from .chat import Chat, check_roles, message_of
 from .chat_template import Template, training_template
+from .records import wrong
 from .sources import Encoded
 from .tokenizers import TokenizerSpec
 
@@ -41,21 +42,21 @@ class Preferences(Chat):
     def shape_of(self, name: str, record: Any) -> str:
         fields = record if isinstance(record, dict) else {}
         if missing := [key for key in ANSWERS if not fields.get(key)]:
-            raise _wrong(name, f"has no {missing[0]}: give prompt, chosen and rejected")
+            raise wrong(name, f"has no {missing[0]}: give prompt, chosen and rejected")
         texts, lists = self.shapes
         kinds = [texts if isinstance(fields[key], str) else lists for key in ANSWERS]
         if len({*kinds}) > 1:
-            raise _wrong(name, "has a text and a list of messages: give both answers in one form")
+            raise wrong(name, "has a text and a list of messages: give both answers in one form")
         return kinds[0]
 
     def document_of(self, name: str, record: dict[str, Any], shape: str) -> dict[str, Any]:
         pair = {key: record.get(key) for key in self.fields}
         is_text = isinstance(pair["chosen"], str)
         if pair["chosen"] == pair["rejected"]:
-            raise _wrong(name, "has equal answers, which teach nothing: remove it")
+            raise wrong(name, "has equal answers, which teach nothing: remove it")
         pair = pair if is_text else _messages(name, pair)
         if not pair["prompt"] or isinstance(pair["prompt"], str) != is_text:
-            raise _wrong(name, "has no prompt in the form of its answers: give one")
+            raise wrong(name, "has no prompt in the form of its answers: give one")
         return pair
 
     def prepare_tokenizer(self, tokenizer: Any) -> Any:
@@ -81,10 +82,6 @@ class Preferences(Chat):
         return [_joined(name, next(ids), next(ids), next(ids)) for name, _ in pairs]
 
 
-def _wrong(name: str, what: str) -> InputError:
-    return InputError(f"{name} of data.source {what}")
-
-
 def _messages(name: str, pair: dict[str, Any]) -> dict[str, Any]:
     """Returns the messages that both conversations start with, and the rest of each."""
     prompt = pair["prompt"] or []
@@ -95,9 +92,9 @@ def _messages(name: str, pair: dict[str, Any]) -> dict[str, Any]:
         chosen, rejected = prompt + chosen, prompt + rejected
     num = _alike(chosen, rejected)
     for full in (chosen, rejected):
-        check_roles(name, [message["role"] for message in full])
-        if [message["role"] for message in full[num:]][:1] != ["assistant"]:
-            raise _wrong(name, "has answers that do not start with an assistant's turn: edit them")
+        check_roles(name, full)
+        if len(full) == num or full[num]["role"] != "assistant":
+            raise wrong(name, "has answers that do not start with an assistant's turn: edit them")
     return {"prompt": chosen[:num], "chosen": chosen[num:], "rejected": rejected[num:]}
 
 
@@ -120,7 +117,7 @@ def _texts(tokenizer: Any, template: Template | None, name: str, pair: Any) -> l
             for turns in given
         ]
     except Exception as error:  # a template raises errors of Jinja and of Python
-        raise _wrong(name, f"is refused by {template.name}: {first_line(error)}") from error
+        raise wrong(name, f"is refused by {template.name}: {first_line(error)}") from error
 
 
 def _joined(name: str, prompt: list[int], chosen: list[int], rejected: list[int]) -> Encoded:
@@ -131,6 +128,6 @@ def _joined(name: str, prompt: list[int], chosen: list[int], rejected: list[int]
     """
     start = max(1, min(_alike(prompt, chosen), _alike(prompt, rejected)))
     if min(len(chosen), len(rejected)) <= start or chosen == rejected:
-        raise _wrong(name, "has an answer without a token of its own: edit it")
+        raise wrong(name, "has an answer without a token of its own: edit it")
     counted = [np.arange(len(ids)) >= start for ids in (chosen, rejected)]
     return Encoded(np.array(chosen + rejected), np.concatenate(counted))

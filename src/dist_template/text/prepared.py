@@ -11,7 +11,7 @@ from .chat_template import last_turn
 from .limits import check_rows
 from .packing import PairRows, WholeRows, packing_of, second_start
 from .quality import as_table, quality_of
-from .rows import PackedRows
+from .rows import PackedRows, Rows
 from .sources import Source
 from .tokenizers import TokenizerSpec
 
@@ -119,7 +119,7 @@ class PreparedText:
         tokens = 0 if self.corpus.is_whole(split) else self.corpus.num_tokens(split)
         return self.corpus.num_bytes(split) / tokens if tokens else None
 
-    def _rows(self, split: str) -> PackedRows | WholeRows:
+    def _rows(self, split: str) -> Rows:
         if self.corpus.is_whole(split):
             kind = PairRows if self.corpus.is_pairs else WholeRows
             return kind(self.corpus, split, self.seq_len, self.cross_document_attention)

@@ -34,9 +34,7 @@ def json_records(files: Iterable[Path]) -> Iterator[Record]:
                 f"{path} of data.source, line {number}, is not {kind}: {first_line(error)}"
             ) from error
         except Exception as error:  # each decompressor has errors of its own
-            raise InputError(
-                f"{path} of data.source cannot be read: {first_line(error)}"
-            ) from error
+            raise unreadable(path, error) from error
 
 
 def parquet_records(files: Iterable[Path], fields: Collection[str]) -> Iterator[Record]:
@@ -61,9 +59,7 @@ def parquet_records(files: Iterable[Path], fields: Collection[str]) -> Iterator[
                     number += 1
                     yield f"{path}:{number}", record
         except Exception as error:  # OSError, ArrowInvalid
-            raise InputError(
-                f"{path} of data.source cannot be read: {first_line(error)}"
-            ) from error
+            raise unreadable(path, error) from error
 
 
 def hub_records(
@@ -81,11 +77,16 @@ def hub_records(
         raise unreadable(name, error) from error
 
 
-def unreadable(name: str, error: BaseException) -> InputError:
-    """Returns the error for a data set; `datasets` wraps the reason in errors of its own."""
+def unreadable(name: str | Path, error: BaseException) -> InputError:
+    """Returns the error for a file or data set; `datasets` wraps the reason in its own errors."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return InputError(f"{name} of data.source cannot be read: {first_line(error)}")
+    return wrong(name, f"cannot be read: {first_line(error)}")
+
+
+def wrong(name: str | Path, what: str) -> InputError:
+    """Returns the error for a record or file: what is wrong with it, and what to do."""
+    return InputError(f"{name} of data.source {what}")
 
 
 def _json_lines(file: Any) -> Iterator[bytes]:

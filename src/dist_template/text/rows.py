@@ -24,8 +24,62 @@ PAIRS = "pairs"  # key of a batch of pairs: where they are in it (packing.py)
 ATTENTION_TOKENS = 12_288
 
 
-class PackedRows(Dataset):
-    """Rows of T + 1 tokens, read many at a time; a document may continue in the next row.
+class Rows(Dataset):
+    """Rows of T tokens, read many at a time. Subclasses say where the documents are.
+
+    `sizes` has the number of rows of each source, in the order in which rows are numbered.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, seq_len: int, eos_token_id: int, cross_document_attention: bool
+    ) -> None:
+        # still mapped; slicing np.memmap itself takes several times as long
+        self.tokens = np.asarray(tokens)
+        self.seq_len = seq_len
+        self.eos_token_id = eos_token_id
+        self.cross_document_attention = cross_document_attention
+        self.sizes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return sum(self.sizes.values())
+
+    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
+        """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch.
+
+        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the
+        documents' starts among the B x T tokens, and B x T. With `cross_document_attention` a row
+        is one document, without boundaries.
+        """
+        inputs, labels, bounds = self.read(rows)
+        if self.cross_document_attention:
+            bounds = np.zeros(0, dtype=np.int32)
+            positions = np.tile(np.arange(self.seq_len), (len(rows), 1))
+        else:
+            positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
+            positions = positions.reshape(inputs.shape)
+        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
+        return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
+
+    def work(self, rows: list[int]) -> np.ndarray:
+        """Returns (rows,) the work for each row, in tokens; attention's grows with the square of
+        each document's length."""
+        work = np.full(len(rows), float(self.seq_len))
+        if not self.cross_document_attention:
+            for index, row in enumerate(rows):
+                work[index] += np.square(self.lengths(row), dtype=np.int64).sum() / ATTENTION_TOKENS
+        return work
+
+    def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns inputs (B, T), labels (B, T) and the boundaries of documents as int32."""
+        raise NotImplementedError
+
+    def lengths(self, row: int) -> np.ndarray:
+        """Returns the lengths of a row's documents; padding is one too."""
+        raise NotImplementedError
+
+
+class PackedRows(Rows):
+    """Rows of T + 1 tokens; a document may continue in the next row.
 
     The last row ends where the tokens end. It overlaps the one before, whose labels do not count
     again. Of a mixture, each source has rows of its own; `parts` has their numbers of tokens.
@@ -39,24 +93,15 @@ class PackedRows(Dataset):
         cross_document_attention: bool = False,
         parts: dict[str, int] | None = None,
     ) -> None:
-        self.tokens = np.asarray(
-            tokens
-        )  # still mapped; slicing np.memmap itself takes several times as long
-        self.seq_len = seq_len
-        self.eos_token_id = eos_token_id
-        self.cross_document_attention = cross_document_attention
+        super().__init__(tokens, seq_len, eos_token_id, cross_document_attention)
         parts = parts or {"": len(tokens)}
-        self.sizes = {  # number of rows of each source
+        self.sizes = {
             name: -(-(num - 1) // seq_len) if num > seq_len else 0 for name, num in parts.items()
         }
         self._row_ends = [*accumulate(self.sizes.values())]
         self._token_ends = [*accumulate(parts.values())]
 
-    def __len__(self) -> int:
-        return self._row_ends[-1]
-
-    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        """Returns the batch of these rows, and their numbers; DataLoader calls it once a batch."""
+    def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
         places = [self._place(max(row, 0)) for row in rows]  # a padding row reads any row
         for tokens, (start, _) in zip(window, places, strict=True):
@@ -65,9 +110,17 @@ class PackedRows(Dataset):
         inputs, labels = window[:, :-1].copy(), window[:, 1:].copy()  # (B, T) each
         for label, row, (_, overlap) in zip(labels, rows, places, strict=True):
             label[: overlap if row >= 0 else None] = NOT_COUNTED
-        positions, bounds = self.documents(inputs)
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
-        return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
+        return inputs, labels, self._bounds(inputs)
+
+    def lengths(self, row: int) -> np.ndarray:
+        start, _ = self._place(row)
+        return np.diff(self._bounds(self.tokens[None, start : start + self.seq_len]))
+
+    def _bounds(self, inputs: np.ndarray) -> np.ndarray:
+        """Returns the boundaries of documents: EOS ends one, and so does a row."""
+        ends = inputs == self.eos_token_id
+        ends[:, -1] = True
+        return np.append(0, np.flatnonzero(ends) + 1).astype(np.int32)
 
     def _place(self, row: int) -> tuple[int, int]:
         """Returns a row's start among the tokens, and how many labels the row before has too."""
@@ -77,38 +130,3 @@ class PackedRows(Dataset):
         start = first_token + (row - first_row) * self.seq_len
         last = self._token_ends[part] - self.seq_len - 1
         return min(start, last), max(0, start - last)
-
-    def work(self, rows: list[int]) -> np.ndarray:
-        """Returns (rows,) the work for each row, in tokens; attention's grows with the square of
-        each document's length."""
-        work = np.full(len(rows), float(self.seq_len))
-        if not self.cross_document_attention:
-            for index, (start, _) in enumerate(map(self._place, rows)):
-                ends = self.tokens[start : start + self.seq_len - 1] == self.eos_token_id
-                bounds = np.concatenate(([0], np.flatnonzero(ends) + 1, [self.seq_len]))
-                work[index] += np.square(np.diff(bounds)).sum() / ATTENTION_TOKENS
-        return work
-
-    def documents(self, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns positions and boundaries of documents; with `cross_document_attention` a row is
-        one document.
-
-        Positions (B, T) count from each document's start. Boundaries (documents + 1,) are the
-        documents' starts among the B x T tokens, and B x T.
-        """
-        if self.cross_document_attention:
-            return one_document_per_row(inputs.shape)
-        ends = inputs == self.eos_token_id
-        ends[:, -1] = True
-        return apart(np.concatenate(([0], np.flatnonzero(ends) + 1)), inputs.shape)
-
-
-def one_document_per_row(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the positions and boundaries of rows in which all tokens attend to each other."""
-    return np.tile(np.arange(shape[1]), (shape[0], 1)), np.zeros(0, dtype=np.int32)
-
-
-def apart(bounds: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the positions (B, T) and boundaries of documents with these starts and end."""
-    positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
-    return positions.reshape(shape), np.asarray(bounds, dtype=np.int32)
