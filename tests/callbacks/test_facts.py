@@ -58,7 +58,7 @@ def test_unknown_facts_of_a_custom_model_are_null(tmp_path: Path) -> None:
     )  # fmt: skip
     write_facts(tmp_path, trainer, module)
     facts = json.loads((tmp_path / "facts.json").read_text())
-    assert facts["parameters"] == {"total": 6, "trainable": 6, "active": 6, "embedding": 0}
+    assert facts["parameters"] == {"total": 6, "trainable": 6, "in_4_bits": 0, "active": 6, "embedding": 0}
     assert facts["model"] == dict.fromkeys(facts["model"]) | {"class": "Linear"}
     assert set(facts["data"].values()) == {None}
     assert facts["training"]["flops_per_token"] is None and facts["training"]["max_steps"] is None

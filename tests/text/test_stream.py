@@ -139,3 +139,24 @@ def test_two_processes_stop_and_resume_with_the_losses_of_an_uninterrupted_run(
     with Workers(1) as workers:
         record = workers.run([*flags, "--trainer.devices=1", resume], tmp_path / "alone")
         assert "state of 2 ranks, and there are 1" in str(record.error)
+
+
+def test_a_stream_without_a_usable_document_ends_in_a_sentence(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data sets are repeated, so it would otherwise read forever."""
+    monkeypatch.setattr("dist_template.text.stream.MOST_EMPTY", 500)
+    data = module_of(folders)
+    for folder in folders:
+        for file in folder.glob("*.jsonl"):
+            file.write_text('{"text": " "}\n' * 40)
+    with pytest.raises(InputError, match="documents in a row are empty or held out"):
+        batches(data, 1)
+
+
+def test_a_stream_resumes_with_the_sizes_of_before_only(folders: list[Path]) -> None:
+    data = module_of(folders, shuffle_rows=8)
+    state = batches(data, 1)[0][STATE]
+    data.micro_batch_size = 4
+    with pytest.raises(InputError, match="data.micro_batch_size"):
+        batches(data, 1, state)

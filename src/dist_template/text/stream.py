@@ -24,6 +24,7 @@ from .sources import HubDataset
 
 STATE = "stream"  # key of a batch and of the checkpoint: the stream's state after it
 DOCUMENTS = 8  # tokenized together
+MOST_EMPTY = 10_000  # documents in a row that are empty or held out, before it is an error
 
 
 @dataclass
@@ -63,8 +64,11 @@ class TextStream:
                 part: Any = load_dataset(each.name, each.config, streaming=True, **given)
                 part = part.take(each.max_documents) if each.max_documents else part
                 part = part.select_columns([each.field])
+                is_empty = next(iter(part), None) is None
             except Exception as error:
                 raise unreadable(each.name, error) from error
+            if is_empty:  # repeated, it would be read forever
+                raise InputError(f"data.stream.datasets: {each.name} has no document: remove it")
             part = part if each.field == "text" else part.rename_column(each.field, "text")
             parts.append(part.repeat(None))
         weights = np.array(self.weights or [1.0] * len(parts))
@@ -97,13 +101,28 @@ class StreamedRows(IterableDataset):
         num_rows = max(1, data.stream.shuffle_rows // micro) * micro
         num_tokens = num_rows * data.seq_len + 1
         texts = data.stream.documents(data.seed, data.rank, data.world_size)
-        start = self.state() or {"texts": texts.state_dict(), "rest": [], "block": 0, "read": 0}
+        sizes = [micro, num_rows, data.seq_len]
+        first_block = {"texts": texts.state_dict(), "rest": [], "block": 0, "read": 0}
+        start = self.state() or first_block | {"sizes": sizes}
+        if start.get("sizes", sizes) != sizes:
+            raise InputError(
+                "with data.stream a run resumes with the data.micro_batch_size, data.seq_len and"
+                f" data.stream.shuffle_rows of before, {start['sizes']}: now they are {sizes}"
+            )
         texts.load_state_dict(start["texts"])
         documents, first = iter(texts), start["read"] * micro
         while True:
             found = [np.array(start["rest"], dtype=np.int64)]
+            empty = 0
             while sum(map(len, found)) < num_tokens:
-                found += self._tokens(islice(documents, DOCUMENTS))
+                new = self._tokens(islice(documents, DOCUMENTS))
+                empty = 0 if new else empty + DOCUMENTS
+                if empty > MOST_EMPTY:
+                    raise InputError(
+                        f"data.stream: {empty:,} documents in a row are empty or held out: give"
+                        " other data sets, or edit data.validation_share"
+                    )
+                found += new
             tokens = np.concatenate(found)
             rows = PackedRows(
                 tokens[:num_tokens], data.seq_len, data.eos_token_id, data.cross_document_attention
@@ -114,7 +133,7 @@ class StreamedRows(IterableDataset):
                 state = {STATE: start | {"read": at // micro + 1}, ROWS: []}
                 yield rows.__getitems__(order[at : at + micro]) | state
             rest, block, first = tokens[num_tokens - 1 :].tolist(), start["block"] + 1, 0
-            start = {"texts": texts.state_dict(), "rest": rest, "block": block, "read": 0}
+            start |= {"texts": texts.state_dict(), "rest": rest, "block": block, "read": 0}
 
     def _tokens(self, records: Iterator[dict[str, Any]]) -> list[np.ndarray]:
         """Returns the tokens of the documents that are not held out, EOS after each."""
