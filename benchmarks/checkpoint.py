@@ -72,7 +72,7 @@ def run(options: Options) -> Result:
             result.figures.append(Figure(f"{strategy}: CPU time of a whole save, asynchronous, over {by_hand[0]}", cpu))
     result.notes += [
         "hashing and the commit are in the project's saves and in none of the others; dcp.save flushes too",
-        "asynchronous, under DDP and FSDP2 the copy in memory is made beside the next step, under ZeRO-2 before it",
+        "asynchronous, training waits until its tensors are copied in host memory; they are written beside it",
     ]
     return result
 

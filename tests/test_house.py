@@ -36,7 +36,7 @@ BUDGETS = {
     "checkpoint": (1_689, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_210, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_980, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
-    "text": (3_689, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
+    "text": (3_720, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_500, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_050, 1_300, "what is measured, saved and guarded during training"),
     "cli": (1_925, 1_000, "verbs, parser, configuration errors, the run folder"),

@@ -102,8 +102,13 @@ class StreamedRows(IterableDataset):
         num_tokens = num_rows * data.seq_len + 1
         texts = data.stream.documents(data.seed, data.rank, data.world_size)
         sizes = [micro, num_rows, data.seq_len]
-        first_block = {"texts": texts.state_dict(), "rest": [], "block": 0, "read": 0}
-        start = self.state() or first_block | {"sizes": sizes}
+        first_block: dict[str, Any] = {
+            "texts": texts.state_dict(),
+            "rest": [],
+            "block": 0,
+            "read": 0,
+        }
+        start: dict[str, Any] = self.state() or first_block | {"sizes": sizes}
         if start.get("sizes", sizes) != sizes:
             raise InputError(
                 "with data.stream a run resumes with the data.micro_batch_size, data.seq_len and"
