@@ -31,17 +31,17 @@ MOST_ROOMS = 11  # folders; "public" and "ground" are the files beside them
 BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
     "ground": (655, 400, "errors, the user's project, tensors of any layout, small files, tables"),
-    "compat": (1_420, 1_000, "private names of other libraries, Lightning's loop"),
+    "compat": (1_410, 1_000, "private names of other libraries, Lightning's loop"),
     "cluster": (1_626, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
-    "checkpoint": (1_689, 1_300, "three formats, the commit protocol, loading into any strategy"),
-    "parallel": (1_210, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
-    "model": (1_980, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
+    "checkpoint": (1_678, 1_300, "three formats, the commit protocol, loading into any strategy"),
+    "parallel": (1_206, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
+    "model": (1_892, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (3_720, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
-    "observe": (3_500, 2_500, "history, loggers, diagnosis, report with its page's styles"),
+    "observe": (3_494, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_050, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (1_925, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "cli": (1_910, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_910, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (984, 550, "doctor, export, diagnose, report, prepare"),
+    "tools": (945, 550, "doctor, export, diagnose, report, prepare"),
 }
 AIM = 13_500
 

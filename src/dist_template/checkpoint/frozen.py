@@ -58,16 +58,14 @@ def refuse_another_base(path: Path, checkpoint: Any, module: Any) -> None:
     Raises:
         InputError: they are others.
     """
-    saved, own = checkpoint.get(REFERENCE), getattr(module, REFERENCE, None)
-    if saved and own and saved["sha256"] != own["sha256"]:
-        raise InputError(
-            f"checkpoint {str(path)!r} was trained with another reference for data.source"
-            " Preferences: restore model.pretrained, or the seed, of its run"
-        )
-    saved, own = checkpoint.get(KEY), getattr(module, KEY, None)
-    if saved and own and saved["sha256"] != own["sha256"]:
-        raise InputError(
-            f"checkpoint {str(path)!r} was trained on {saved['name']} with SHA-256"
-            f" {saved['sha256'][:12]}, and {own['name']} has {own['sha256'][:12]} now: restore"
-            " model.pretrained, or with model.architecture the seed, of its run"
-        )
+    for key in (REFERENCE, KEY):
+        saved, own = checkpoint.get(key), getattr(module, key, None)
+        if not saved or not own or saved["sha256"] == own["sha256"]:
+            continue
+        how = "with another reference for data.source Preferences: restore model.pretrained, or"
+        if key == KEY:
+            how = (
+                f"on {saved['name']} with SHA-256 {saved['sha256'][:12]}, and {own['name']} has"
+                f" {own['sha256'][:12]} now: restore model.pretrained, or with model.architecture"
+            )
+        raise InputError(f"checkpoint {str(path)!r} was trained {how} the seed, of its run")

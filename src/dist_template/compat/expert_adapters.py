@@ -57,26 +57,19 @@ class _Partial(MoeExpertsParallel):
 def _local(module: nn.Module, group: Any) -> Generator[None]:
     """Inside, the parameters of `module` and its children are this rank's plain tensors.
 
-    peft registers a parametrization of the frozen one, which must be a parameter.
-
-    Args:
-        module: The experts or the outermost wrapper.
-        group: Over which gradients of replicated parameters are summed. None: there are none.
-    """
+    `group`: over which gradients of replicated parameters are summed. None: there are none."""
     replaced = []
     owner: Any
     for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            local: Any = parameter
+        for name, parameter in [*owner.named_parameters(recurse=False)]:
+            replaced.append((owner, name, parameter))
             if isinstance(parameter, DTensor):
-                local = parameter.to_local()
-                if not parameter.requires_grad:
+                local: Any = parameter.to_local()
+                if not parameter.requires_grad:  # peft parametrizes it: it must be a parameter
                     local = nn.Parameter(local, requires_grad=False)
+                owner._parameters[name] = local
             elif group is not None and parameter.requires_grad:
-                local = _AllReduceBackward.apply(parameter, group)
-            replaced.append((owner, name, parameter, local))
-    for owner, name, _, local in replaced:
-        owner._parameters[name] = local  # ty: ignore[invalid-assignment]
+                owner._parameters[name] = _AllReduceBackward.apply(parameter, group)
     for wrapper in wrappers_of_parameters(module) if group is not None else ():
         layer = wrapper.lora_B["default"]
         rows = wrapper.get_param().shape[-2]  # of this rank: its part of the gate, then of the up
@@ -86,5 +79,5 @@ def _local(module: nn.Module, group: Any) -> Generator[None]:
     try:
         yield
     finally:
-        for owner, name, parameter, _ in replaced:
+        for owner, name, parameter in replaced:
             owner._parameters[name] = parameter

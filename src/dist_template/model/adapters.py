@@ -74,7 +74,9 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
             " it to null"
         )
     check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
-    trained = _modules(model, config.trainable, "trainable")
+    known = {name for name, module in model.named_modules() if [*module.parameters()]}
+    found = {name for wanted in config.trainable for name in _matching("trainable", wanted, known)}
+    trained = [model.get_submodule(name) for name in found]
     modules, parameters = _targets(model, config)
     lora = LoraConfig(
         r=config.rank,
@@ -98,51 +100,33 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
 
 def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
     """Returns the names of `targets` that are linear layers, and those that are stacked experts."""
-    head = model.get_output_embeddings()
-    linear = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
+    layers, head = model.named_modules(), model.get_output_embeddings()
+    linear = {name for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
     stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     if config.targets == ALL_LINEAR:
         names = {name.rpartition(".")[2] for name in linear} - (OF_EXPERTS if stacked else set())
         return sorted(names), sorted({name.rpartition(".")[2] for name in stacked})
-    modules, parameters = [], []
-    for target in config.targets:
-        if any(_is_named(name, target) for name in linear):
-            modules.append(target)
-        elif any(_is_named(name, target) for name in stacked):
-            parameters.append(target)
-        else:
-            raise _no_match("targets", target, linear | stacked)
-    if not modules and not parameters:
+    if not config.targets:
         raise InputError("model.adapter.targets is empty: name layers, or set all-linear")
+    modules: list[str] = []
+    parameters: list[str] = []
+    for target in config.targets:
+        found = _matching("targets", target, linear | stacked)
+        (modules if linear.intersection(found) else parameters).append(target)
     return modules, parameters
 
 
-def _modules(model: nn.Module, names: list[str], key: str) -> list[nn.Module]:
-    known = {name: m for name, m in model.named_modules() if any(True for _ in m.parameters())}
-    found: list[nn.Module] = []
-    for wanted in names:
-        matching = [module for name, module in known.items() if _is_named(name, wanted)]
-        if not matching:
-            raise _no_match(key, wanted, set(known))
-        found += matching
+def _matching(key: str, wanted: str, names: set[str]) -> list[str]:
+    """Returns the names that are `wanted` or end with it, such as layers.0.self_attn.q_proj."""
+    found = [name for name in names if f".{name}".endswith(f".{wanted}")]
+    if not found:
+        short = sorted({name.rpartition(".")[2] for name in names if name})
+        near = difflib.get_close_matches(wanted, short, n=3, cutoff=0.4) or short[:5]
+        raise InputError(
+            f"model.adapter.{key} has {wanted!r}, which this model does not; the nearest names:"
+            f" {', '.join(near) or 'none'}"
+        )
     return found
-
-
-def _is_named(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}")
-
-
-def _no_match(key: str, wanted: str, names: set[str]) -> InputError:
-    short = sorted({name.rpartition(".")[2] for name in names if name})
-    near = difflib.get_close_matches(wanted, short, n=3, cutoff=0.4) or short[:5]
-    return InputError(
-        f"model.adapter.{key} has {wanted!r}, which this model does not; the nearest names:"
-        f" {', '.join(near) or 'none'}"
-    )
 
 
 def _rewrite_plans(model: Any) -> None:
@@ -166,10 +150,9 @@ def _rewrite_plans(model: Any) -> None:
                 tp_plan[a if style == "rowwise" else b] = style
             if style := ep_plan.get(own):
                 ep_plan |= {a: style, b: expert_adapters.register(rank)}
-        elif (style := tp_plan.get(path)) and style.partition("_")[0] in ("colwise", "packed"):
-            del tp_plan[path]
-            tp_plan |= {f"{path}.base_layer": style, b.removesuffix(".weight"): style}
-        elif style and style.startswith("rowwise"):
-            del tp_plan[path]
-            tp_plan |= {f"{path}.base_layer": style, a.removesuffix(".weight"): style}
+        elif matrix := {"colwise": b, "packed": b, "rowwise": a}.get(
+            (tp_plan.get(path) or "").partition("_")[0]
+        ):
+            style = tp_plan.pop(path)
+            tp_plan |= {f"{path}.base_layer": style, matrix.removesuffix(".weight"): style}
     model.tp_plan, model.ep_plan = tp_plan, ep_plan

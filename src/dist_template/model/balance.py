@@ -26,15 +26,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least
-from .expert_layers import BIAS, find_layers
-from .flops import text_config
+from ..layout import full_shape
+from .flops import find_experts, num_experts, text_config
+
+BIAS = "e_score_correction_bias"
 
 
 @dataclass
@@ -59,6 +62,36 @@ class BalanceConfig:
     aux_loss_coef: float | None = None
     sequence_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
+
+
+class Layer(NamedTuple):
+    """A mixture-of-experts layer."""
+
+    name: str  # of the module that holds its router and its experts
+    experts: nn.Module  # stacked, called with the indices of the chosen ones
+    num: int  # of experts, of all ranks
+    router: nn.Module | None  # None where it was not found
+    bias_owner: nn.Module | None  # the module whose buffer BIAS is; None: the router has none
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """The layers whose experts transformers 5 calls with indices; others are not known."""
+
+    def is_router(module: nn.Module, num: int) -> bool:
+        shapes = [full_shape(parameter) for parameter in module.parameters(recurse=False)]
+        return any(len(shape) == 2 and shape[0] == num for shape in shapes)
+
+    stacked = {experts for experts in find_experts(model) if hasattr(experts, "is_concatenated")}
+    layers = []
+    for name, block in model.named_modules():
+        for experts in () if wrappers_of_parameters(block) else block.children():
+            owner = ([experts] + [w.base_layer for w in wrappers_of_parameters(experts)])[-1]
+            if owner in stacked:
+                num = num_experts(owner)
+                router = next((m for m in block.children() if is_router(m, num)), None)
+                owners = (m for m in block.modules() if BIAS in dict(m.named_buffers("", False)))
+                layers.append(Layer(name, experts, num, router, next(owners, None)))
+    return layers
 
 
 class Kept:

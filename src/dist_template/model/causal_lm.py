@@ -54,11 +54,8 @@ def causal_lm_config(
                 f"model.pretrained {pretrained!r} cannot be loaded: {reason(error)}"
             ) from error
     fields = {"max_position_embeddings": data.seq_len, **checked_fields(architecture)}
-    fields |= {
-        "vocab_size": data.vocab_size,
-        "bos_token_id": data.eos_token_id,
-        "eos_token_id": data.eos_token_id,
-    }
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), data.eos_token_id)
+    fields["vocab_size"] = data.vocab_size
     model_type: Any = architecture.get("model_type")
     try:
         config = AutoConfig.for_model(model_type, **fields)
@@ -112,11 +109,9 @@ def _check_files(name: str) -> None:
     if not folder.is_dir():
         return
     try:
-        files = {"model.safetensors"}
-        if (folder / INDEX).exists():
-            files = set(
-                json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-            )
+        files, index = {"model.safetensors"}, folder / INDEX
+        if index.exists():
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         for file in sorted(files):
             if not (folder / file).is_file():
                 raise InputError(
@@ -129,10 +124,8 @@ def _check_files(name: str) -> None:
     except InputError:
         raise
     except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
-        sentence = (
-            f"model.pretrained {name!r} is damaged ({reason(error)}): copy or download it again"
-        )
-        raise InputError(sentence) from error
+        damaged = f"is damaged ({reason(error)}): copy or download it again"
+        raise InputError(f"model.pretrained {name!r} {damaged}") from error
 
 
 def _load_pretrained(name: str, config: Any) -> Any:

@@ -112,9 +112,6 @@ class Size:
         config = text_config(model)
         experts = find_experts(model)
         of_experts = {id(p) for module in experts for p in module.parameters(recurse=False)}
-        for module in model.modules():  # of stacked experts
-            if wrappers_of_parameters(module):
-                of_experts |= {id(p) for p in module.parameters() if p.requires_grad}
         chosen, share = getattr(config, "num_experts_per_tok", None), 1.0
         num = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         if experts:
@@ -122,26 +119,20 @@ class Size:
             share = chosen / num if isinstance(chosen, int) else 0.0
         # only stacked experts are found
         is_known = bool(share) and bool(experts or not num or num == 1)
-        tables = {
-            id(p)
-            for m in model.modules()
-            if isinstance(m, nn.Embedding)
-            for p in m.parameters(recurse=False)
-        }
-        used = {
-            id(p)
-            for m in model.modules()
-            if not isinstance(m, nn.Embedding)
-            for p in m.parameters(recurse=False)
-        }
-        packed = {id(m.weight) for m in model.modules() if isinstance(m, Linear4bit)}
-        scales = {id(m.scales) for m in model.modules() if isinstance(m, Linear4bit)}
+        tables: set[int] = set()
+        used: set[int] = set()
+        packed: dict[int, int] = {}  # how many weights an element stands for
+        for layer in model.modules():
+            ids = tables if isinstance(layer, nn.Embedding) else used
+            ids |= {id(p) for p in layer.parameters(recurse=False)}
+            if isinstance(layer, Linear4bit):
+                packed |= {id(layer.weight): 2, id(layer.scales): 0}
+            if wrappers_of_parameters(layer):  # around stacked experts
+                of_experts |= {id(p) for p in layer.parameters() if p.requires_grad}
         total = trainable = embedding = in_4_bits = 0
         active = multiplied = 0.0
         for parameter in model.parameters():
-            size = full_shape(parameter).numel() * (2 if id(parameter) in packed else 1)
-            if id(parameter) in scales:
-                continue
+            size = full_shape(parameter).numel() * packed.get(id(parameter), 1)
             meets = size * (share if id(parameter) in of_experts else 1.0)
             total += size
             trainable += size * parameter.requires_grad

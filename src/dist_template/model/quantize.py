@@ -33,14 +33,11 @@ class Linear4bit(nn.Linear):
             scales = weight.new_empty(blocks, dtype=torch.uint8)
             nested, offset = weight.new_empty(-(-blocks // NESTED)), weight.new_empty(1)
         else:
-            from bitsandbytes.functional import quantize_4bit
+            from bitsandbytes.functional import quantize_nf4
 
-            packed, state = quantize_4bit(
-                weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
-            )
-            found: Any = state
-            scales, nested = found.absmax, found.state2.absmax
-            offset = found.offset.reshape(1)
+            state: Any
+            packed, state = quantize_nf4(weight, blocksize=BLOCK, compress_statistics=True)
+            scales, nested, offset = state.absmax, state.state2.absmax, state.offset.reshape(1)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.register_buffer("nested", nested, persistent=False)
@@ -50,13 +47,9 @@ class Linear4bit(nn.Linear):
         from bitsandbytes.functional import QuantState
 
         code, nested_code = _codes(self.nested.device)
-        nested = QuantState(
-            self.nested, blocksize=NESTED, code=nested_code, dtype=self.nested.dtype
-        )
-        shape = torch.Size((self.out_features, self.in_features))
-        return QuantState(
-            self.scales, shape, code, BLOCK, "nf4", self.nested.dtype, self.offset, nested
-        )
+        shape, dtype = torch.Size((self.out_features, self.in_features)), self.nested.dtype
+        nested = QuantState(self.nested, blocksize=NESTED, code=nested_code, dtype=dtype)
+        return QuantState(self.scales, shape, code, BLOCK, "nf4", dtype, self.offset, nested)
 
     def forward(self, input: Tensor) -> Tensor:
         from bitsandbytes import matmul_4bit
@@ -88,19 +81,20 @@ def quantize(model: Any) -> None:
     """
     require("bitsandbytes", "model.adapter.quantize")
     head = model.get_output_embeddings()
-    _replace(
-        model,
-        lambda m: type(m) is nn.Linear and m is not head and not m.weight.requires_grad,
-        Linear4bit,
-    )
+
+    def is_chosen(layer: Any) -> bool:
+        return type(layer) is nn.Linear and layer is not head and not layer.weight.requires_grad
+
+    replace_layers(model, is_chosen, Linear4bit)
 
 
 def dequantize(model: nn.Module) -> None:
     """Replaces 4-bit layers by linear layers with the same values."""
-    _replace(model, lambda m: isinstance(m, Linear4bit), Linear4bit.dequantized)
+    replace_layers(model, lambda layer: isinstance(layer, Linear4bit), Linear4bit.dequantized)
 
 
-def _replace(model: nn.Module, chosen: Any, make: Any) -> None:
+def replace_layers(model: nn.Module, chosen: Any, make: Any) -> None:
+    """Replaces each layer of `model` for which `chosen(layer)` by `make(layer)`."""
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:
             if chosen(child):

@@ -8,9 +8,8 @@ One process reads the full checkpoint of any strategy into the model that the co
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from ..checkpoint.frozen import exclude_frozen
 from ..cli.fit import WithoutTrainer
 from ..cli.run import check_checkpoint, newest_checkpoint
 from ..errors import InputError, reason
-from ..model.quantize import quantize
 from ..project import Project
-from .export_adapter import largest_difference, logits, merged, probe, write_adapter
+from .export_adapter import largest_difference, logits, merged, write_adapter
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -46,16 +44,14 @@ def main(argv: list[str], project: Project) -> None:
     if hasattr(cli.datamodule, "require"):
         cli.datamodule.require()
     model = trained_model(cli.model, cli.datamodule, path)
-    write: Any = write_pretrained if hasattr(model, "save_pretrained") else write_weights
-    if getattr(cli.model, "adapter", None):
-        build = partial(base_of, cli.model, cli.datamodule)
-        if settings.adapter == "merged":
-            model = merged(model, build)
-        else:
-            base = getattr(cli.model, "pretrained", None)
-            write = partial(write_adapter, build=build, base=base)
+    dtype, has_adapter = getattr(torch, settings.dtype), bool(getattr(cli.model, "adapter", None))
     with written_at_once(output) as folder:
-        proof = write(model, dtype=getattr(torch, settings.dtype), folder=folder)
+        if has_adapter and settings.adapter == "peft":
+            proof = write_adapter(cli.model, cli.datamodule, dtype, folder)
+        elif hasattr(model, "save_pretrained"):
+            proof = write_pretrained(merged(model) if has_adapter else model, dtype, folder)
+        else:
+            proof = write_weights(model, dtype, folder)
         if tokenizer := getattr(cli.datamodule, "text_tokenizer", None):
             tokenizer.save_pretrained(folder)
     print(f"{path}\n  -> {output}  {settings.dtype}, {proof}")
@@ -98,25 +94,12 @@ def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
     """
     if not hasattr(module, "build_model"):
         raise InputError(f"{type(module).__name__} has no build_model to export")
-    module.model = seeded(getattr(module, "build_with_adapters", module.build_model), data)
+    torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
+    module.model = getattr(module, "build_with_adapters", module.build_model)(data)
     if getattr(module, "frozen_base", None):
         exclude_frozen(module)
     module.load_state_dict(read_full(path, module)["state_dict"], strict=True)
     return module.model.eval()
-
-
-def seeded(build: Callable[[Any], nn.Module], data: Any) -> nn.Module:
-    """Returns `build(data)` with the run's seed: the base of adapters may be made from scratch."""
-    torch.manual_seed(torch.initial_seed())
-    return build(data)
-
-
-def base_of(module: Any, data: Any) -> nn.Module:
-    """Returns the frozen model of adapters, without them."""
-    model = seeded(module.build_model, data).requires_grad_(False)
-    if module.adapter.quantize:
-        quantize(model)
-    return model
 
 
 @contextmanager
@@ -153,20 +136,19 @@ def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
         options = {"dtype": dtype, "trust_remote_code": False}
         return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
-    tokens = probe(model)
-    trained = logits(model, tokens)
+    trained = logits(model)
     model.save_pretrained(folder)
     if dtype != torch.float32:  # transformers knows which weights must stay in float32
         model = load()
         model.save_pretrained(folder)
-    difference = largest_difference(logits(load(), tokens), logits(model, tokens))
+    difference = largest_difference(logits(load()), logits(model))
     if difference != 0:
         raise InputError(
             f"the folder's logits differ from the model's by up to {difference:.1e}:"
             f" save_pretrained of {type(model).__name__} does not save all that its forward uses;"
             " see build_model in module.py"
         )
-    rounded = largest_difference(logits(model, tokens), trained)
+    rounded = largest_difference(logits(model), trained)
     cause = ", by rounding" if rounded else ""
     return f"largest difference to the trained model's logits {rounded:g}{cause}"
 

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..model.quantize import dequantize
+from ..model.quantize import dequantize, quantize, replace_layers
 
 MOST = 1e-5  # of the largest logit: adding two products and adding their sum round differently
 
 
-def merged(model: Any, build: Callable[[], nn.Module]) -> nn.Module:
-    """Returns the model of `build`, unpacked, with the adapters of `model` added to its weights.
+def merged(model: Any) -> nn.Module:
+    """Returns `model`, unpacked, with its adapters added to its weights.
 
     Raises:
         InputError: it gives other logits.
     """
-    from peft import PeftModel
 
-    with TemporaryDirectory() as folder:
-        write_adapter(model, build, None, torch.float32, Path(folder))
-        base = build()
-        dequantize(base)
-        plain = PeftModel.from_pretrained(base, folder).merge_and_unload().eval()
-    tokens = probe(model)
-    _agree(logits(plain, tokens), logits(model, tokens), "the merged weights")
-    return plain
+    def merge(layer: Any) -> nn.Module:
+        layer.merge()
+        return layer.get_base_layer()
+
+    trained = logits(model)
+    dequantize(model)
+    replace_layers(model, lambda layer: hasattr(layer, "lora_A"), merge)
+    model.delete_adapter("default")
+    _refuse_other(logits(model), trained, "the merged weights")
+    return model
 
 
-def write_adapter(
-    model: Any, build: Callable[[], nn.Module], base: str | None, dtype: torch.dtype, folder: Path
-) -> str:
+def write_adapter(module: Any, data: Any, dtype: torch.dtype, folder: Path) -> str:
     """Writes adapter_config.json and adapter_model.safetensors; returns a comparison in words.
 
     Raises:
-        InputError: the folder, loaded by peft on the model of `build`, gives other logits.
+        InputError: the folder, loaded by peft on the model without adapters, gives other logits.
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import save_file
 
+    model, base = module.model, getattr(module, "pretrained", None)
     config = model.peft_config["default"]
     state = get_peft_model_state_dict(model, adapter_name="default")
     full = _saved_in_full(model)
@@ -54,12 +53,16 @@ def write_adapter(
     tensors = {f"base_model.model.{n}": t.detach().clone() for n, t in (cast | full).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
-    tokens = probe(model)
-    trained = logits(model, tokens)
-    loaded: Any = PeftModel.from_pretrained(build(), str(folder)).eval()
-    written = logits(loaded, tokens)
+    torch.manual_seed(torch.initial_seed())
+    untrained = module.build_model(data).requires_grad_(False)
+    if module.adapter.quantize:
+        quantize(untrained)
+    with warnings.catch_warnings():  # peft 0.21 reads a deprecated property of transformers
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        loaded = PeftModel.from_pretrained(untrained, str(folder)).eval()
+    written, trained = logits(loaded), logits(model)
     if dtype == torch.float32:
-        _agree(written, trained, "the adapter folder")
+        _refuse_other(written, trained, "the adapter folder")
     difference = largest_difference(written, trained)
     return f"an adapter for {base or 'a base from scratch'}, largest difference {difference:g}"
 
@@ -75,24 +78,19 @@ def _saved_in_full(model: nn.Module) -> dict[str, Tensor]:
     return saved
 
 
-def _agree(a: Any, b: Any, what: str) -> None:
-    difference = largest_difference(a, b)
-    if not difference <= MOST * max(1.0, b.abs().max().item()):
-        raise InputError(
-            f"{what} give logits that differ by up to {difference:.1e} from training's"
-        )
-
-
-def probe(model: Any) -> Tensor:
-    """Returns (B, T) random tokens, the same in every call."""
-    shape = (2, min(64, getattr(model.config, "max_position_embeddings", 64)))
-    vocab_size = model.get_input_embeddings().num_embeddings
-    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
+def _refuse_other(given: Tensor, trained: Tensor, what: str) -> None:
+    difference = largest_difference(given, trained)
+    if not difference <= MOST * max(1.0, trained.abs().max().item()):
+        differ = f"differ by up to {difference:.1e} from training's"
+        raise InputError(f"{what} give logits that {differ}")
 
 
 @torch.no_grad()
-def logits(model: Any, tokens: Tensor) -> Tensor:
-    """Returns (B, T, V) logits in float32."""
+def logits(model: Any) -> Tensor:
+    """Returns (B, T, V) logits in float32 of random tokens, which depend on the model's sizes."""
+    shape = (2, min(64, getattr(model.config, "max_position_embeddings", 64)))
+    vocab_size = model.get_input_embeddings().num_embeddings
+    tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
     return model(input_ids=tokens, use_cache=False).logits.float()
 
 

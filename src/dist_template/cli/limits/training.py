@@ -183,14 +183,13 @@ def adapter(setup: Setup) -> Iterator[str]:
     size = setup.mesh.tp if setup.mesh is not None else 1
     if config.dora and config.quantize:
         yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
-    for key, is_set in (("quantize", config.quantize), ("dora", config.dora)):
-        if is_set and size > 1:
+    for key in ("quantize", "dora"):
+        if getattr(config, key) and size > 1:
             yield (
                 f"model.adapter.{key} does not work with tensor parallelism: unset it, or set"
                 f" {ARGS}.tp_size {size} to 1"
             )
-    is_known = setup.model_config not in (NOT_READ_YET, None)
-    if not (is_known and getattr(setup.data, "is_prepared", True)):
+    if setup.model_config in (NOT_READ_YET, None) or not getattr(setup.data, "is_prepared", True):
         return
     try:
         with torch.device("meta"):  # without weights

@@ -79,9 +79,10 @@ def what(history: History) -> str:
 
 def of_one(history: History) -> list[Section]:
     """Returns the sections of one run that have content."""
+    quality = history.fact("data.quality")
     sections = [
         Section("Where the time went", _goodput([history], ["time"])),
-        Section("Data", _data(history.fact("data.quality"))),
+        Section("Data", [as_table(quality)] if quality else []),
         Section("Crashes", _crashes(history)),
         Section("Incidents", _incidents(history.incidents)),
         Section("Configuration", _configuration(history)),
@@ -155,11 +156,6 @@ def _environment(environment: dict[str, Any]) -> list[Table | Text]:
         title = "Changed files, variables, packages"
         parts.append(Text(title, "\n".join(lines), folded=True))
     return parts
-
-
-def _data(quality: dict[str, Any] | None) -> list[Table | Text]:
-    """Returns what `prepare` measured of the training data."""
-    return [as_table(quality)] if quality else []
 
 
 def _samples(folder: Path) -> list[Table | Text]:
