@@ -49,8 +49,8 @@ GUARDS = {
     ),
     "evaluation counts each sample once": Guard(
         "text/order.py",
-        "row if row < self.num_rows else PADDING for row",
-        "row % self.num_rows for row",
+        "first + row if row < size else PADDING - number for row",
+        "first + row % size for row",
         "text/test_order.py::test_evaluation_reads_every_row_once_in_equally_many_full_batches",
     ),
     "packed documents do not attend to each other": Guard(

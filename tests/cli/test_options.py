@@ -50,7 +50,7 @@ def trainer_of(flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 HONOURED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "seed_everything": ("5", lambda cli: cli.config.fit.seed_everything == 5),
     "weights_only": ("true", lambda cli: cli.config.fit.weights_only is True),
-    "optimizer": ("SGD", lambda cli: cli.model.optim.optimizer["class_path"] == "torch.optim.SGD"),
+    "optimizer": ("ASGD", lambda cli: cli.model.optim.optimizer["class_path"] == "torch.optim.ASGD"),
     "lr_scheduler": ("ConstantLR", lambda cli: "ConstantLR" in cli.model.optim.lr_scheduler["class_path"]),
     "trainer.accelerator": ("cpu", lambda cli: isinstance(cli.trainer.accelerator, CPUAccelerator)),
     "trainer.strategy": ("ddp", lambda cli: type(cli.trainer.strategy).__name__ == "DDPStrategy"),
@@ -172,7 +172,7 @@ def test_the_end_of_fit_names_only_what_there_is(
     assert "Profiler Report" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["SGD", "torch.optim.Adafactor", "NAdam", "Rprop"])
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim.Adafactor", "NAdam", "Rprop"])
 def test_an_optimizer_by_name_is_built_over_the_parameter_groups(name: str, trainer_of: Any) -> None:
     cli = trainer_of(f"--optimizer={name}", "--model.optim.learning_rate=0.5")
     built = built_optimizer(cli)
@@ -184,7 +184,7 @@ def test_an_optimizer_by_name_is_built_over_the_parameter_groups(name: str, trai
 
 def test_an_optimizers_own_arguments_go_before_model_optims(trainer_of: Any) -> None:
     own = {"lr": 0.001, "weight_decay": 0, "momentum": 0.9}  # lr is SGD's default: it is given all the same
-    cli = trainer_of("--optimizer=SGD", *(f"--optimizer.{name}={value}" for name, value in own.items()))
+    cli = trainer_of("--optimizer=torch.optim.SGD", *(f"--optimizer.{name}={value}" for name, value in own.items()))
     settings = [(g["lr"], g["weight_decay"], g["momentum"]) for g in built_optimizer(cli).param_groups]
     assert settings == [(0.001, 0.0, 0.9)] * 2
 
@@ -194,7 +194,7 @@ def built_optimizer(cli: Any) -> Any:
 
 
 def test_a_run_trains_by_the_optimizer_and_the_schedule_that_are_named(flags: list[str], tmp_path: Path) -> None:
-    chosen = ["--optimizer=SGD", "--optimizer.momentum=0.9", "--lr_scheduler=StepLR"]
+    chosen = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9", "--lr_scheduler=StepLR"]
     chosen += ["--lr_scheduler.step_size=1", "--lr_scheduler.gamma=0.5", "--model.optim.learning_rate=0.5"]
     assert run("fit", *flags, *chosen, "--trainer.max_steps=3") == 0
     rates = list(logged(only_run(tmp_path), "train/learning_rate").values())

@@ -128,10 +128,10 @@ class Found(Exception):
 
 @pytest.mark.slow
 def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_path: Path) -> None:
-    """Besides what torch, lightning and the model's class bring; which of those they bring depends on the machine."""
+    """Besides what torch, lightning, the model and the schedule bring; what those bring depends on the machine."""
     code = (
         "import sys, torch, lightning\n"
-        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM, get_scheduler\n"  # brings peft if installed
         "before = set(sys.modules)\n"
         "from tests.support.line import main\n"
         "assert main(sys.argv[1:]) == 0\n"

@@ -119,7 +119,7 @@ CASES = tiers(
 @pytest.mark.parametrize(("kind", "strategy"), CASES)
 def test_a_strategy_has_the_losses_and_rewards_of_one_process(train: Trainings, kind: str, strategy: str) -> None:
     one, many = train(kind, "one").check(), train(kind, strategy).check()
-    assert list(one.loss) == [1, 2, 3, 4] and one.loss[4] < 0.65
+    assert list(one.loss) == [1, 2, 3, 4] and one.loss[4] < 0.67
     # with adapters the reference differs from the start: B is not zero
     assert (one.loss[1] == pytest.approx(0.693147, abs=1e-6)) == (kind == "copy")
     assert many.loss == pytest.approx(one.loss, abs=1e-6)

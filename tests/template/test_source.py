@@ -11,7 +11,17 @@ import yaml
 
 from .conftest import PACKAGE, ROOT, SOURCE, BakedProject
 
-SKIPPED = {".git", ".venv", "build", "site", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    "build",
+    "site",
+    "__pycache__",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".hypothesis",
+    "dist_template.egg-info",
+}
 LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KERNELS = {"flash", "liger"}  # extras for GPUs, which constraints.txt does not pin
 IMAGES = {".png", ".gif", ".svg"}
