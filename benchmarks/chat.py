@@ -17,9 +17,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from dist_template.text.cache import Corpus
-from dist_template.text.packing import WholeRows, best_fit
-from dist_template.text.rows import PackedRows
+from dist_template.text.batches.packing import WholeRows, best_fit
+from dist_template.text.batches.rows import PackedRows
+from dist_template.text.cache.token_cache import Corpus
 
 from .arms import Clock, Comparison, Sample, compare
 from .loops import project

@@ -24,10 +24,10 @@ import torch
 from torch.utils.data import DataLoader
 from trainer_dev.data import DataModule
 
-from dist_template.text.cache import Corpus
-from dist_template.text.order import GlobalOrder
-from dist_template.text.rows import NOT_COUNTED, PackedRows
-from dist_template.text.sources import StandardLibrary, TextFiles
+from dist_template.text.batches.order import GlobalOrder
+from dist_template.text.batches.rows import NOT_COUNTED, PackedRows
+from dist_template.text.cache.token_cache import Corpus
+from dist_template.text.sources.documents import StandardLibrary, TextFiles
 from dist_template.text.tokenizers import ByteBPE, Bytes, TokenizerSpec
 
 from .arms import Clock, Comparison, Sample, compare, quiet

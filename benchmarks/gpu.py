@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_template.model.flops import Size, peak
-from dist_template.text.rows import PackedRows
+from dist_template.text.batches.rows import PackedRows
 
 from .arms import Comparison, Sample, compare
 from .loops import hand, project, trainer

@@ -30,31 +30,31 @@ class Guard(NamedTuple):
 
 GUARDS = {
     "a strategy trains to the numbers of one process": Guard(
-        "text/loader.py",
+        "text/batches/loader.py",
         "work = dist.all_reduce(total, async_op=True) if dist.is_initialized() else None",
         "work = None",
         "parallel/test_parity.py::test_a_strategy_trains_to_the_numbers_of_one_process[deepseek_v3-fsdp2]",
     ),
     "the order of samples depends on no rank": Guard(
-        "text/order.py",
+        "text/batches/order.py",
         "yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)",
         "yield self._entries(position, self.micro_batch_size)",
         "text/test_order.py::test_a_run_of_any_attempts_reads_the_stream_without_a_gap",
     ),
     "a resumed run continues with the next sample": Guard(
-        "text/order.py",
+        "text/batches/order.py",
         'self._base = self._loaded["consumed_samples"]',
         "self._base = 0",
         "parallel/test_training_parity.py::test_a_resumed_run_ends_bit_identical_to_one_never_stopped",
     ),
     "evaluation counts each sample once": Guard(
-        "text/order.py",
+        "text/batches/order.py",
         "first + row if row < size else PADDING - number for row",
         "first + row % size for row",
         "text/test_order.py::test_evaluation_reads_every_row_once_in_equally_many_full_batches",
     ),
     "packed documents do not attend to each other": Guard(
-        "text/rows.py",
+        "text/batches/rows.py",
         "ends = inputs == self.eos_token_id",
         "ends = inputs < 0",
         "text/test_cache.py::test_positions_restart_after_each_end_of_a_document",

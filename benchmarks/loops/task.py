@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_template.text.rows import PackedRows
+from dist_template.text.batches.rows import PackedRows
 
 from ..arms import quiet
 from ..turns import Turns

@@ -13,7 +13,7 @@ from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks.incidents import read_jumps
 from dist_template.observe.history.run import read_incidents
-from dist_template.text.order import permutation
+from dist_template.text.batches.order import permutation
 from tests.support.numerics import (
     STRATEGIES,
     Train,

@@ -25,7 +25,7 @@ from dist_template.rehearsal.compare import first_difference
 from dist_template.rehearsal.interventions import KillAt
 from dist_template.rehearsal.record import RunRecord
 from dist_template.rehearsal.root_cause import trace_resumed
-from dist_template.text.order import ConsumedSamples
+from dist_template.text.batches.order import ConsumedSamples
 from tests.support.faults_of_runs import random_state_not_saved
 from tests.support.runs import Workers, logged, only_run, run
 from tests.support.strategies import flags_of

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dist_template.errors import Exit
-from dist_template.text import cache
-from dist_template.text.sources import Source
+from dist_template.text.cache import token_cache
+from dist_template.text.sources.documents import Source
 from tests.support.runs import command
 
 
@@ -46,7 +46,7 @@ def test_an_error_in_a_source_is_reported_with_its_line(
 def test_an_error_of_the_templates_own_before_there_is_a_run_is_a_traceback(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "json", None)
+    monkeypatch.setattr(token_cache, "json", None)
     assert command(["fit", *flags]) == Exit.FAILED
     error = capfd.readouterr().err
     assert "Traceback" in error and "AttributeError" in error

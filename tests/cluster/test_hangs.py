@@ -69,7 +69,7 @@ def hang(folder: Path, stops: bool = False) -> None:
 
 def hang_in_data(rank: int, call: int, folder: Path) -> None:
     """A prelude: the rank's data set never answers the `call`-th request."""
-    from dist_template.text.rows import Rows
+    from dist_template.text.batches.rows import Rows
 
     read, count = Rows.__getitems__, iter(range(1, 10**9))
 

@@ -21,7 +21,7 @@ from dist_template.checkpoint.formats import read_full
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
-from dist_template.text.rows import PackedRows
+from dist_template.text.batches.rows import PackedRows
 from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
 

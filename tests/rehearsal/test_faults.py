@@ -20,7 +20,7 @@ from dist_template.rehearsal.checks import CHECKS
 from dist_template.rehearsal.report import Result
 from dist_template.rehearsal.root_cause import trace
 from dist_template.rehearsal.runs import Runs
-from dist_template.text.sources import TextFiles
+from dist_template.text.sources.documents import TextFiles
 from dist_template.tools.rehearse import main, make_small, own_flags
 from tests.support import edits, faults, faults_of_ranks, faults_of_runs
 from tests.support.hashed_source import FailingSource, HashedSource

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks.random_state import RandomState
-from dist_template.text.order import GlobalOrder
+from dist_template.text.batches.order import GlobalOrder
 from tests.support.faults import after_configure_model
 
 

@@ -34,7 +34,7 @@ CLIP = 0.8
 
 def mask_labels() -> None:
     """In each worker: the number of counted labels of a row depends on the sum of its tokens."""
-    from dist_template.text.rows import Rows
+    from dist_template.text.batches.rows import Rows
 
     read = Rows.__getitems__
 

@@ -18,9 +18,9 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
-from dist_template.text import build
-from dist_template.text.cache import SPLITS
-from dist_template.text.rows import NOT_COUNTED
+from dist_template.text.batches.rows import NOT_COUNTED
+from dist_template.text.cache import build
+from dist_template.text.cache.token_cache import SPLITS
 from dist_template.text.tokenizers import ByteBPE, Bytes, Pretrained
 from tests.support.runs import quiet
 

@@ -14,8 +14,8 @@ from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
 from dist_template.model.kernels import BOUNDS
-from dist_template.text.chat import Chat
-from dist_template.text.rows import NOT_COUNTED
+from dist_template.text.batches.rows import NOT_COUNTED
+from dist_template.text.sources.chat import Chat
 from dist_template.text.tokenizers import Pretrained
 from tests.support import chats
 from tests.support.chats import TURNS, messages, write

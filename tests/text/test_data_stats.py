@@ -9,9 +9,9 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
-from dist_template.text import data_stats
-from dist_template.text.data_stats import data_statistics, duplicate_share
-from dist_template.text.rows import PackedRows
+from dist_template.text.batches.rows import PackedRows
+from dist_template.text.cache import data_stats
+from dist_template.text.cache.data_stats import data_statistics, duplicate_share
 from tests.support.runs import quiet
 
 

@@ -13,7 +13,7 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
-from dist_template.text.sources import TextFiles
+from dist_template.text.sources.documents import TextFiles
 from dist_template.text.tokenizers import Bytes
 from tests.support.runs import PACKAGE, SENTENCES, disk, quiet
 
@@ -21,7 +21,7 @@ PREPARE = f"""
 import sys
 from {PACKAGE}.data import DataModule
 from dist_template.errors import InputError
-from dist_template.text.sources import TextFiles
+from dist_template.text.sources.documents import TextFiles
 from dist_template.text.tokenizers import Bytes
 try:
     DataModule(TextFiles([sys.argv[1]]), Bytes(), cache_dir=sys.argv[2]).prepare()

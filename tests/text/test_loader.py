@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_template.text import loader
-from dist_template.text.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
+from dist_template.text.batches import loader
+from dist_template.text.batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 
 LABELS = [3, 8, 1, 2, 5]  # labels that count, in each batch of 8
 CPU = torch.device("cpu")

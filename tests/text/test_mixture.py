@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
-from dist_template.text.chat import Chat
-from dist_template.text.mixture import BLOCK, Mixture, MixtureOrder
-from dist_template.text.order import GlobalOrder, eval_batches, shuffled, source_of, stream_position, with_jumps
-from dist_template.text.rows import NOT_COUNTED
-from dist_template.text.sources import Jsonl, Source, TextFiles
+from dist_template.text.batches.order import GlobalOrder, eval_batches, shuffled, source_of, stream_position, with_jumps
+from dist_template.text.batches.rows import NOT_COUNTED
+from dist_template.text.sources.chat import Chat
+from dist_template.text.sources.documents import Jsonl, Source, TextFiles
+from dist_template.text.sources.mixture import BLOCK, Mixture, MixtureOrder
 from dist_template.text.tokenizers import Bytes, Pretrained
 from tests.support import chats
 from tests.support.chats import TURNS, messages

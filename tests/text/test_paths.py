@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dist_template.errors import InputError
-from dist_template.text.paths import matching
-from dist_template.text.sources import TextFiles
+from dist_template.text.sources.documents import TextFiles
+from dist_template.text.sources.paths import matching
 
 
 @pytest.fixture

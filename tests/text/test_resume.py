@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
-from dist_template.text.sources import TextFiles
+from dist_template.text.sources.documents import TextFiles
 from dist_template.text.tokenizers import Bytes
 
 pytestmark = [

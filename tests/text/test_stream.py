@@ -12,9 +12,9 @@ import torch
 from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
-from dist_template.text.rows import ROWS
-from dist_template.text.sources import HubDataset, Jsonl
-from dist_template.text.stream import STATE, StreamedRows, TextStream
+from dist_template.text.batches.rows import ROWS
+from dist_template.text.sources.documents import HubDataset, Jsonl
+from dist_template.text.sources.stream import STATE, StreamedRows, TextStream
 from dist_template.text.tokenizers import Bytes
 from tests.support.parity import PauseAfter
 from tests.support.runs import SMALL_LLAMA, Workers, newest, quiet
@@ -145,7 +145,7 @@ def test_a_stream_without_a_usable_document_ends_in_a_sentence(
     folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data sets are repeated, so it would otherwise read forever."""
-    monkeypatch.setattr("dist_template.text.stream.MOST_EMPTY", 500)
+    monkeypatch.setattr("dist_template.text.sources.stream.MOST_EMPTY", 500)
     data = module_of(folders)
     for folder in folders:
         for file in folder.glob("*.jsonl"):

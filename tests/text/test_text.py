@@ -9,7 +9,7 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
-from dist_template.text.sources import HubDataset, Jsonl, Parquet, Source, StandardLibrary, TextFiles
+from dist_template.text.sources.documents import HubDataset, Jsonl, Parquet, Source, StandardLibrary, TextFiles
 from dist_template.text.tokenizers import EOS, ByteBPE, Bytes, Pretrained, TokenizerSpec
 
 TEXTS = [

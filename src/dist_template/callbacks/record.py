@@ -27,8 +27,8 @@ from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_
 from ..observe.loggers.tensorboard import TensorBoard
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
-from ..text.data_stats import data_statistics
-from ..text.quality import stored
+from ..text.cache.data_stats import data_statistics
+from ..text.cache.quality import stored
 
 
 class Record(Callback):

@@ -20,7 +20,7 @@ from ..compat.loop import make_fit_resumable
 from ..errors import InputError
 from ..model.any_module import owns_order
 from ..project import has_command_line
-from ..text.order import ConsumedSamples, GlobalOrder, Jump
+from ..text.batches.order import ConsumedSamples, GlobalOrder, Jump
 
 KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator",

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..compat.lightning import accumulates
 from ..compat.self_log import log_at_optimizer_steps
 from ..model.any_module import metrics_of, tracks_metrics
-from ..text.rows import NOT_COUNTED
+from ..text.batches.rows import NOT_COUNTED
 
 
 def logs(trainer: Any, step: int) -> bool:

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..compat.lightning_cli import formatter_of, keys_of
 from ..errors import InputError, is_first_on_node
 from ..project import program, program_name
-from ..text.sources import Source
+from ..text.sources.documents import Source
 from . import config_file
 
 BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Source)

@@ -75,8 +75,8 @@ def known_documents(
     if bounds is None:
         if is_flash and num_rows > 1:
             raise InputError(
-                f"flash attention needs {BOUNDS} in a batch of yours, as text/rows.py has it;"
-                " see data.py"
+                f"flash attention needs {BOUNDS} in a batch of yours, as text/batches/rows.py has"
+                " it; see data.py"
             )
         yield {}
         return

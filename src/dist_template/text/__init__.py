@@ -1,14 +1,12 @@
 """Language models: where text comes from, how it becomes batches, and the module that is trained on
 them.
 
-    sources.py, tokenizers.py     documents; text to token ids
-    chat.py, chat_template.py     conversations; mixture.py: several sources with weights
-    stream.py                     a train split that is tokenized while training
-    preferences.py                pairs; preference_loss.py: DPO
-    build.py, cache.py            the token cache
-    order.py, rows.py, loader.py  batches; packing.py: rows of whole documents
+    sources/          documents, conversations, pairs; several with weights; a stream
+    tokenizers.py     text to token ids
+    cache/            tokens on disk, and the quality of the data
+    batches/          rows, their order, packing, equal work for ranks
     prepared.py, datamodule.py    PackedText: from a source of documents to batches
-    module.py                     TextModule: loss, evaluation and generation
+    module.py, preference_loss.py     TextModule: loss, evaluation and generation; DPO
 
 Names are imported when they are first used.
 """
@@ -20,16 +18,16 @@ from ..lazy import attribute_of
 PLACES = {  # public name -> the module of this library that defines it
     "TextModule": "text.module",
     "PackedText": "text.datamodule",
-    "Source": "text.sources",
-    "StandardLibrary": "text.sources",
-    "TextFiles": "text.sources",
-    "Jsonl": "text.sources",
-    "Parquet": "text.sources",
-    "HubDataset": "text.sources",
-    "Chat": "text.chat",
-    "Mixture": "text.mixture",
-    "TextStream": "text.stream",
-    "Preferences": "text.preferences",
+    "Source": "text.sources.documents",
+    "StandardLibrary": "text.sources.documents",
+    "TextFiles": "text.sources.documents",
+    "Jsonl": "text.sources.documents",
+    "Parquet": "text.sources.documents",
+    "HubDataset": "text.sources.documents",
+    "Chat": "text.sources.chat",
+    "Mixture": "text.sources.mixture",
+    "TextStream": "text.sources.stream",
+    "Preferences": "text.sources.preferences",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",

@@ -2,14 +2,14 @@
 
 From a text to a batch:
 
-    1 source     files, jsonl, parquet or a hub data set                    sources.py
+    1 source     files, jsonl, parquet or a hub data set                    sources/documents.py
     2 documents  (name, text), one by one
-    3 split      train, validation or test, by a hash of the text           cache.py
+    3 split      train, validation or test, by a hash of the text           cache/token_cache.py
     4 tokens     bytes, a BPE learned here, or a published tokenizer        tokenizers.py
-    5 cache      the tokens of all documents, EOS after each                build.py, cache.py
-    6 order      the rows that a rank reads next                            order.py
-    7 rows       row i is tokens[i*T : i*T + T + 1]; a batch is B of them   rows.py
-    8 loader     `transform`; counts the labels of an optimizer step        loader.py
+    5 cache      the tokens of all documents, EOS after each                cache/build.py
+    6 order      the rows that a rank reads next                            batches/order.py
+    7 rows       row i is tokens[i*T : i*T + T + 1]; a batch is B of them   batches/rows.py
+    8 loader     `transform`; counts the labels of an optimizer step        batches/loader.py
     9 batch      input_ids, labels, position_ids, tokens_per_micro_batch    on_after_batch_transfer
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
@@ -31,12 +31,8 @@ from torch.utils.data import DataLoader
 
 from ..cluster.signals import isolate_worker
 from ..weights import from_all_ranks
-from . import chat, preferences  # noqa: F401  (so that YAML knows the names of their sources)
-from .cache import Corpus
-from .limits import check_numbers
-from .loader import COUNTED, StepLoader, TokensPerMicroBatch
-from .mixture import Mixture, MixtureOrder
-from .order import (
+from .batches.loader import COUNTED, StepLoader, TokensPerMicroBatch
+from .batches.order import (
     ConsumedSamples,
     GlobalOrder,
     Jump,
@@ -44,10 +40,14 @@ from .order import (
     source_of,
     stream_position,
 )
+from .batches.rows import ROWS, Rows
+from .cache.token_cache import Corpus
+from .limits import check_numbers
 from .prepared import PreparedText
-from .rows import ROWS, Rows
-from .sources import Source, StandardLibrary
-from .stream import STATE, StreamedRows, TextStream, own_state
+from .sources import chat, preferences  # noqa: F401  (so that YAML knows the names of their sources)
+from .sources.documents import Source, StandardLibrary
+from .sources.mixture import Mixture, MixtureOrder
+from .sources.stream import STATE, StreamedRows, TextStream, own_state
 from .tokenizers import ByteBPE, TokenizerSpec
 
 # Mapped rows are read faster without workers: benchmarks/data.py.

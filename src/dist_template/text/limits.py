@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .balance import shared_out
-from .packing import packing_of
+from .batches.balance import shared_out
+from .batches.packing import packing_of
 
 if TYPE_CHECKING:
-    from .cache import Corpus
+    from .cache.token_cache import Corpus
 
 
 def check_numbers(data: Any, world_size: int) -> None:

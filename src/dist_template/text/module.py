@@ -17,8 +17,8 @@ from ..errors import InputError
 from ..model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
+from .batches.rows import PAIRS
 from .preference_loss import PreferenceConfig, add_reference, pair_sums
-from .rows import PAIRS
 
 
 class TextModule(TrainingModule):

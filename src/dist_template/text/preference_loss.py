@@ -23,7 +23,7 @@ from .. import weights
 from ..checkpoint.frozen import REFERENCE, describe, exclude_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
-from .rows import PAIRS
+from .batches.rows import PAIRS
 
 
 @dataclass

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .build import build_cache
-from .cache import SPLITS, CacheError, Corpus, Recipe, open_cache
-from .chat_template import last_turn
+from .batches.packing import PairRows, WholeRows, packing_of, second_start
+from .batches.rows import PackedRows, Rows
+from .cache.build import build_cache
+from .cache.quality import as_table, quality_of
+from .cache.token_cache import SPLITS, CacheError, Corpus, Recipe, open_cache
 from .limits import check_rows
-from .packing import PairRows, WholeRows, packing_of, second_start
-from .quality import as_table, quality_of
-from .rows import PackedRows, Rows
-from .sources import Source
+from .sources.chat_template import last_turn
+from .sources.documents import Source
 from .tokenizers import TokenizerSpec
 
 if TYPE_CHECKING:

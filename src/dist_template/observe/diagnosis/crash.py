@@ -92,7 +92,7 @@ def _before_training(error: BaseException) -> str:
     ours = [file for file in files if is_users(str(file)) or file.is_relative_to(LIBRARY)]
     if not ours or ours[-1].is_relative_to(LIBRARY) or ours[-1].name == "__main__.py":
         return ""
-    place = "while tokenizing, " if LIBRARY / "text" / "build.py" in files else ""
+    place = "while tokenizing, " if LIBRARY / "text" / "cache" / "build.py" in files else ""
     lines = [f"error: {place}{type(error).__name__}: {first_line(error)}"]
     lines += [f"    {line}" for line in own_lines(error)]
     return "\n".join([*lines, "\nTRACEBACK=1 prints the traceback"])

@@ -12,7 +12,7 @@ import yaml
 from ...checkpoint import manifest
 from ...records import flatten
 from ...table import Table, shown
-from ...text.quality import as_table
+from ...text.cache.quality import as_table
 from ..history import goodput
 from ..history.run import History
 from . import differences

@@ -50,7 +50,7 @@ def labels_not_shifted(history: History) -> Iterator[Finding]:
         return
     title = "labels repeat the inputs"
     evidence = f"{share:.0%} of the labels equal the input token at the same position."
-    shift = "labels[:, t] = tokens[:, t + 1] (text/rows.py)"
+    shift = "labels[:, t] = tokens[:, t + 1] (text/batches/rows.py)"
     cause = Cause(f"Labels must be the inputs shifted by one: {shift}.")
     yield Finding("labels_not_shifted", "error", "certain", title, evidence, [cause])
 

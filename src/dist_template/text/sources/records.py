@@ -1,6 +1,6 @@
 """Reads records, which are dicts, from JSON files, Parquet tables and data sets of the hub.
 
-Each reader yields pairs of a name, `file:number`, and a record. The sources (sources.py, chat.py)
+Each reader yields pairs of a name, `file:number`, and a record. The sources (documents.py, chat.py)
 make documents of them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import fsspec
 
-from ..errors import InputError, first_line, require
+from ...errors import InputError, first_line, require
 
 Record = tuple[str, Any]  # name and value; the value is a dict unless the file is wrong
 

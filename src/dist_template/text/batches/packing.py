@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .cache import Corpus
+from ..cache.token_cache import Corpus
 from .rows import NOT_COUNTED, PAIRS, Rows
 
 

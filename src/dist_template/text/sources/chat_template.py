@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InputError, first_line, require
+from ...errors import InputError, first_line, require
+from .documents import Encoded
 from .records import wrong
-from .sources import Encoded
 
 TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HELP = "give data.source.template, a .jinja file with {% generation %} around the assistant's turns"

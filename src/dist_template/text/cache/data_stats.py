@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .rows import NOT_COUNTED
+from ..batches.rows import NOT_COUNTED
 
 ROWS = 64  # of the train split, spread evenly over it
 TRAIN_TOKENS, VALIDATION_TOKENS = 2**22, 2**20  # compared for duplicates: 0.3 s

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-from ..errors import InputError
+from ...errors import InputError
 
 
 def matching(patterns: list[str], follow_links: bool) -> list[Path]:

@@ -31,7 +31,7 @@ import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import Sampler
 
-from ..model.any_module import metrics_of
+from ...model.any_module import metrics_of
 from .balance import assign, shared_out
 
 PADDING = -1  # a number that stands for no row: its labels are ignored

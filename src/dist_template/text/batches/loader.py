@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..compat.torch import without_profiler_range
+from ...compat.torch import without_profiler_range
 from .rows import NOT_COUNTED, PAIRS
 
 COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted

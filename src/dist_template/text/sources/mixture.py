@@ -24,10 +24,10 @@ from zlib import crc32
 
 import numpy as np
 
-from ..errors import InputError
-from .cache import Corpus
-from .order import shuffled
-from .sources import Source
+from ...errors import InputError
+from ..batches.order import shuffled
+from ..cache.token_cache import Corpus
+from .documents import Source
 
 BLOCK = 256  # samples among which the sources are shuffled
 Weights = dict[str, float]

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..errors import InputError
+from ...errors import InputError
+from ..tokenizers import TokenizerSpec
 from .chat_template import encode, training_template
+from .documents import Encoded, Source
 from .paths import matching
 from .records import Record, hub_records, json_records, parquet_records, wrong
-from .sources import Encoded, Source
-from .tokenizers import TokenizerSpec
 
 SHAPES = {  # the key that a record is recognised by -> the shape's keys
     "messages": "messages: [{role, content}, …]",

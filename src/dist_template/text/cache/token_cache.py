@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InputError
-from .sources import Source
-from .tokenizers import TokenizerSpec
+from ...errors import InputError
+from ..sources.documents import Source
+from ..tokenizers import TokenizerSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

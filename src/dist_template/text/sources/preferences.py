@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import first_line
+from ...errors import first_line
+from ..tokenizers import TokenizerSpec
 from .chat import Chat, check_roles, message_of
 from .chat_template import Template, training_template
+from .documents import Encoded
 from .records import wrong
-from .sources import Encoded
-from .tokenizers import TokenizerSpec
 
 ANSWERS = ("chosen", "rejected")
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from ..errors import InputError, require
+from ...errors import InputError, require
+from ..batches.rows import ROWS, PackedRows
+from .documents import HubDataset
 from .records import unreadable
-from .rows import ROWS, PackedRows
-from .sources import HubDataset
 
 STATE = "stream"  # key of a batch and of the checkpoint: the stream's state after it
 DOCUMENTS = 8  # tokenized together

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..records import write_atomically
-from ..table import Table
+from ...records import write_atomically
+from ...table import Table
 
 if TYPE_CHECKING:
-    from .cache import Corpus
+    from .token_cache import Corpus
 
 FILE = "quality.json"
 TOKENS, DOCUMENTS = 2**22, 2**12  # of the train split, in PARTS slices spread evenly over it

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InputError
+from ...errors import InputError
 from .paths import matching
 from .records import Record, hub_records, json_records, parquet_records
 
 if TYPE_CHECKING:
-    from .tokenizers import TokenizerSpec
+    from ..tokenizers import TokenizerSpec
 
 
 class Encoded(NamedTuple):

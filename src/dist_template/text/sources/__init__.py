@@ -1,0 +1,1 @@
+"""Where text comes from: each source yields documents, conversations or pairs."""
