@@ -1,7 +1,8 @@
-"""Writes a run's small files atomically, and flattens what is in them."""
+"""Writes a run's small files atomically, flattens what is in them, and hashes files."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,3 +41,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[path] = value
     return flat
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,8 +21,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...errors import InputError, is_disk_full
+from ...records import sha256
 from ..sources.documents import Encoded, Source
-from .token_cache import CHECKSUMS, SPLITS, Corpus, Recipe, fingerprint, sha256
+from .token_cache import CHECKSUMS, SPLITS, Corpus, Recipe, fingerprint
 
 REPORT_S = 10  # between two lines of progress
 BATCH_CHARACTERS = 2**20  # encoded together: a fraction of a second, some ten MB of memory

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import InputError
+from ...records import sha256
 from ..sources.documents import Source
 from ..tokenizers import TokenizerSpec
 
@@ -171,11 +172,6 @@ def fingerprint(path: Path) -> dict[str, Any]:
     held = path.stat()
     known = {"path": str(path), "size": held.st_size, "mtime_ns": held.st_mtime_ns}
     return known | {"sha256": sha256(path)}
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_manifest(folder: Path, every_byte: bool) -> tuple[dict[str, Any], str | None]:

@@ -1,0 +1,1 @@
+"""`promote`: evaluates a trained model, exports it, compares the two, and registers the export."""
