@@ -11,7 +11,7 @@ import torch
 
 from dist_template.model.causal_lm import causal_lm, causal_lm_config
 from dist_template.rehearsal.record import RunRecord
-from dist_template.tools import export
+from dist_template.tools.export import command as export
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, Workers, newest
 from tests.support.strategies import flags_of

@@ -34,7 +34,7 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "prepare": ("tools.prepare", "tokenize the data once, in one process, before training"),
     "doctor": ("tools.doctor", "check this machine for problems that would stop a training"),
     "rehearse": ("tools.rehearse", "check a configuration for a cluster on this CPU, in minutes"),
-    "export": ("tools.export", "convert a checkpoint to a Hugging Face folder, and verify it"),
+    "export": ("tools.export.command", "convert a checkpoint to hf, onnx or peft, and verify it"),
     "diagnose": ("tools.diagnose", "report what is wrong with a run, and which flag to change"),
     "report": ("tools.report", "write a page about runs: findings, curves, configuration, samples"),
     "compare": ("tools.report", "compare two or more runs: configuration and results"),

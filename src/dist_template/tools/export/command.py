@@ -17,14 +17,14 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from ..checkpoint.commit import agreed
-from ..checkpoint.formats import read_full
-from ..checkpoint.frozen import exclude_frozen
-from ..cli.fit import WithoutTrainer
-from ..cli.run import check_checkpoint, newest_checkpoint
-from ..errors import InputError, reason
-from ..project import Project
-from .export_adapter import largest_difference, logits, merged, write_adapter
+from ...checkpoint.commit import agreed
+from ...checkpoint.formats import read_full
+from ...checkpoint.frozen import exclude_frozen
+from ...cli.fit import WithoutTrainer
+from ...cli.run import check_checkpoint, newest_checkpoint
+from ...errors import InputError, reason
+from ...project import Project
+from .adapter import largest_difference, logits, merged, write_adapter
 
 
 def main(argv: list[str], project: Project) -> None:

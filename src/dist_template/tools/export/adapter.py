@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..model.quantize import dequantize, quantize, replace_layers
+from ...errors import InputError
+from ...model.quantize import dequantize, quantize, replace_layers
 
 MOST = 1e-5  # of the largest logit: adding two products and adding their sum round differently
 
