@@ -18,13 +18,12 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
 from ...checkpoint.commit import agreed
-from ...checkpoint.formats import read_full
-from ...checkpoint.frozen import exclude_frozen
 from ...cli.fit import WithoutTrainer
 from ...cli.run import check_checkpoint, newest_checkpoint
 from ...errors import InputError, reason
 from ...project import Project
 from .adapter import largest_difference, logits, merged, write_adapter
+from .trained import trained
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -41,9 +40,7 @@ def main(argv: list[str], project: Project) -> None:
         given = f"--output {str(output)!r}"
         raise InputError(f"{given} exists and is not an empty folder; give another")
     path = chosen_checkpoint(cli)
-    if hasattr(cli.datamodule, "require"):
-        cli.datamodule.require()
-    model = trained_model(cli.model, cli.datamodule, path)
+    model = trained(cli, path).model
     dtype, has_adapter = getattr(torch, settings.dtype), bool(getattr(cli.model, "adapter", None))
     with written_at_once(output) as folder:
         if has_adapter and settings.adapter == "peft":
@@ -84,22 +81,6 @@ def chosen_checkpoint(cli: WithoutTrainer) -> Path:
         _, path = newest_checkpoint(settings.checkpoint, cli.unfilled)
     check_checkpoint(path, "--checkpoint")
     return agreed(path)
-
-
-def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
-    """Returns `module.model`, built for `data`, with the weights of `path`, in evaluation mode.
-
-    Raises:
-        InputError: the checkpoint is another model's.
-    """
-    if not hasattr(module, "build_model"):
-        raise InputError(f"{type(module).__name__} has no build_model to export")
-    torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
-    module.model = getattr(module, "build_with_adapters", module.build_model)(data)
-    if getattr(module, "frozen_base", None):
-        exclude_frozen(module)
-    module.load_state_dict(read_full(path, module)["state_dict"], strict=True)
-    return module.model.eval()
 
 
 @contextmanager
