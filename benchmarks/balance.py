@@ -101,7 +101,7 @@ def _of_files(is_quick: bool) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder, quiet():
         data = DataModule(source, ByteBPE(2048), seq_len, 1, 1, validation_share=0.0, test_share=0.0, cache_dir=folder)
         data.prepare()
-        rows = data._rows("train")
+        rows = data.rows_of("train")
         costs = rows.work([*range(len(rows))]) - seq_len
     return np.tile(costs, 1 + 1024 // len(costs)) if len(costs) < 1024 else costs
 

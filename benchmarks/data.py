@@ -88,7 +88,7 @@ def _figures(reading: Comparison, tokenizing: Comparison, training: Comparison) 
 
 
 def _packing(data: DataModule, corpus: Corpus) -> list[Figure]:
-    tokens, rows = corpus.num_tokens("train"), data._rows("train")
+    tokens, rows = corpus.num_tokens("train"), data.rows_of("train")
     labels = [rows.__getitems__([row])["labels"] for row in range(len(rows))]
     counted = sum(int((label != NOT_COUNTED).sum()) for label in labels)
     on_disk = (corpus.folder / "train.bin").stat().st_size / tokens
@@ -107,7 +107,7 @@ def _packing(data: DataModule, corpus: Corpus) -> list[Figure]:
 def _readers(data: DataModule, is_quick: bool) -> dict[str, Callable[[], Sample]]:
     import datasets
 
-    rows = data._rows("train")
+    rows = data.rows_of("train")
     datasets.disable_progress_bars()
     whole = range(len(rows) - 1)
     table = datasets.Dataset.from_dict({"input_ids": [rows.tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN] for i in whole]})

@@ -18,6 +18,7 @@ from dist_template.model.optim import OptimConfig
 from dist_template.parallel.blocks import BlockConfig
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
+from dist_template.text.preference_loss import PreferenceConfig
 from tests.support.runs import run
 from tests.support.strategies import NAMES, settings_of
 
@@ -117,6 +118,10 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     "parameters offloaded, not sharded": (
         zero(config={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
         "offload_parameters needs ZeRO stage 3, .* the stage is 2",
+    ),
+    "scores of a reference in ZeRO-3": (
+        {**zero(stage=3), "module": LanguageModule(preference=PreferenceConfig(precompute=True))},
+        "preference.precompute does not work under ZeRO stage 3",
     ),
     "a DeepSpeed file whose saves end later": (
         zero(config={"checkpoint": {"writer": {"decoupled": True}}, "zero_optimization": {"stage": 2}}),

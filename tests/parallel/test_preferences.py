@@ -160,3 +160,48 @@ def test_a_resumed_training_has_exactly_the_losses_of_an_uninterrupted_one(train
     assert resumed.loss == {step: loss for step, loss in train("copy", strategy).loss.items() if step > 2}
     other = train.run("copy", strategy, checkpoint, "--seed_everything=1")
     assert "another reference" in other.error and "the seed, of its run" in other.error
+
+
+PRECOMPUTE = "--model.preference.precompute=true"
+
+
+class Held(Callback):
+    """Notes the bytes of all parameters of this rank, with those of a reference, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.folder.mkdir(exist_ok=True)
+        own = [getattr(each, "_local_tensor", each) for each in pl_module.parameters()]
+        (self.folder / f"{trainer.global_rank}").write_text(str(sum(each.nbytes for each in own)))
+
+    def bytes(self) -> list[int]:
+        return [int(path.read_text()) for path in sorted(self.folder.iterdir())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "tp", "zero2"], daily=["ddp", "fsdp2"]))
+def test_scores_computed_before_training_give_the_losses_of_a_copy(train: Trainings, strategy: str) -> None:
+    copy, held = train("copy", strategy).check(), [Held(train.folder / f"{name}-{strategy}") for name in "ab"]
+    for path in train.folder.glob("cache/*/reference-*.json"):
+        path.unlink()  # of another strategy
+    first = train.run("scores", strategy, PRECOMPUTE, callbacks=[held[0], PauseAfter(2)]).check()
+    files = {path: path.stat().st_mtime_ns for path in train.folder.glob("cache/*/reference-*.json")}
+    assert len(files) == 1
+    resumed = train.run("scores", strategy, PRECOMPUTE, f"--ckpt_path={newest(first.run)}").check()
+    losses = first.loss | resumed.loss
+    assert losses == pytest.approx(copy.loss, abs=1e-6) and [*losses] == [1, 2, 3, 4]
+    whole = train.run("scores", strategy, PRECOMPUTE).check()
+    assert whole.loss == losses, "a resumed training has exactly these"
+    assert files == {path: path.stat().st_mtime_ns for path in files}, "later runs read the scores"
+    (expected,), (got,) = copy.eval().values(), whole.eval().values()
+    assert got == pytest.approx(expected, abs=1e-5)
+    train.run("copy", strategy, "--trainer.max_steps=1", callbacks=[held[1]]).check()
+    assert all(2 * scores == both for scores, both in zip(*(each.bytes() for each in held), strict=True))
+
+
+@pytest.mark.slow
+def test_adapters_need_no_second_pass_with_scores_computed_before(train: Trainings) -> None:
+    expected = train("adapters", "fsdp2").check()
+    assert train.run("adapters", "fsdp2", PRECOMPUTE).check().loss == pytest.approx(expected.loss, abs=1e-6)

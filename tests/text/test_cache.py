@@ -69,7 +69,7 @@ def test_splits_keep_duplicates_together_and_ignore_names_and_seed(data: DataMod
 
 def test_rows_count_every_token_once_and_only_the_last_is_not_full(data: DataModule) -> None:
     tokens = np.asarray(data.prepare(report=quiet).tokens("train")).astype(np.int64)
-    rows = data._rows("train")
+    rows = data.rows_of("train")
     assert (len(tokens) - 1) % 32, "the test needs a last row that is not full"
     batch = rows.__getitems__(list(range(len(rows))))
     assert batch["labels"][batch["labels"] != NOT_COUNTED].tolist() == tokens[1:].tolist()
@@ -97,7 +97,7 @@ def test_positions_restart_after_each_end_of_a_document(data: DataModule) -> Non
 
 def test_evaluation_covers_the_split_and_padding_has_no_labels(data: DataModule) -> None:
     data.prepare(report=quiet)
-    rows = data._rows("validation")
+    rows = data.rows_of("validation")
     assert len(rows) % 8, "the test needs a last batch that is not full"
     batches = list(data.val_dataloader())
     labels = [row for batch in batches for row in batch["labels"].tolist()]

@@ -215,7 +215,7 @@ def many(tmp_path: Path, number: int = 40) -> Path:
 
 def test_rows_hold_whole_conversations_that_do_not_attend_to_each_other(tmp_path: Path) -> None:
     data = prepared(tmp_path, Chat([str(many(tmp_path))]), template=chats.TAGGED)
-    rows = data._rows("train")
+    rows = data.rows_of("train")
     batch = rows.__getitems__(list(range(len(rows))))
     tokens, counted, starts = (
         data.corpus.tokens("train"),
@@ -252,7 +252,7 @@ def test_a_conversation_longer_than_a_row_is_cut_or_dropped_and_counted(tmp_path
     data = prepared(tmp_path, Chat([str(write(tmp_path / "a.jsonl", records))]), template=chats.TAGGED)
     lines: list[str] = []
     data.prepare(report=lines.append)
-    packing = data._rows("train").packing
+    packing = data.rows_of("train").packing
     assert (packing.num_cut, packing.num_dropped, len(packing.documents)) == (1, 1, 4)
     assert "longer than a row: 1 documents are cut to their beginning, 1 without an answer" in "\n".join(lines)
 

@@ -141,7 +141,7 @@ def module_of(folder: Path, weights: dict[str, float], **options: Any) -> DataMo
 def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: Path) -> None:
     data = module_of(tmp_path, {"words": 1, "digits": 3})
     corpus = data.prepare(report=quiet)
-    rows = data._rows("train")
+    rows = data.rows_of("train")
     tokens = sum(counts["tokens"] for counts in corpus.parts("train").values())
     assert tokens == corpus.num_tokens("train") and len(rows) == sum(rows.sizes.values())
     counted = 0
@@ -167,7 +167,7 @@ def test_rows_of_conversations_are_of_one_source(tmp_path: Path) -> None:
         test_share=0.0, cache_dir=str(tmp_path / "cache"),
     )  # fmt: skip
     data.prepare(report=quiet)
-    rows = data._rows("train")
+    rows = data.rows_of("train")
     for row in range(len(rows)):
         text = data.text_tokenizer.decode(rows.__getitems__([row])["input_ids"][0].tolist())
         assert ("yes, " in text) == (source_of(rows.sizes, row) == "long")

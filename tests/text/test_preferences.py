@@ -88,7 +88,7 @@ def sequences(data: DataModule, batch: dict[str, Any]) -> list[list[tuple[str, s
 
 def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(tmp_path: Path) -> None:
     data = prepared(tmp_path, pairs.LENGTHS)
-    rows = data._rows("train")
+    rows = data.rows_of("train")
     numbers = [*range(len(rows)), PADDING]
     batch = rows.__getitems__(numbers)
     expected = {
@@ -105,7 +105,7 @@ def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(tmp
 
 def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
     data = prepared(tmp_path, [IN_MESSAGES], template=chats.UNTAGGED, seq_len=128)
-    ((chosen, rejected),) = sequences(data, data._rows("train").__getitems__([0]))
+    ((chosen, rejected),) = sequences(data, data.rows_of("train").__getitems__([0]))
     start = "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n"
     assert chosen == (f"{start}Uno.<|im_end|>", "Uno.<|im_end|>\n")
     assert rejected == (f"{start}Due.<|im_end|>", "Due.<|im_end|>\n")
@@ -113,7 +113,7 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path: Path) -> None:
 
 def test_a_pair_longer_than_a_row_is_dropped_and_counted(tmp_path: Path) -> None:
     data = prepared(tmp_path, [TEXTS, TEXTS | {"rejected": "d" * 60}, TEXTS | {"prompt": "a" * 99}])
-    packing = data._rows("train").packing
+    packing = data.rows_of("train").packing
     assert (packing.num_cut, packing.num_dropped, len(packing.documents)) == (0, 2, 1)
     with pytest.raises(InputError, match="which fill 0 sequences of data.seq_len 8"):
         prepared(tmp_path, [TEXTS | {"rejected": "d" * 60}], seq_len=8)

@@ -94,7 +94,10 @@ def test_what_a_stream_cannot_do_is_refused(folders: list[Path], tmp_path: Path)
     with pytest.raises(InputError, match="data.stream has no rows to choose from"):
         data.check(world_size=1)
     data.balance, data.source.whole = False, True
-    with pytest.raises(InputError, match="data.stream has plain text alone"):
+    with pytest.raises(InputError, match="data.stream has plain text alone: remove it to train on conversations"):
+        data.check(world_size=1)
+    data.source.pairs = True
+    with pytest.raises(InputError, match="data.stream has plain text alone: remove it to train on pairs"):
         data.check(world_size=1)
     with pytest.raises(InputError, match="cannot skip the samples"):
         data.jump([(0, 8)])

@@ -166,7 +166,7 @@ class PackedText(PreparedText, L.LightningDataModule):
                 self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
             )
             if isinstance(self.source, Mixture):
-                sizes, corpus = self._rows("train").sizes, self.corpus
+                sizes, corpus = self.rows_of("train").sizes, self.corpus
                 self._mixing = self.source.order(sizes, corpus, self.global_batch_size, self.seed)
                 self._consumed.figures = self._mixing.epochs
 
@@ -177,7 +177,7 @@ class PackedText(PreparedText, L.LightningDataModule):
             batches = StreamedRows(self, lambda: self._stream_state)
             options: dict[str, Any] = {"batch_size": None, "collate_fn": _unchanged}
             return StepLoader(batches, self.accumulation, self.transform, **options)
-        rows = self._rows("train")
+        rows = self.rows_of("train")
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
             self.rank, self.world_size, self.seed, consumed=lambda: self.consumed_samples,
@@ -229,7 +229,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         return DataLoader(batches, batch_size=None)  # ty: ignore[invalid-argument-type]
 
     def _eval_loader(self, split: str) -> DataLoader | list:
-        rows = self._rows(split)
+        rows = self.rows_of(split)
         if not len(rows):
             return []
         self._sizes = rows.sizes

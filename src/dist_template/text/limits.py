@@ -47,7 +47,8 @@ def check_numbers(data: Any, world_size: int) -> None:
             " data.repeat_first_batch"
         )
     if data.stream and data.source.whole:
-        raise InputError("data.stream has plain text alone: remove it to train on conversations")
+        kind = "pairs of answers" if data.source.pairs else "conversations"
+        raise InputError(f"data.stream has plain text alone: remove it to train on {kind}")
     if data.rank_speeds:
         _check_speeds(data.rank_speeds, together, world_size)
 

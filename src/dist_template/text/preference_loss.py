@@ -9,13 +9,18 @@ Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabul
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,7 +28,10 @@ from .. import weights
 from ..checkpoint.frozen import REFERENCE, describe, exclude_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
-from .batches.rows import PAIRS
+from ..records import write_atomically
+from .batches.order import eval_batches
+from .batches.rows import PAIRS, SCORES
+from .cache.token_cache import SPLITS
 
 
 @dataclass
@@ -35,20 +43,32 @@ class PreferenceConfig:
             (arXiv:2405.14734), which has no reference. ipo and simpo compare means per token.
         beta: Scale of the rewards: a larger one keeps the model closer to the reference.
         margin: Of simpo alone: by how much the chosen answer's reward has to be larger.
+        precompute: Compute the reference's log-probabilities of all pairs once, before training,
+            and keep them in the token cache. No copy is in memory during training.
     """
 
     loss: Literal["dpo", "ipo", "simpo"] = "dpo"
     beta: float = 0.1
     margin: float = 0.5
+    precompute: bool = False
 
 
 def add_reference(module: Any) -> None:
-    """Gives `module` its reference, if the loss and the data need a copy."""
+    """Gives `module` its reference, if the loss and the data need one: a copy, or its scores."""
     module.reference = None
     has_pairs = getattr(getattr(module.data, "source", None), "pairs", False)
-    starts_as_reference = module.adapter is not None and not module.adapter.trainable
-    if not has_pairs or module.preference.loss == "simpo" or starts_as_reference:
+    if not has_pairs or module.preference.loss == "simpo":
         return
+    if module.adapter is None or module.adapter.trainable:
+        _place_copy(module)
+    if module.preference.precompute:
+        module.reference = module.reference or module.model
+        module.data.reference_scores = _known_scores(module)
+        module.reference = None
+
+
+def _place_copy(module: Any) -> None:
+    """Sets `module.reference` to a frozen copy of the model, placed by the strategy."""
 
     def build() -> nn.Module:
         model = module.build_model(module.data).requires_grad_(False)
@@ -62,6 +82,40 @@ def add_reference(module: Any) -> None:
     exclude_frozen(module, "reference.")
 
 
+def _known_scores(module: Any) -> dict[str, np.ndarray]:
+    """Returns what `_scores` does by split, from the token cache if it is there. Collective."""
+    base, data = getattr(module, REFERENCE, module.frozen_base), module.data
+    key = [base["sha256"], getattr(module.model, "config", None), module.adapter]
+    key = repr([*key, data.seq_len, module.trainer.precision])
+    path = data.corpus.folder / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    is_known = weights.is_rank_zero() and path.exists()
+    known = weights.broadcast(json.loads(path.read_text()) if is_known else None)
+    known = known or {split: _scores(module, split) for split in SPLITS}
+    if weights.is_rank_zero() and not is_known:
+        with suppress(OSError):  # the cache may be read-only: computed again next time
+            write_atomically(path, json.dumps(known))
+    return {split: np.array(bits, np.int32).reshape(-1, 2) for split, bits in known.items()}
+
+
+@torch.no_grad()
+def _scores(module: Any, split: str) -> list[int]:
+    """Returns the reference's log-probabilities of each pair's answers, as bits of float32; NaN of
+    pairs that are in no row. Collective: each data-parallel rank computes its part."""
+    data, strategy = module.data, module.trainer.strategy
+    rows, found = data.rows_of(split), []
+    # numbers of the answers, which a batch then has in place of scores
+    rows.scores = np.arange(2 * len(rows.starts) - 2, dtype=np.int32).reshape(-1, 2)
+    for numbers in eval_batches(rows.sizes, data.micro_batch_size, data.rank, data.world_size):
+        batch = data.transform(rows.__getitems__(numbers))
+        batch = move_data_to_device(batch, strategy.root_device)
+        with _as_reference(module), strategy.precision_plugin.forward_context():
+            found.append((batch[SCORES].tolist(), _log_probabilities(module, batch)[0].tolist()))
+    scores = np.full(rows.scores.size, np.nan, dtype=np.float32)
+    for answers, values in chain.from_iterable(weights.from_all_ranks(found)):
+        scores[answers] = values
+    return scores.view(np.int32).tolist()
+
+
 def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns sums over the pairs of a micro-batch: the loss, and as metrics the rewards.
 
@@ -69,7 +123,9 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     config = module.preference
     reference: Tensor | float = 0.0
-    if config.loss != "simpo":
+    if SCORES in batch:
+        reference = batch[SCORES].view(torch.float32)
+    elif config.loss != "simpo":
         with _as_reference(module), torch.no_grad():
             reference = _log_probabilities(module, batch)[0]
     scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
@@ -120,6 +176,6 @@ def _as_reference(module: Any) -> Generator[None]:
     finally:
         reference.train(training)
         module.model, module.balancer.counts_now = model, counts
-    for unit in reference.modules() if reference is not model else ():
+    for unit in reference.modules() if module.reference is not None else ():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # FSDP2 keeps the outermost unit for a backward pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .batches.packing import PairRows, WholeRows, packing_of, second_start
 from .batches.rows import PackedRows, Rows
@@ -31,6 +31,7 @@ class PreparedText:
     check_source: bool
     cross_document_attention: bool
     _corpus: Corpus | None = None
+    reference_scores: dict[str, Any] | None = None  # by split, of model.preference.precompute
 
     def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
         """Tokenizes into the cache, unless it is there. One process calls it before any other is
@@ -119,10 +120,13 @@ class PreparedText:
         tokens = 0 if self.corpus.is_whole(split) else self.corpus.num_tokens(split)
         return self.corpus.num_bytes(split) / tokens if tokens else None
 
-    def _rows(self, split: str) -> Rows:
+    def rows_of(self, split: str) -> Rows:
+        if self.corpus.is_pairs:
+            rows = PairRows(self.corpus, split, self.seq_len)
+            rows.scores = (self.reference_scores or {}).get(split)
+            return rows
         if self.corpus.is_whole(split):
-            kind = PairRows if self.corpus.is_pairs else WholeRows
-            return kind(self.corpus, split, self.seq_len, self.cross_document_attention)
+            return WholeRows(self.corpus, split, self.seq_len, self.cross_document_attention)
         return PackedRows(
             self.corpus.tokens(split),
             self.seq_len,

@@ -29,7 +29,8 @@ def _options(setup: Setup, strategy: ZeroStrategy) -> Iterator[str]:
             f"{ARGS}.offload_parameters needs ZeRO stage 3, which shards parameters, but the stage"
             f" is {strategy.stage}: set stage 3, or offload_parameters false"
         )
-
+    if strategy.stage == 3 and getattr(getattr(setup.module, "preference", None), "precompute", 0):
+        yield "model.preference.precompute does not work under ZeRO stage 3: set it to false"
     writer = (strategy.given.get("checkpoint") or {}).get("writer") or {}
     if writer.get("decoupled") or strategy.given.get("datastates_ckpt", False) is not False:
         yield (

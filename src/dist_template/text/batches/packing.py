@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..cache.token_cache import Corpus
-from .rows import NOT_COUNTED, PAIRS, Rows
+from .rows import NOT_COUNTED, PAIRS, SCORES, Rows
 
 
 class Packing(NamedTuple):
@@ -135,9 +135,13 @@ class WholeRows(Rows):
         sizes = [size for _, size in self.documents_of(row)]
         return np.array([*sizes, self.seq_len - sum(sizes)])
 
+    def numbers_of(self, row: int) -> np.ndarray:
+        """Returns the numbers of a row's documents in their split."""
+        return self.packing.documents[self.packing.rows[row] : self.packing.rows[row + 1]]
+
     def documents_of(self, row: int) -> list[tuple[int, int]]:
         """Returns (start among the tokens, number of inputs) of each document of a row."""
-        numbers = self.packing.documents[self.packing.rows[row] : self.packing.rows[row + 1]]
+        numbers = self.numbers_of(row)
         starts, ends = self.starts[numbers], self.starts[numbers + 1]
         sizes = np.minimum(ends - starts - 1, self.seq_len)
         return list(zip(starts.tolist(), sizes.tolist(), strict=True))
@@ -156,8 +160,11 @@ class PairRows(WholeRows):
     """Rows of T positions with pairs of a chosen and a rejected sequence, none of which is cut.
 
     A batch also has `PAIRS` (P, 3): where among its
-    B x T positions each pair's chosen sequence starts, its rejected one starts, and both end.
+    B x T positions each pair's chosen sequence starts, its rejected one starts, and both end; and
+    `SCORES` (P, 2) of `scores` (documents, 2), if it is set.
     """
+
+    scores: np.ndarray | None = None  # bits of float32, which no precision plugin casts
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         pairs = []
@@ -166,11 +173,15 @@ class PairRows(WholeRows):
             edges = index * self.seq_len + np.cumsum([0, *sizes])
             pairs += [edges[at : at + 3] for at in range(0, len(sizes), 2)]
         found = np.array(pairs, dtype=np.int64).reshape(-1, 3)
-        return super().__getitems__(rows) | {PAIRS: torch.from_numpy(found)}
+        batch = super().__getitems__(rows) | {PAIRS: torch.from_numpy(found)}
+        if self.scores is not None:
+            numbers = [number for row in rows if row >= 0 for number in self.numbers_of(row)]
+            batch[SCORES] = torch.from_numpy(self.scores[numbers])
+        return batch
 
     def documents_of(self, row: int) -> list[tuple[int, int]]:
         sequences = []
-        for pair in self.packing.documents[self.packing.rows[row] : self.packing.rows[row + 1]]:
+        for pair in self.numbers_of(row):
             start, end = self.starts[pair].item(), self.starts[pair + 1].item()
             middle = start + second_start(self.counted[start:end])
             sequences += [(start, middle - start - 1), (middle, end - middle - 1)]

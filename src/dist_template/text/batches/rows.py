@@ -19,6 +19,7 @@ from ...model.kernels import BOUNDS
 NOT_COUNTED = -100  # a label that cross_entropy ignores
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
 PAIRS = "pairs"  # key of a batch of pairs: where they are in it (packing.py)
+SCORES = "reference_scores"  # likewise: log-probabilities that were computed before training
 # Length in tokens of a document whose causal attention costs as much as all else: 12 x a width of
 # 1,024. Per layer, attention takes 2 L^2 d operations for L tokens and width d, the rest 24 L d^2.
 ATTENTION_TOKENS = 12_288
