@@ -27,8 +27,7 @@ from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_
 from ..observe.loggers.tensorboard import TensorBoard
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
-from ..text.cache.data_stats import data_statistics
-from ..text.cache.quality import stored
+from ..text.cache.quality import data_statistics, stored
 
 
 class Record(Callback):

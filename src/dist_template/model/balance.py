@@ -127,28 +127,22 @@ class Balancer:
         self._arriving: tuple[Tensor, Any] | None = None
         self._model_config = text_config(model)
         configured = getattr(self._model_config, "router_aux_loss_coef", None) or 0.0
-        numbers, routers = (
-            range(len(self.layers)),
-            [layer.router is not None for layer in self.layers],
-        )
+        numbers = range(len(self.layers))
+        routers = [layer.router is not None for layer in self.layers]
         if config.aux_loss_coef is None:
             without_bias = [i for i in numbers if self.layers[i].bias_owner is None and routers[i]]
             self._aux = without_bias if configured else []
         else:
             self._aux = [i for i in numbers if config.aux_loss_coef]
         self.aux_loss_coef = (config.aux_loss_coef or configured) if self._aux else 0.0
-        self.has_bias = any(layer.bias_owner is not None for layer in self.layers)
-        self._biased = [
-            i for i in numbers if config.bias_update_speed and self.layers[i].bias_owner is not None
-        ]
+        with_bias = [i for i in numbers if self.layers[i].bias_owner is not None]
+        self.has_bias = bool(with_bias)
+        self._biased = with_bias if config.bias_update_speed else []
         self.needs_shares = bool(self._aux)
         self.needs_loads = bool(self._aux or self._biased)  # of every optimizer step
-        losses = (
-            name
-            for name in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")
-            if getattr(config, name)
-        )
-        if (name := next(losses, None)) and not (routers and all(routers)):
+        names = ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")
+        name = next((name for name in names if getattr(config, name)), None)
+        if name and not (routers and all(routers)):
             raise InputError(
                 f"model.balance.{name} is {getattr(config, name)}, but no router was found in every"
                 f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
@@ -162,9 +156,8 @@ class Balancer:
         width = max(layer.num for layer in self.layers) + 1
         # of this rank, in this optimizer step
         self.loads = torch.zeros(len(self.layers), width, device=device)
-        self._num = torch.tensor(
-            [[layer.num] for layer in self.layers], device=device, dtype=torch.float32
-        )
+        numbers = [[layer.num] for layer in self.layers]
+        self._num = torch.tensor(numbers, device=device, dtype=torch.float32)
         # of the newest step's load, all ranks'
         self.shares = torch.zeros(len(self.layers), width - 1, device=device)
         for row, layer in zip(self.shares, self.layers, strict=True):
@@ -172,22 +165,18 @@ class Balancer:
         handles = []
         keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
         for i, layer in enumerate(self.layers):
-            hook = self._counting_hook(self.loads[i])
-            handles.append(
-                layer.experts.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-            )
+            count = self._counting_hook(self.loads[i])
+            register = layer.experts.register_forward_pre_hook
+            handles.append(register(count, prepend=True, with_kwargs=True))
             if layer.router is not None and (keeps_all or i in self._aux):
-                handles.append(
-                    layer.router.register_forward_hook(self._keeping_hook(self._kept[i], layer.num))
-                )
+                keep = self._keeping_hook(self._kept[i], layer.num)
+                handles.append(layer.router.register_forward_hook(keep))
         return handles
 
     def _counting_hook(self, loads: Tensor) -> Any:
         def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.counts_now:
-                tensors = (
-                    value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
-                )
+                tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
                 # (N, chosen ones)
                 chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
                 loads.scatter_add_(0, chosen.reshape(-1), loads.new_ones(()).expand(chosen.numel()))
@@ -221,14 +210,9 @@ class Balancer:
             values = [self._aux_loss(i, logits[i]) for i in self._aux]
             yield "moe/aux_loss", self.aux_loss_coef * len(values), torch.stack(values).mean()
         if self.config.sequence_loss_coef:
-            values = [
-                self._sequence_loss(i, each, len(batch["input_ids"])) for i, each in logits.items()
-            ]
-            yield (
-                "moe/sequence_loss",
-                self.config.sequence_loss_coef * len(values),
-                torch.stack(values).mean(),
-            )
+            num, coef = len(batch["input_ids"]), self.config.sequence_loss_coef
+            values = [self._sequence_loss(i, each, num) for i, each in logits.items()]
+            yield "moe/sequence_loss", coef * len(values), torch.stack(values).mean()
         if self.config.z_loss_coef:
             values = [each.float().logsumexp(-1).square().mean() for each in logits.values()]
             yield "moe/z_loss", self.config.z_loss_coef * len(values), torch.stack(values).mean()
@@ -243,9 +227,8 @@ class Balancer:
         scores = self._probabilities(i, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
         top_k = self._model_config.num_experts_per_tok
         chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
-        counts = torch.zeros_like(scores[:, 0]).scatter_add_(
-            1, chosen, scores.new_ones(()).expand(chosen.shape)
-        )
+        ones = scores.new_ones(()).expand(chosen.shape)
+        counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, ones)
         return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
 
     def _probabilities(self, i: int, logits: Tensor) -> Tensor:
@@ -260,10 +243,8 @@ class Balancer:
     def begin_reduction(self) -> None:
         """Starts to sum the loads over ranks; call before the last micro-batch's backward pass."""
         loads = self.loads[:, :-1].clone()
-        self._arriving = (
-            loads,
-            dist.all_reduce(loads, async_op=True) if dist.is_initialized() else None,
-        )
+        work = dist.all_reduce(loads, async_op=True) if dist.is_initialized() else None
+        self._arriving = loads, work
 
     @torch.no_grad()
     def finish_step(self, skipped: Tensor | None) -> None:

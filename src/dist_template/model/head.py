@@ -141,9 +141,8 @@ class ChunkedLoss(nn.Module):
     def applies_to(self, labels: Tensor) -> bool:
         """Returns whether the micro-batch exceeds a chunk; Liger's kernel applies to all."""
         (head,) = self._unregistered
-        return self.kernel == "liger" or bool(
-            head is not None and self.size and labels.numel() > self.size
-        )
+        exceeds = head is not None and self.size and labels.numel() > self.size
+        return self.kernel == "liger" or bool(exceeds)
 
     def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Returns sums by name of `hidden` (B, T, D), from `without_head`, and labels (B, T)."""
@@ -215,9 +214,8 @@ class _GradientsAtOnce(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
         (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
-        of_weights = [
-            g.mul_(upstream[0]).to(dtype) for g, dtype in zip(of_weights, ctx.dtypes, strict=True)
-        ]
+        pairs = zip(of_weights, ctx.dtypes, strict=True)
+        of_weights = [gradient.mul_(upstream[0]).to(dtype) for gradient, dtype in pairs]
         # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 %
         # too much.
         return None, None, (of_hidden.float() * upstream[0]).to(of_hidden.dtype), *of_weights

@@ -40,9 +40,8 @@ def set_attention(config: Any, attention: Attention | None) -> Any:
     """
     from transformers import utils
 
-    available = getattr(
-        utils, f"is_{attention}_available".replace("flash_attention", "flash_attn"), None
-    )
+    name = f"is_{attention}_available".replace("flash_attention", "flash_attn")
+    available = getattr(utils, name, None)
     if available and not available():
         raise InputError(
             f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or"
@@ -82,12 +81,8 @@ def known_documents(
         return
     apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
     with compat.finding_documents(_documents if apart else _none):
-        varlen = {
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": seq_len,
-            "max_length_k": seq_len,
-        }
+        varlen = {f"cu_seq_lens_{one}": bounds for one in "qk"}
+        varlen |= {f"max_length_{one}": seq_len for one in "qk"}
         yield varlen if is_flash and apart else {}
 
 

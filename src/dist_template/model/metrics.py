@@ -100,11 +100,7 @@ class MetricBuffer:
         for each in range(num_ranks):
             known += own.values() if each == rank else nothing
         sums = self._sums(names)
-        on_device = (
-            [torch.stack([sums[name].to(device, non_blocking=True) for name in names])]
-            if names
-            else []
-        )
+        on_device = [sums[name].to(device, non_blocking=True).view(1) for name in names]
         on_device += [
             torch.tensor(known, dtype=dtype).to(device, non_blocking=True),
             *(each.to(dtype) for each in counts.values()),
@@ -137,9 +133,8 @@ class MetricBuffer:
             alike[len(kept), kept[0][0].dtype, kept[0][0].device].append(name)
         sums: dict[str, Tensor] = {}
         for (count, _, device), group in alike.items():
-            values = torch.stack([value for name in group for value, _ in self._kept[name]]).view(
-                -1, count
-            )
+            flat = [value for name in group for value, _ in self._kept[name]]
+            values = torch.stack(flat).view(-1, count)
             sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
         return sums
 
@@ -157,13 +152,10 @@ class SplitMeans:
 
     def read(self, strategy: Any) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
-        tokens, *totals = strategy.reduce(
-            torch.stack([*self._sums.values()]), reduce_op="sum"
-        ).tolist()
-        return {
-            name: total / (tokens or math.nan)
-            for name, total in zip([*self._sums][1:], totals, strict=True)
-        }
+        sums = torch.stack([*self._sums.values()])
+        tokens, *totals = strategy.reduce(sums, reduce_op="sum").tolist()
+        names = [*self._sums][1:]
+        return {n: total / (tokens or math.nan) for n, total in zip(names, totals, strict=True)}
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

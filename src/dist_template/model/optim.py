@@ -117,9 +117,8 @@ def _named(flag: str, chosen: Class | None) -> Generator[None]:
         if chosen is None or isinstance(error, InputError):
             raise
         name = chosen["class_path"].rpartition(".")[2]
-        raise InputError(
-            f"{flag} {name}: {reason(error)}; give other arguments or another class"
-        ) from error
+        other = "give other arguments or another class"
+        raise InputError(f"{flag} {name}: {reason(error)}; {other}") from error
 
 
 @cache
@@ -165,17 +164,12 @@ def build_schedule(
         options = {"factor": config.plateau_factor, "patience": config.plateau_patience}
         scheduler: Any = None
         if config.lr_scheduler is None:
-            scheduler = get_scheduler(
-                "reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs=options
-            )
+            scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, None, None, options)
         else:
             scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
         # Lightning updates it right after the validation of the same step, and counts in batches.
-        when = (
-            {"interval": "step", "frequency": batches_per_validation}
-            if batches_per_validation
-            else {}
-        )
+        every = batches_per_validation
+        when = {"interval": "step", "frequency": every} if every else {}
         monitor = getattr(scheduler, "monitor", config.plateau_metric)
         return {"scheduler": scheduler, "monitor": monitor, "reduce_on_plateau": True, **when}
     if config.lr_scheduler:
@@ -203,9 +197,7 @@ def build_schedule(
         )
     name, options = _transformers_schedule(config, warmup_steps, num_steps)
     total = int(num_steps) if ends else None
-    scheduler = get_scheduler(
-        name, optimizer, warmup_steps, total, scheduler_specific_kwargs=options
-    )
+    scheduler = get_scheduler(name, optimizer, warmup_steps, total, options)
     return {"scheduler": scheduler, "interval": "step"}
 
 
@@ -222,9 +214,8 @@ def _transformers_schedule(
     if config.schedule == "cosine":
         return "cosine_with_min_lr", {"min_lr_rate": floor}
     if config.schedule == "warmup_stable_decay":
-        decay_steps = min(
-            max(1, int(config.decay_share * num_steps)), int(num_steps) - warmup_steps
-        )
+        share, rest = int(config.decay_share * num_steps), int(num_steps) - warmup_steps
+        decay_steps = min(max(1, share), rest)
         return "warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": floor}
     if config.schedule == "constant":
         return "constant_with_warmup", {}

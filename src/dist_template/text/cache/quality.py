@@ -1,7 +1,8 @@
 """Quality of prepared data: duplicates, lengths, masked tokens, contamination of validation.
 
 `prepare` measures a new cache once; `quality.json` in the cache has the result, which the run's
-report shows. No more is read than the constants below say, so it takes at most two seconds.
+report shows. Rank 0 measures what diagnosis needs at each start. No more is read than the constants
+below say: `prepare` takes at most two seconds for it, a start well under one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,16 @@ SHINGLE_DOUBLINGS = 3  # near duplicates share windows of 2**3 tokens
 SHINGLES = 256  # windows of a document that are compared: those with the smallest hashes
 SIMILAR = 0.8  # Jaccard index of two documents' windows, from which they are near duplicates
 BANDS, PERMUTATIONS = 8, 64  # of MinHash's locality-sensitive hashing
+ROWS = 64  # of the train split, spread evenly over it
+# compared for duplicates in PARTS slices of each: 0.3 s
+TRAIN_TOKENS, VALIDATION_TOKENS = 2**22, 2**20
+FACTOR = 0x9E3779B97F4A7C15  # odd, with irregular bits (Knuth's multiplicative hashing)
+# Bytes of text that two documents share only if one was copied from the other: 50 tokens of about 4
+# bytes, the length of a duplicate in "Deduplicating Training Data Makes Language Models Better"
+# (arXiv:2107.06499).
+DUPLICATE_BYTES = 200
+# One window in 2**SAMPLED_BITS is compared, chosen by its content: the same in both splits.
+SAMPLED_BITS = 4
 
 
 def quality_of(corpus: Corpus) -> dict[str, Any]:
@@ -55,14 +67,10 @@ def measure(corpus: Corpus) -> dict[str, Any]:
         masked_share: Share of the tokens that are no labels. None: all are labels.
         contaminated_share: Share of the validation split's text of 200 bytes that train has too.
     """
-    from .data_stats import DUPLICATE_BYTES, duplicate_share  # imports torch
-
     whole, documents = corpus.is_whole("train"), _documents(corpus)
     lengths = np.array([len(document) for document in documents] or [0])
     unique = {hashlib.blake2b(each.tobytes()).digest(): each for each in documents}
     num, total = len(documents), corpus.num_tokens("train")
-    bytes_per_token = corpus.num_bytes("train") / max(1, total) or 1.0
-    window = max(8, round(DUPLICATE_BYTES / bytes_per_token))
     near = similar([*unique.values()]) if find_spec("datasketch") else None
     return {
         "documents": num,
@@ -74,7 +82,7 @@ def measure(corpus: Corpus) -> dict[str, Any]:
         "near_duplicate_share": None if near is None else near / max(1, num),
         "masked_share": 1 - float(corpus.counted("train")[:TOKENS].mean()) if whole else None,
         "contaminated_share": duplicate_share(
-            corpus.tokens("train"), corpus.tokens("validation"), window
+            corpus.tokens("train"), corpus.tokens("validation"), _window(corpus)
         ),
     }
 
@@ -82,8 +90,6 @@ def measure(corpus: Corpus) -> dict[str, Any]:
 def similar(documents: list[np.ndarray]) -> int:
     """Returns how many documents are similar to an earlier one, by MinHash."""
     from datasketch import MinHash, MinHashLSH
-
-    from .data_stats import window_hashes
 
     index = MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, PERMUTATIONS // BANDS))
     empty = MinHash(num_perm=PERMUTATIONS, hashfunc=int)
@@ -129,3 +135,86 @@ def _documents(corpus: Corpus) -> list[np.ndarray]:
             starts = whole[low:high] - first
         documents += np.split(part, starts)[1:-1][: DOCUMENTS // num_parts]
     return documents
+
+
+def data_statistics(data: Any) -> dict[str, Any]:
+    """Returns statistics of some rows; {} if a customised data module yields another batch format.
+
+    Returns:
+        counted_share: Share of the labels that count.
+        unshifted_share: Share of them that are equal to their input token, which next-token labels
+            rarely are.
+        distinct_tokens: Number of different token ids in the rows.
+        examined_tokens: Number of tokens in the rows.
+        duplicate_share: Share of the validation split's text whose next `DUPLICATE_BYTES` bytes are
+            in the train split too. Exact duplicates are always in one split, so this finds
+            documents that differ slightly. Lower than the true share where a split is longer than
+            what is read of it. None: there is no validation split.
+        duplicate_examined_share: Share of the train split that was compared.
+    """
+    from ..batches.rows import NOT_COUNTED  # imports torch
+
+    loader: Any = data.train_dataloader()
+    try:
+        num_full = max(1, len(loader.dataset) - 1)  # labels of the last row may not count
+        indices = np.unique(np.linspace(0, num_full - 1, ROWS, dtype=np.int64)).tolist()
+        batch = loader.collate_fn(loader.dataset.__getitems__(indices))
+        inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()  # (B, T) each
+    except (AttributeError, KeyError, TypeError, IndexError):
+        return {}
+    counted = labels != NOT_COUNTED
+    train, validation = _compared(data.corpus, "train"), _compared(data.corpus, "validation")
+    return {
+        "counted_share": float(counted.mean()),
+        "unshifted_share": float((labels == inputs)[counted].mean()) if counted.any() else None,
+        "distinct_tokens": len(np.unique(inputs)),
+        "examined_tokens": inputs.size,
+        "duplicate_share": duplicate_share(train, validation, _window(data.corpus)),
+        "duplicate_examined_share": min(1.0, TRAIN_TOKENS / max(1, len(train))),
+    }
+
+
+def _window(corpus: Corpus) -> int:
+    """Returns the number of tokens that stand for `DUPLICATE_BYTES` of text."""
+    bytes_per_token = corpus.num_bytes("train") / max(1, corpus.num_tokens("train")) or 1.0
+    return max(8, round(DUPLICATE_BYTES / bytes_per_token))
+
+
+def _compared(corpus: Any, split: str) -> np.ndarray:
+    """Returns a split's tokens; of conversations the labels that count, since prompts repeat."""
+    tokens = corpus.tokens(split)
+    if corpus.is_whole(split):
+        tokens = tokens[: 4 * TRAIN_TOKENS]
+        tokens = tokens[corpus.counted(split)[: len(tokens)]]
+    return tokens
+
+
+def duplicate_share(train: np.ndarray, validation: np.ndarray, length: int) -> float | None:
+    """Returns the share of `validation`'s windows of about `length` tokens that `train` has too."""
+    windows = _windows(validation, VALIDATION_TOKENS, length)
+    if not len(windows):
+        return None
+    return float(np.isin(windows, _windows(train, TRAIN_TOKENS, length)).mean())
+
+
+def _windows(tokens: np.ndarray, limit: int, length: int) -> np.ndarray:
+    """Hashes a sample of all windows of 2**k tokens, about `length`, in at most `limit` tokens."""
+    parts = np.array_split(tokens, PARTS) if len(tokens) > limit else [tokens]
+    doublings = round(math.log2(length))
+    return np.concatenate([_hashes(part[: limit // len(parts)], doublings) for part in parts])
+
+
+def _hashes(tokens: np.ndarray, doublings: int) -> np.ndarray:
+    """Returns the hashes of a sample of the windows, chosen by their content."""
+    hashes = window_hashes(tokens, doublings)
+    return hashes[(hashes * np.uint64(FACTOR)) >> np.uint64(64 - SAMPLED_BITS) == 0]
+
+
+def window_hashes(tokens: np.ndarray, doublings: int) -> np.ndarray:
+    """Returns the hash of each window of 2**doublings tokens."""
+    hashes = tokens.astype(np.uint64) + np.uint64(1)
+    # Adjacent windows a and b: h(ab) = h(a) * FACTOR**len(b) + h(b)
+    for doubling in range(doublings):
+        half = 2**doubling
+        hashes = hashes[:-half] * np.uint64(pow(FACTOR, half, 2**64)) + hashes[half:]
+    return hashes
