@@ -14,7 +14,6 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -111,7 +110,7 @@ def _scores(module: Any, split: str) -> list[int]:
         with _as_reference(module), strategy.precision_plugin.forward_context():
             found.append((batch[SCORES].tolist(), _log_probabilities(module, batch)[0].tolist()))
     scores = np.full(rows.scores.size, np.nan, dtype=np.float32)
-    for answers, values in chain.from_iterable(weights.from_all_ranks(found)):
+    for answers, values in sum(weights.from_all_ranks(found), []):
         scores[answers] = values
     return scores.view(np.int32).tolist()
 
