@@ -18,7 +18,6 @@ from dist_template.model.optim import OptimConfig
 from dist_template.parallel.blocks import BlockConfig
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
-from dist_template.text.preference_loss import PreferenceConfig
 from tests.support.runs import run
 from tests.support.strategies import NAMES, settings_of
 
@@ -118,10 +117,6 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
     "parameters offloaded, not sharded": (
         zero(config={"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}),
         "offload_parameters needs ZeRO stage 3, .* the stage is 2",
-    ),
-    "scores of a reference in ZeRO-3": (
-        {**zero(stage=3), "module": LanguageModule(preference=PreferenceConfig(precompute=True))},
-        "preference.precompute does not work under ZeRO stage 3",
     ),
     "a DeepSpeed file whose saves end later": (
         zero(config={"checkpoint": {"writer": {"decoupled": True}}, "zero_optimization": {"stage": 2}}),
@@ -271,11 +266,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a dense model's experts": ([MESH, "--trainer.strategy.ep_size=2"], "'llama' has no plan for expert"),
     "one head of two": (
         [MESH, "--trainer.strategy.tp_size=2", "--model.architecture.num_key_value_heads=1"],
-        "num_key_value_heads 1 is not a multiple of tp_size 2",
-    ),
+        "num_key_value_heads 1 is not a multiple of tp_size 2"),
     "16-mixed on a mesh": ([MESH, "--trainer.precision=16-mixed"], "'16-mixed' does not exist"),
     "Adafactor on a mesh": ([MESH, "--optimizer=torch.optim.Adafactor"], "Adafactor: .* fails on sharded matrices"),
     "clipping by value in ZeRO": ([ZERO, "--trainer.gradient_clip_algorithm=value"], "clips by norm only"),
+    "scores": ([ZERO, "--trainer.strategy.stage=3", "--model.preference.precompute=true"], "does not work under ZeRO"),
     "no disk": (
         [ZERO, "--trainer.strategy.stage=3", "--trainer.strategy.offload_parameters=true",
          "--trainer.strategy.offload_params_device=nvme", "--trainer.strategy.nvme_path=/nowhere"],
