@@ -76,6 +76,8 @@ class InputError(ValueError):
 # package: its extra, where that has another name
 EXTRAS = {
     "bitsandbytes": "adapters",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
     "peft": "adapters",
     "plotly": "report",
     "pyarrow": "datasets",

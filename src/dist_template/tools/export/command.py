@@ -1,8 +1,8 @@
-"""`export`: converts a checkpoint to a Hugging Face folder, and verifies its logits.
+"""`export`: converts a checkpoint to a folder for transformers, peft or onnxruntime.
 
 One process reads the full checkpoint of any strategy into the model that the configuration builds.
 `save_pretrained` writes the folder, because a model's layout in memory differs from the one on disk
-(experts are stacked in memory). The folder is loaded again and must give bit-identical logits.
+(experts are stacked in memory). The folder is loaded again and compared (gate.py).
 """
 
 from __future__ import annotations
@@ -20,53 +20,78 @@ from torch import nn
 from ...checkpoint.commit import agreed
 from ...cli.fit import WithoutTrainer
 from ...cli.run import check_checkpoint, newest_checkpoint
-from ...errors import InputError, reason
+from ...errors import InputError, is_disk_full, reason, require
 from ...project import Project
-from .adapter import largest_difference, logits, merged, write_adapter
-from .trained import trained
+from .adapter import merge, write_adapter
+from .card import write_card
+from .gate import Gate
+from .onnx import PACKAGES, write_onnx
+from .trained import Trained, from_folder, of_run, run_of, trained
+
+DTYPES = {"hf": "float32 bfloat16 float16", "onnx": "float32 float16 int8"}
+DTYPES["peft"] = DTYPES["hf"]
+ALL = ["float32", "bfloat16", "float16", "int8"]
+KEYS: list[tuple[str, dict[str, Any], str]] = [
+    ("checkpoint", {"required": True}, "Of any strategy; or `last` or `best` of the newest run."),
+    ("output", {"required": True}, "The folder to write; it must be new or empty."),
+    ("to", {"choices": ["auto", *DTYPES]}, "Format. auto: hf, or what --adapter says."),
+    ("dtype", {"choices": ALL}, "Type of the weights in the folder."),
+    ("adapter", {"choices": ["peft", "merged"]}, "model.adapter as peft's folder, or merged."),
+    ("license", {"default": "unknown"}, "Licence in the model card, as the hub names it."),
+]
 
 
 def main(argv: list[str], project: Project) -> None:
     """Writes the folder that `--output` names.
 
     Raises:
-        InputError: the checkpoint cannot be read or is another model's, the folder is not empty, or
-            the disk is full.
+        InputError: the checkpoint cannot be read or is another model's, the folder is not empty,
+            the disk is full, or what was written is not what was trained.
     """
-    cli = Export(project, argv[1:], run=False, verb=argv[0])
-    settings = cli.config
-    output = Path(settings.output)
+    verb, *flags = argv
+    if flags and not flags[0].startswith("-"):  # export RUN, or a checkpoint in one
+        config, checkpoint, _ = of_run(flags[0], project, verb)
+        flags = [*config, f"--checkpoint={checkpoint}", *flags[1:]]
+    cli = Export(project, flags, run=False, verb=verb)
+    settings, output = cli.config, Path(cli.config.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         given = f"--output {str(output)!r}"
         raise InputError(f"{given} exists and is not an empty folder; give another")
+    to = chosen_format(cli.model, settings)
     path = chosen_checkpoint(cli)
-    model = trained(cli, path).model
-    dtype, has_adapter = getattr(torch, settings.dtype), bool(getattr(cli.model, "adapter", None))
+    found = trained(cli, path, run_of(path))
     with written_at_once(output) as folder:
-        if has_adapter and settings.adapter == "peft":
-            proof = write_adapter(cli.model, cli.datamodule, dtype, folder)
-        elif hasattr(model, "save_pretrained"):
-            proof = write_pretrained(merged(model) if has_adapter else model, dtype, folder)
-        else:
-            proof = write_weights(model, dtype, folder)
-        if tokenizer := getattr(cli.datamodule, "text_tokenizer", None):
-            tokenizer.save_pretrained(folder)
-    print(f"{path}\n  -> {output}  {settings.dtype}, {proof}")
+        proof = write(found, to, settings.dtype, folder)
+        write_card(folder, found, f"{to}, {settings.dtype}", proof, settings.license)
+    print(f"{path}\n  -> {output}  {to}, {settings.dtype}, {proof}")
 
 
 class Export(WithoutTrainer):
-    """Adds four keys to those of fit."""
+    """Adds six keys to those of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        checkpoint = "A checkpoint of any strategy; or `last` or `best` of the newest run."
-        parser.add_argument("--checkpoint", required=True, help=checkpoint)
-        output = "The folder to write; it must be new or empty."
-        parser.add_argument("--output", required=True, help=output)
-        dtypes, dtype = ["float32", "bfloat16"], "Type of the weights in the folder."
-        parser.add_argument("--dtype", choices=dtypes, default="float32", help=dtype)
-        forms, form = ["peft", "merged"], "With model.adapter: peft's folder, or merged weights."
-        parser.add_argument("--adapter", choices=forms, default="peft", help=form)
+        for key, options, text in KEYS:
+            default = {"default": options["choices"][0]} if "choices" in options else {}
+            parser.add_argument(f"--{key}", **options, **default, help=text)
+
+
+def chosen_format(module: Any, settings: Any) -> str:
+    """Returns `--to`, or its default.
+
+    Raises:
+        InputError: model, format and type do not go together, or a package is missing.
+    """
+    has_adapter, to = bool(getattr(module, "adapter", None)), settings.to
+    if to == "auto":
+        to = "peft" if has_adapter and settings.adapter == "peft" else "hf"
+    if to == "peft" and not has_adapter:
+        raise InputError("--to peft writes adapters, and model.adapter is null: give hf or onnx")
+    if settings.dtype not in DTYPES[to].split():
+        raise InputError(f"--dtype {settings.dtype} is none of --to {to}: give {DTYPES[to]}")
+    for package in PACKAGES if to == "onnx" else ():
+        require(package, "--to onnx")
+    return to
 
 
 def chosen_checkpoint(cli: WithoutTrainer) -> Path:
@@ -96,51 +121,56 @@ def written_at_once(output: Path) -> Generator[Path]:
         folder.mkdir(parents=True)
         yield folder
         folder.rename(output)
-    except OSError as error:
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_disk_full(error)):
+            raise
         raise InputError(f"--output {str(output)!r} cannot be written: {reason(error)}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_pretrained(model: Any, dtype: torch.dtype, folder: Path) -> str:
-    """Writes a transformers model and compares its logits; returns the result in words.
+def write(found: Trained, to: str, dtype: str, folder: Path) -> str:
+    """Writes model and tokenizer into `folder`; returns in words how they were verified.
 
     Raises:
-        InputError: the written model gives other logits.
+        InputError: the written model is not the trained one.
     """
+    if found.tokenizer:
+        found.tokenizer.save_pretrained(folder)
+    if not hasattr(found.model, "save_pretrained"):
+        return write_weights(found.model, to, dtype, folder)
+    gate = Gate(found)
+    if to == "peft":
+        adapted = write_adapter(found.module, found.data, getattr(torch, dtype), folder)
+        return gate.check(Trained(adapted, found.tokenizer, str(folder)), dtype)
+    if getattr(found.module, "adapter", None):
+        merge(found.model)
+    (write_onnx if to == "onnx" else write_pretrained)(found.model, dtype, folder)
+    found.model = found.module.model = None  # one model in memory at a time
+    return gate.check(from_folder(str(folder), "--output"), dtype)
+
+
+def write_pretrained(model: Any, dtype: str, folder: Path) -> None:
+    """Writes a transformers model as safetensors."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
-    def load() -> Any:
-        options = {"dtype": dtype, "trust_remote_code": False}
-        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-
-    trained = logits(model)
     model.save_pretrained(folder)
-    if dtype != torch.float32:  # transformers knows which weights must stay in float32
-        model = load()
+    if dtype != "float32":  # transformers knows which weights must stay in float32
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
         model.save_pretrained(folder)
-    difference = largest_difference(logits(load()), logits(model))
-    if difference != 0:
-        raise InputError(
-            f"the folder's logits differ from the model's by up to {difference:.1e}:"
-            f" save_pretrained of {type(model).__name__} does not save all that its forward uses;"
-            " see build_model in module.py"
-        )
-    rounded = largest_difference(logits(model), trained)
-    cause = ", by rounding" if rounded else ""
-    return f"largest difference to the trained model's logits {rounded:g}{cause}"
 
 
-def write_weights(model: nn.Module, dtype: torch.dtype, folder: Path) -> str:
+def write_weights(model: nn.Module, to: str, dtype: str, folder: Path) -> str:
     """Writes a model that is not from transformers, as tensors by name."""
     from safetensors.torch import load_model, save_model
 
-    save_model(model.to(dtype), str(folder / "model.safetensors"))
+    name = type(model).__name__
+    if to != "hf":
+        raise InputError(f"--to {to}: {name} is not from transformers; give hf")
+    save_model(model.to(getattr(torch, dtype)), str(folder / "model.safetensors"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     load_model(model, folder / "model.safetensors")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    name = type(model).__name__
     return f"model.safetensors only: {name} is not from transformers; see build_model in module.py"

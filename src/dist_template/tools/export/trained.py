@@ -21,6 +21,7 @@ from ...errors import InputError, reason, require
 from ...observe.history.run import CONFIG
 from ...project import Project
 from ..diagnose import newest
+from .onnx import MANIFEST, PACKAGES, OnnxModel
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
 FILES = ("config.json", "adapter_config.json")  # of folders of transformers and peft
@@ -28,15 +29,10 @@ FILES = ("config.json", "adapter_config.json")  # of folders of transformers and
 
 @dataclass
 class Trained:
-    """A model in evaluation mode, on the CPU.
+    """A model in evaluation mode on the CPU, and its tokenizer; None if there is none.
 
-    Args:
-        model: The network: of transformers, or what the module's `build_model` returns.
-        tokenizer: None if neither the data module nor the folder has one.
-        path: The verified checkpoint, the folder, or the name on the hub.
-        run: The run's folder; None for a folder of transformers or peft.
-        module: The LightningModule, without a Trainer; None likewise.
-        data: The prepared data module, with the held-out splits; None likewise.
+    `path` is the checkpoint, the folder, or the name on the hub. The others are None for a folder:
+    the run's folder, the LightningModule without a Trainer, and the prepared data module.
     """
 
     model: Any
@@ -49,12 +45,9 @@ class Trained:
 
 def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
     """Loads what `name` names: the folder of a run, whose newest checkpoint is read; a checkpoint
-    in one; a Hugging Face folder; or a name on the Hugging Face hub.
+    in one; a folder of `export` or of transformers; or a name on the Hugging Face hub.
 
-    Args:
-        name: As the user gave it.
-        project: The user's project, whose classes the run's config.yaml names.
-        key: The flag or argument to name in an error.
+    `key` is the flag or argument to name in an error.
 
     Raises:
         InputError: it is none of them, or it cannot be loaded.
@@ -62,28 +55,34 @@ def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
     path = Path(name)
     is_on_hub = not path.exists() and name.count("/") == 1 and not path.parent.exists()
     if is_on_hub or any((path / file).is_file() for file in FILES):
-        return _from_folder(name, key)
+        return from_folder(name, key)
+    flags, checkpoint, run = of_run(name, project, key)
+    check_checkpoint(checkpoint, key)
+    return trained(WithoutTrainer(project, flags, run=False), agreed(checkpoint), run)
+
+
+def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path]:
+    """Returns the flags with the config.yaml of the run that `name` names or is in, the checkpoint
+    or the folder of all, and the run's folder."""
+    path = Path(name)
     if not path.exists():
         allowed = "the folder of a run, a checkpoint, or a Hugging Face folder"
         raise InputError(f"{key} {name!r} does not exist: give {allowed}")
-    if is_checkpoint := bool(meant(path)[1] or format_of(path)):
-        run = next((one for one in path.absolute().parents if (one / CONFIG).is_file()), None)
-        if run is None:
-            raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
-    else:
-        run = newest(path)
-    cli = parsed(run, project)
-    if not is_checkpoint:
-        path = Path(fill_placeholders(cli.unfilled.last_checkpoint.dirpath, run))
-    check_checkpoint(path, key)
-    return trained(cli, agreed(path), run)
-
-
-def parsed(run: Path, project: Project) -> WithoutTrainer:
-    """Returns the objects that the config.yaml of a run describes, without a Trainer."""
+    is_checkpoint = bool(meant(path)[1] or format_of(path))
+    run = run_of(path) if is_checkpoint else newest(path)
+    if run is None:
+        raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
     keys = {key: value for key, value in read(str(run / CONFIG)).items() if key not in OF_FIT}
-    text = yaml.safe_dump(with_classes_of_the_library(keys, project.package))
-    return WithoutTrainer(project, ["--config", text], run=False)
+    flags = ["--config", yaml.safe_dump(with_classes_of_the_library(keys, project.package))]
+    if not is_checkpoint:
+        path = Path(fill_placeholders(keys["last_checkpoint"]["dirpath"], run))
+    return flags, path, run
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Returns the folder of the run that wrote a checkpoint."""
+    above = checkpoint.absolute().parents
+    return next((folder for folder in above if (folder / CONFIG).is_file()), None)
 
 
 def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:
@@ -92,8 +91,7 @@ def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained
     if hasattr(data, "require"):
         data.require()
     model = trained_model(module, data, path)
-    tokenizer = getattr(data, "text_tokenizer", None)
-    return Trained(model, tokenizer, str(path), run, module, data)
+    return Trained(model, getattr(data, "text_tokenizer", None), str(path), run, module, data)
 
 
 def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
@@ -112,16 +110,22 @@ def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
     return module.model.eval()
 
 
-def _from_folder(name: str, key: str) -> Trained:
-    """Returns the model and tokenizer of a folder of transformers or peft, or of the hub."""
+def from_folder(name: str, key: str) -> Trained:
+    """Returns the model and tokenizer of a folder of `export`, transformers or peft, or of the hub.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if (Path(name) / FILES[1]).is_file():
-        require("peft", f"{key} {name!r}")
-    safe: Any = {"trust_remote_code": False}
+    folder, safe = Path(name), {"trust_remote_code": False}
+    is_onnx, is_adapter = (folder / MANIFEST).is_file(), (folder / FILES[1]).is_file()
+    for package in PACKAGES if is_onnx else ["peft"] if is_adapter else ():
+        require(package, f"{key} {name!r}")
+    load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **safe)
+        model = OnnxModel(folder) if is_onnx else load(name, dtype="auto", **safe).eval()
         tokenizer = AutoTokenizer.from_pretrained(name, **safe)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
         raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error
-    return Trained(model.eval(), tokenizer, name)
+    return Trained(model, tokenizer, name)

@@ -1,0 +1,70 @@
+"""Writes a model card: README.md with the hub's YAML front matter, from what a run recorded."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...observe.history.run import History, read_run
+from ...records import flatten, sha256
+from .trained import Trained
+
+FIGURES = ("train/loss", "eval/loss", "eval/bits_per_byte", "test/loss", "test/bits_per_byte")
+UNKNOWN = "unknown: state it before you share the model"
+
+
+def write_card(folder: Path, trained: Trained, form: str, verified: str, license: str) -> None:
+    """Writes README.md into `folder`, which has the weights.
+
+    Args:
+        folder: The exported folder.
+        trained: What was exported.
+        form: Format and type of the weights.
+        verified: How the folder compares with the trained model, in words.
+        license: An identifier of the hub, such as mit; or `unknown`.
+    """
+    from huggingface_hub import ModelCardData
+
+    history = read_run(trained.run) if trained.run else History(Path())
+    parent = getattr(trained.module, "pretrained", None)
+    hub_name = None if parent and Path(parent).exists() else parent
+    library = "onnx" if form.startswith("onnx") else "transformers"
+    front = ModelCardData(
+        license=license, library_name=library, pipeline_tag="text-generation", base_model=hub_name
+    )
+    model = {
+        "architecture": history.fact("model.class"),
+        "parameters": history.fact("parameters.total"),
+        "parent": parent or "none: trained from scratch",
+        "licence": UNKNOWN if license == "unknown" else license,
+        "format": f"{form}, exported by dist-template {version('dist-template')}",
+        "verified": verified,
+    }
+    figures = {name: history.metrics[name] for name in FIGURES if name in history.metrics}
+    steps = max((int(series.steps[-1]) for series in figures.values()), default=0)
+    tokens = steps * (history.fact("data.tokens_per_step") or 0)
+    values = {name: f"{series.values[-1]:.4f}" for name, series in figures.items()}
+    files = sorted(path for path in folder.glob("*model*") if path.suffix != ".json")
+    results = sorted((trained.run / "evaluation").glob("*.json")) if trained.run else []
+    sections = {
+        "Model": model,
+        "Data": _data(trained),
+        "Training": {"checkpoint": trained.path, "steps": steps, "tokens": tokens, **values},
+        "Evaluation": {path.stem: json.loads(path.read_text("utf-8")) for path in results},
+        "SHA-256": {path.name: sha256(path) for path in files},
+    }
+    text = f"---\n{front.to_yaml()}\n---\n\n# {history.name if trained.run else folder.name}\n"
+    for title, rows in sections.items():
+        lines = [f"| {name} | {value} |" for name, value in flatten(rows).items() if value]
+        text += "\n".join([f"\n## {title}\n", "| | |", "|---|---|", *lines, ""]) if lines else ""
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _data(trained: Trained) -> dict[str, Any]:
+    """Returns the source, the tokenizer, and each split's size and hash."""
+    if not (corpus := getattr(trained.data, "corpus", None)):
+        return {}
+    spec, splits = corpus.manifest["spec"], corpus.manifest["splits"]
+    return {"source": spec["source"], "tokenizer": spec["tokenizer"], **splits}
