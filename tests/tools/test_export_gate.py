@@ -155,7 +155,8 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
     command.main(["export", str(folder), f"--output={tmp_path}/out", "--license=mit"], OURS)
     card = ModelCard.load(tmp_path / "out/README.md")
     assert card.data.license == "mit" and card.data.library_name == "transformers"
-    rows = dict(line.strip("| ").split(" | ") for line in card.text.splitlines() if line.startswith("| ") and line != "| | |")
+    table = [line for line in card.text.splitlines() if line.startswith("| ") and line != "| | |"]
+    rows = dict(line.strip("| ").split(" | ") for line in table)
     splits = trained.data.corpus.manifest["splits"]
     weights = hashlib.sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest()
     expected = {
