@@ -21,6 +21,7 @@ PARTS = {
     "balance": "even work for ranks: the slowest over the mean, time of two processes",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",
+    "serving": "latency and tokens per second of the verb serve; failures among 1,000 requests",
     "growth": "how cost grows: metrics, callbacks, tensors, ranks, lengths, steps",
     "gpu": "model FLOPs utilization, memory; needs an NVIDIA GPU, but for --quick",
 }

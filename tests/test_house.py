@@ -39,9 +39,9 @@ BUDGETS = {
     "text": (3_766, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_494, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_049, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (1_911, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "cli": (1_912, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_910, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (1_439, 550, "doctor, export, diagnose, report, prepare"),
+    "tools": (1_850, 550, "doctor, export, diagnose, report, prepare"),
 }
 AIM = 13_500
 
@@ -49,7 +49,7 @@ AIM = 13_500
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
-PROJECT_FILES, PROJECT_LINES = 41, 1_215  # without licences and lock; one CI file more than a generated project has
+PROJECT_FILES, PROJECT_LINES = 43, 1_307  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 

@@ -76,12 +76,16 @@ class InputError(ValueError):
 # package: its extra, where that has another name
 EXTRAS = {
     "bitsandbytes": "adapters",
+    "fastapi": "serve",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
+    "openai": "serve",
     "peft": "adapters",
     "plotly": "report",
+    "prometheus_client": "serve",
     "pyarrow": "datasets",
     "trl": "chat",
+    "uvicorn": "serve",
 }
 
 

@@ -10,7 +10,10 @@ import pytest
 
 from tests.support.runs import CONFIGS, run, run_in_subprocess
 
-EXTRAS = ("bitsandbytes", "datasets", "datasketch", "deepspeed", "peft", "plotly", "tensorboard", "wandb")
+EXTRAS = (
+    "bitsandbytes", "datasets", "datasketch", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
+    "tensorboard", "uvicorn", "wandb",
+)  # fmt: skip
 LIBRARY = "'dist-template["
 NEED = {
     "deepspeed": ("fit", [f"--config={CONFIGS}/strategy/zero2.yaml"], f"pip install --no-build-isolation {LIBRARY}"),
