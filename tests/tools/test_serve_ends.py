@@ -22,7 +22,7 @@ from dist_template.errors import InputError
 from dist_template.tools.serve import app as serving
 from dist_template.tools.serve import command
 from tests.support.line import OURS
-from tests.support.runs import run
+from tests.support.runs import only_run, run
 from tests.support.serving import LIMITS, Server, ask, chat_model
 
 KEY, SECRET = "a key", "what the prompt says"
@@ -119,6 +119,36 @@ def test_sigterm_in_the_middle_of_a_stream_ends_it_and_the_process_with_0(tmp_pa
 
 
 # ---- what is served ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(flags: list[str], tmp_path: Path) -> Path:
+    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
+    return only_run(tmp_path)
+
+
+def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = Server(trained, tmp_path / "log", "--name=mine")
+    answer = httpx.post(server.url + TEXT, json={"prompt": "the", "max_tokens": 3}).json()
+    assert answer["model"] == "mine" and answer["usage"]["completion_tokens"] == 3
+    told = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": SECRET}]}).text
+    assert "has no chat template; use /v1/completions" in told
+    assert server.stop() == 0
+    assert "largest difference to the trained model's logits" in (tmp_path / "log").read_text()
+
+    from safetensors.torch import load_file, save_file
+
+    (exported,) = (trained / "export").iterdir()
+    file = exported / "model.safetensors"
+    state = load_file(file)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    save_file(state | {name: state[name].T.contiguous()}, file, metadata={"format": "pt"})
+    assert run("serve", str(trained), "--port=0") == 2, "a fault exits before the port listens"
+    error = capfd.readouterr().err
+    assert error.startswith("error: ") and "not what was trained" in error and error.count("\n") == 1
+    assert "layers.1.self_attn" in error
 
 
 def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:

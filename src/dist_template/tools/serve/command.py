@@ -52,7 +52,7 @@ def main(argv: list[str], project: Project) -> None:
     except (OSError, OverflowError) as error:
         where = f"--host {given.host} --port {given.port}"
         raise InputError(f"{where} cannot be used: {reason(error)}; give another") from error
-    served = _loaded(given, project)
+    served = _compared(given, project)
     if given.engine == "vllm":
         listening.close()
         command = vllm_command(served.path, given)
@@ -87,20 +87,26 @@ def vllm_command(folder: str, given: argparse.Namespace) -> list[str]:
     return ["vllm", "serve", folder, *words]
 
 
-def _loaded(given: argparse.Namespace, project: Project) -> Any:
-    """Returns the model of a folder."""
+def _compared(given: argparse.Namespace, project: Project) -> Any:
+    """Returns the model of a folder; that of a run is exported, and compared with the run's."""
     from transformers.utils import logging
 
+    from ..export import command
+    from ..export.gate import Gate
     from ..export.trained import load_trained
 
     logging.set_verbosity_error()  # its server warns about each request
     logging.disable_progress_bar()
-    served = load_trained(given.model, project)
-    if served.run:
-        raise InputError(f"{given.model} is of a run: give the folder that `export` writes of it")
-    if not served.tokenizer:
-        raise InputError(f"{served.path} has no tokenizer: export it with one")
-    given.name = given.name or Path(served.path).name
+    trained = served = load_trained(given.model, project)
+    if trained.run:
+        folder = trained.run / "export" / Path(trained.path).stem
+        if not folder.exists():
+            command.main(["export", trained.path, f"--output={folder}", "--to=hf"], project)
+        served = load_trained(str(folder), project)
+        print(f"{folder}: {Gate(trained).check(served, 'float32')}", flush=True)
+    if not served.tokenizer or not hasattr(served.model, "generate"):
+        raise InputError(f"{served.path} has no tokenizer, or a model that is not of transformers")
+    given.name = given.name or (trained.run.parent if trained.run else Path(served.path)).name
     return served
 
 
