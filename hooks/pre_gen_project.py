@@ -15,19 +15,19 @@ _distutils_hack _hypothesis_ftz_detector _hypothesis_globals _hypothesis_pytestp
 _pytest _xxhash _yaml absl absl_py accelerate aiohappyeyeballs aiohttp aiosignal annotated_doc annotated_types anyio
 arrow attr attrs binaryornot bitsandbytes certifi charset_normalizer click cookiecutter coreweave_evaluations cpuinfo
 cwevals datasets datasketch dateutil deepmerge deepspeed dill dist_template distro docstring_parser einops example
-execnet fastapi filelock frozenlist fsspec functorch git google googleapis_common_protos grpc grpcio h11 hf_xet hjson
-httpcore httpcore2 httpx httpx2 huggingface_hub hypothesis idna iniconfig isympy jinja2 jiter jsonargparse lightning
-lightning_fabric lightning_utilities markdown markdown_it markdown_it_py markupsafe materialx mdurl mpmath msgpack
-multidict multiprocess narwhals networkx ninja numpy nvidia_ml_py openai opentelemetry opentelemetry_api
-opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common opentelemetry_exporter_otlp_proto_common
-opentelemetry_exporter_otlp_proto_http opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions
-packaging pandas pathspec peft pil pillow pip pkg_resources platformdirs plotly pluggy prometheus_client propcache
-protobuf psutil py py_cpuinfo pyarrow pydantic pydantic_core pygments pymdown_extensions pymdownx pynvml pytest
-pytest_timeout pytest_xdist python_dateutil python_slugify pytorch_lightning pyyaml regex requests rich ruff safetensors
-scipy setuptools shellingham slugify sniffio sortedcontainers starlette sympy tensorboard tensorboard_data_server
-text_unidecode tokenizers tomli torch torchgen torchmetrics tqdm transformers triton trl truststore ty typer
-typeshed_client typing_extensions typing_inspection tzdata urllib3 uvicorn wandb werkzeug xdist xxhash yaml yarl
-zensical
+execnet fastapi filelock flatbuffers frozenlist fsspec functorch git google googleapis_common_protos grpc grpcio h11
+hf_xet hjson httpcore httpcore2 httpx httpx2 huggingface_hub hypothesis idna iniconfig isympy jinja2 jiter jsonargparse
+lightning lightning_fabric lightning_utilities markdown markdown_it markdown_it_py markupsafe materialx mdurl ml_dtypes
+mpmath msgpack multidict multiprocess narwhals networkx ninja numpy nvidia_ml_py onnx onnx_ir onnxruntime onnxscript
+openai opentelemetry opentelemetry_api opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common
+opentelemetry_exporter_otlp_proto_common opentelemetry_exporter_otlp_proto_http opentelemetry_proto opentelemetry_sdk
+opentelemetry_semantic_conventions packaging pandas pathspec peft pil pillow pip pkg_resources platformdirs plotly
+pluggy prometheus_client propcache protobuf psutil py py_cpuinfo pyarrow pydantic pydantic_core pygments
+pymdown_extensions pymdownx pynvml pytest pytest_timeout pytest_xdist python_dateutil python_slugify pytorch_lightning
+pyyaml regex requests rich ruff safetensors scipy setuptools shellingham slugify sniffio sortedcontainers starlette
+sympy tensorboard tensorboard_data_server text_unidecode tokenizers tomli torch torchgen torchmetrics tqdm transformers
+triton trl truststore ty typer typeshed_client typing_extensions typing_inspection tzdata urllib3 uvicorn wandb werkzeug
+xdist xxhash yaml yarl zensical
 """.split())
 
 
