@@ -39,9 +39,9 @@ BUDGETS = {
     "text": (3_766, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_494, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_049, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (1_912, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "cli": (1_913, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_910, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (1_828, 550, "doctor, export, serve, diagnose, report, prepare"),
+    "tools": (1_993, 550, "doctor, export, serve, promote, diagnose, report, prepare"),
 }
 AIM = 13_500
 

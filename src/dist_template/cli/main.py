@@ -36,6 +36,7 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "rehearse": ("tools.rehearse", "check a configuration for a cluster on this CPU, in minutes"),
     "export": ("tools.export.command", "convert a checkpoint to hf, onnx or peft, and verify it"),
     "serve": ("tools.serve.command", "answer OpenAI's API with a model, compared before"),
+    "promote": ("tools.promote.command", "evaluate and export a run, and register the export"),
     "diagnose": ("tools.diagnose", "report what is wrong with a run, and which flag to change"),
     "report": ("tools.report", "write a page about runs: findings, curves, configuration, samples"),
     "compare": ("tools.report", "compare two or more runs: configuration and results"),
