@@ -32,7 +32,7 @@ BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
     "ground": (665, 400, "errors, the user's project, tensors of any layout, small files, tables"),
     "compat": (1_410, 1_000, "private names of other libraries, Lightning's loop"),
-    "cluster": (1_626, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
+    "cluster": (1_631, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_678, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_206, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_849, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
@@ -49,7 +49,7 @@ AIM = 13_500
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
-PROJECT_FILES, PROJECT_LINES = 43, 1_307  # without licences and lock; one CI file more than a generated project has
+PROJECT_FILES, PROJECT_LINES = 43, 1_315  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 

@@ -124,6 +124,12 @@ def test_a_failure_is_restarted_and_then_final(launched: Launched) -> None:
 
 
 @pytest.mark.slow
+def test_a_failure_stays_one_if_another_rank_has_to_be_killed(launched: Launched) -> None:
+    """The rank waits in a collective operation; 75 would make a scheduler start the same failure for ever."""
+    assert launched.run("exit 1", "exec sleep 60") == Exit.FAILED
+
+
+@pytest.mark.slow
 def test_one_ranks_decision_ends_those_that_wait_for_it(launched: Launched) -> None:
     begun = time.monotonic()
     assert launched.run("exec sleep 60", "exit 2", shutdown_timeout_s=1) == Exit.BAD_INPUT

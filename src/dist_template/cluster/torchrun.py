@@ -56,13 +56,16 @@ class Agent(OpenAgent):
         self._deadline = float("inf")
         self._overdue = ""  # what has not happened at the deadline
         self._has_joined = False
+        self._killed: set[int] = set()  # process ids of workers that waited after a failure
         Agent.latest = self
         threading.Thread(target=self._watch_rendezvous, daemon=True).start()
 
     @property
     def codes(self) -> list[int]:
-        """Exit codes of the workers that have exited."""
-        return [code for worker in self.workers() if (code := worker.poll()) is not None]
+        """Exit codes of the workers that have exited; SIGTERM of those that were killed here."""
+        found = [(worker.pid, worker.poll()) for worker in self.workers()]
+        late = -signal.SIGTERM
+        return [late if pid in self._killed else code for pid, code in found if code is not None]
 
     @property
     def _decided(self) -> bool:
@@ -102,7 +105,9 @@ class Agent(OpenAgent):
                     worker.terminate()
             if time.monotonic() - start > (self.shutdown_timeout_s if self._decided else PEERS_S):
                 for worker in workers:
-                    worker.kill()
+                    if worker.poll() is None:
+                        self._killed.add(worker.pid)
+                        worker.kill()
             time.sleep(0.02)
 
     def _report(self, worker_group: WorkerGroup, first: int) -> None:
