@@ -51,6 +51,7 @@ def restarted(training: Training) -> Callable[[], bool]:
 
 @pytest.mark.netns
 @pytest.mark.slow
+@pytest.mark.nightly  # minutes; test_killed.py relaunches, and test_exit_codes.py restarts, in `make test`
 def test_what_is_left_goes_on(hosts: TwoHosts, flags: list[str], tmp_path: Path) -> None:
     run("prepare", *flags)
     argv = ["fit", *flags, "--trainer.strategy=ddp", "--trainer.max_steps=100000", "--trainer.val_check_interval=5000"]

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import read_back
-from tests.support.tiers import tiers
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
@@ -73,7 +72,8 @@ def test_the_tables_are_read() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("logger", tiers(["tensorboard", "wandb"], daily=["tensorboard"]))
+@pytest.mark.nightly  # a minute
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
 def test_every_documented_metric_is_logged_at_its_steps_also_after_a_restart(run: Path, logger: str) -> None:
     reader = read_back
     points = getattr(reader, f"{logger}_points")(run)

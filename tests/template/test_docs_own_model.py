@@ -78,6 +78,7 @@ def losses(project: Path, strategy: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # a minute; test_any_module.py trains models that are not of transformers in `make test`
 def test_the_model_of_the_docs_trains_alike_under_ddp_fsdp2_and_zero(project: Path) -> None:
     expected = losses(project, "ddp")
     assert len(expected) == 4
