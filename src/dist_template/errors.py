@@ -77,13 +77,16 @@ class InputError(ValueError):
 EXTRAS = {
     "bitsandbytes": "adapters",
     "fastapi": "serve",
+    "lm_eval": "evaluate",
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "openai": "serve",
+    "pandas": "evaluate",
     "peft": "adapters",
     "plotly": "report",
     "prometheus_client": "serve",
     "pyarrow": "datasets",
+    "scipy": "evaluate",
     "trl": "chat",
     "uvicorn": "serve",
 }

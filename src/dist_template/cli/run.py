@@ -121,6 +121,10 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         InputError: there is no such checkpoint.
     """
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
+    if evaluates and given == "start":
+        settings.ckpt_path = None
+        message = f"{verb}: the weights are those that training starts with"
+        return new_run(RunConfig(**vars(settings.run))), None, message
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
     checkpoint, message = given, ""

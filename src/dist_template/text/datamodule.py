@@ -136,6 +136,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         self.source_name = ""  # of the newest evaluated batch; "": there is one source
         # this rank's rows in the optimizer step, per micro-batch
         self.step_rows: list[list[int]] = []
+        self.eval_rows: list[int] = []  # this rank's, of the newest evaluated batch
 
     # ---- before training -------------------------------------------------------------------------
 
@@ -199,6 +200,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         if self.trainer is not None and self.trainer.training:
             self.step_rows = [rows] if COUNTED in batch else [*self.step_rows, rows]
         elif rows:
+            self.eval_rows = rows
             self.source_name = source_of(self._sizes, rows[0])
         return batch
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .batches.packing import PairRows, WholeRows, packing_of, second_start
 from .batches.rows import PackedRows, Rows
-from .cache.build import build_cache
+from .cache.build import Documents, build_cache, read_documents
 from .cache.quality import as_table, quality_of
 from .cache.token_cache import SPLITS, CacheError, Corpus, Recipe, open_cache
 from .limits import check_rows
@@ -93,6 +93,10 @@ class PreparedText:
     def encode_prompt(self, prompt: str) -> list[int]:
         """Returns the tokens of a prompt; of conversations, with the chat template around it."""
         return self.source.encode_prompt(self.text_tokenizer, prompt)
+
+    def documents(self, split: str) -> Documents:
+        """Reads the texts of a split from the source again: the cache holds tokens alone."""
+        return read_documents(self._recipe, self.corpus, split)
 
     def held_out(self, number: int) -> list[tuple[list[int], list[int]]]:
         """Returns the tokens of validation conversations up to the last answer, and the answer.

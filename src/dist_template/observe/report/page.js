@@ -25,7 +25,7 @@ function draw(plot) {
     return {
       ...trace,
       type: "scatter",
-      x: axis === "steps" ? trace.x : trace.x.map((step) => at(axes[trace.meta.run], step)),
+      x: axis === "steps" || trace.meta.is_fixed ? trace.x : trace.x.map((step) => at(axes[trace.meta.run], step)),
       visible: !hidden.has(trace.meta.run),
       line: { ...trace.line, color },
       marker: { ...trace.marker, color },
@@ -43,10 +43,10 @@ function draw(plot) {
     height: plot.clientHeight,
     margin: { l: 44, r: 12, t: 10, b: 36 },
     legend: { orientation: "h", y: 1, yanchor: "bottom", traceorder: "normal" },
-    hovermode: "x unified",
+    hovermode: layout.hovermode || "x unified",
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { ...font, color: css("--text") } },
     dragmode: touch ? false : "zoom",
-    xaxis: { ...lines, rangemode: "tozero", title: { text: AXES[axis], standoff: 6 } },
+    xaxis: { ...lines, rangemode: "tozero", title: { text: AXES[axis], standoff: 6 }, ...layout.xaxis },
     yaxis: { ...lines, ...layout.yaxis, zeroline: false },
   }, { displayModeBar: false });
 }

@@ -13,7 +13,7 @@ from typing import Any
 from ...project import program
 from ..diagnosis.finding import LEVELS, Finding
 from ..history.run import History
-from . import curves
+from . import curves, evaluation
 from .commands import resume
 from .results import figures
 from .sections import of_one, of_several, status, what
@@ -38,6 +38,8 @@ def context(
     is_one = len(histories) == 1
     shown, more = curves.figures(histories, names)
     axes = curves.axes(histories)
+    if is_one:
+        shown += evaluation.forest(evaluation.newest(histories[0].folder))
     folders = " ".join(str(history.folder) for history in histories)
     return {
         "title": names[0] if is_one else f"{len(histories)} runs compared",

@@ -15,7 +15,7 @@ from ...table import Table, shown
 from ...text.cache.quality import as_table
 from ..history import goodput
 from ..history.run import History
-from . import differences
+from . import differences, evaluation
 from .commands import checkpoints
 from .results import clock, short, side_by_side, steps
 
@@ -81,6 +81,7 @@ def of_one(history: History) -> list[Section]:
     """Returns the sections of one run that have content."""
     quality = history.fact("data.quality")
     sections = [
+        Section("Evaluation", [*evaluation.tables(evaluation.newest(history.folder))]),
         Section("Where the time went", _goodput([history], ["time"])),
         Section("Data", [as_table(quality)] if quality else []),
         Section("Crashes", _crashes(history)),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -188,6 +188,30 @@ def _documents(source: Source) -> Iterator[tuple[str, str]]:
         raise InputError(
             f"data.source {type(source).__name__} has no text in it: point it at other files"
         )
+
+
+class Documents(NamedTuple):
+    """The documents of a split: names, sources ("" if there is one), texts, ends in its tokens."""
+
+    names: list[str]
+    sources: list[str]
+    texts: list[str]
+    ends: np.ndarray
+
+
+def read_documents(recipe: Recipe, corpus: Corpus, split: str) -> Documents:
+    """Reads the texts of a split from the source: the cache holds tokens alone."""
+    # no text has the token that ends a document (tokenizers.py)
+    ends = np.flatnonzero(corpus.tokens(split) == corpus.manifest["eos_token_id"]) + 1
+    found = Documents([], [], [], corpus.starts(split)[1:] if corpus.is_whole(split) else ends)
+    for part, source in recipe.source.parts().items():
+        for name, text in _documents(source):
+            if recipe.split_of(text) == split:
+                for column, value in zip(found[:3], (name, part, text), strict=True):
+                    column.append(value)
+    if len(found.texts) != len(found.ends):
+        raise InputError(f"data.source is not that of {corpus.folder}: run `prepare` again")
+    return found
 
 
 def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:

@@ -81,10 +81,13 @@ def measure(corpus: Corpus) -> dict[str, Any]:
         "duplicate_share": 1 - len(unique) / max(1, num),
         "near_duplicate_share": None if near is None else near / max(1, num),
         "masked_share": 1 - float(corpus.counted("train")[:TOKENS].mean()) if whole else None,
-        "contaminated_share": duplicate_share(
-            corpus.tokens("train"), corpus.tokens("validation"), _window(corpus)
-        ),
+        "contaminated_share": contaminated_share(corpus, "validation"),
     }
+
+
+def contaminated_share(corpus: Corpus, split: str) -> float | None:
+    """Returns the share of a held-out split's text of 200 bytes that the train split has too."""
+    return duplicate_share(corpus.tokens("train"), corpus.tokens(split), _window(corpus))
 
 
 def similar(documents: list[np.ndarray]) -> int:

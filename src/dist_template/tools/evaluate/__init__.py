@@ -1,0 +1,1 @@
+"""`evaluate`: whether a model is better than a baseline, on the same documents and tasks."""

@@ -1,0 +1,68 @@
+"""Tasks of lm-eval and the user's own metric: a number for each sample, in one process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ...cli import config_file
+from ...errors import InputError, first_line, require
+from ..export.trained import Trained
+
+KEYS = {"tasks": [], "task_folder": None, "chat_template": False, "limit": None}
+KEYS |= {"metric": None, "lower_is_better": False}  # configs/evaluate.yaml describes them
+
+
+def read(path: str | None) -> dict[str, Any]:
+    """Returns the keys of a configuration; `metric` is the user's function.
+
+    Raises:
+        InputError: a key is unknown, or a package or the function is missing.
+    """
+    given = config_file.read(path) if path else {}
+    if unknown := sorted(given.keys() - KEYS.keys()):
+        raise InputError(f"--config {path}: {unknown[0]} is none of {', '.join(KEYS)}")
+    if given.get("tasks"):
+        require("lm_eval", "tasks")
+    try:
+        if name := given.get("metric"):
+            module, _, function = name.partition(":")
+            given["metric"] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        why = f"cannot be imported ({first_line(error)}); give module:function"
+        raise InputError(f"--config {path}: metric {given['metric']!r} {why}") from error
+    return KEYS | given
+
+
+def values_of(loaded: Trained, keys: dict[str, Any], samples: list[dict[str, Any]]) -> list[tuple]:
+    """Returns (measure, lower is better, sample, value) of tasks and of the user's metric."""
+    found: list[tuple] = []
+    if metric := keys["metric"]:
+        values = metric(samples[: keys["limit"]], loaded.model, loaded.tokenizer)
+        for sample, value in zip(samples, values, strict=False):
+            found.append((metric.__name__, keys["lower_is_better"], sample["sample"], float(value)))
+    return found + (_of_tasks(loaded, keys) if keys["tasks"] else [])
+
+
+def _of_tasks(loaded: Trained, keys: dict[str, Any]) -> list[tuple]:
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder, tasks = keys["task_folder"], keys["tasks"]
+    try:
+        results: Any = lm_eval.simple_evaluate(
+            model=HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=8),
+            tasks=tasks, limit=keys["limit"], log_samples=True, bootstrap_iters=0,
+            task_manager=TaskManager(include_path=folder, include_defaults=folder is None),
+            apply_chat_template=keys["chat_template"],
+        )  # fmt: skip
+    except (KeyError, ValueError, OSError) as error:
+        what = f"lm-eval cannot run tasks {tasks} of task_folder {folder!r}"
+        raise InputError(f"{what}: {first_line(error)}") from error
+    return [
+        (f"{task}/{metric}", not is_higher, str(each["doc_id"]), float(each[metric]))
+        for task, metrics in results["higher_is_better"].items()
+        for metric, is_higher in metrics.items()
+        for each in results["samples"][task]
+    ]
