@@ -99,6 +99,10 @@ def test_a_distributed_checkpoint_resumes_as_the_file_does(quick: list[str], tmp
     weights, (state,) = full.pop("state_dict"), full.pop("optimizer_states")
     write_distributed(tmp_path / "folder", weights, state, full)
 
+    for checkpoint in (newest(only_run(tmp_path, "file")), tmp_path / "folder"):  # as `export` reads it
+        alone = read_full(checkpoint, optimizer=False)
+        assert "optimizer_states" not in alone and alone["state_dict"].keys() == weights.keys()
+
     for name, checkpoint in (("file", "last"), ("folder", tmp_path / "folder")):
         assert run("fit", *quick, f"--run.name={name}", f"--ckpt_path={checkpoint}") == 0
     ends = [read_full(newest(only_run(tmp_path, name))) for name in ("file", "folder")]

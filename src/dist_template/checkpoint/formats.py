@@ -53,7 +53,9 @@ def format_of(path: Path) -> Format | None:
     return None
 
 
-def read_full(path: str | Path, module: nn.Module | None = None) -> dict[str, Any]:
+def read_full(
+    path: str | Path, module: nn.Module | None = None, optimizer: bool = True
+) -> dict[str, Any]:
     """Reads a checkpoint of any strategy in one process, with full (unsharded) tensors on the host.
 
     Call commit.agreed before, which verifies the files.
@@ -61,6 +63,7 @@ def read_full(path: str | Path, module: nn.Module | None = None) -> dict[str, An
     Args:
         path: The checkpoint.
         module: The module into which it is to be loaded. None: any.
+        optimizer: false saves the memory of the optimizer's state, twice that of the weights.
 
     Returns:
         Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
@@ -77,7 +80,7 @@ def read_full(path: str | Path, module: nn.Module | None = None) -> dict[str, An
     if found is None:
         raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
     with refusing_unreadable(path):
-        full = readers[found](path)
+        full = readers[found](path, optimizer)
     if module is not None:
         refuse_another_base(path, full, module)
         refuse_another_models(path, full, module)
@@ -163,12 +166,14 @@ def file_in(path: Path) -> Path:
     return path / FILE if path.is_dir() else path
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path, optimizer: bool) -> dict[str, Any]:
     with as_data():
         checkpoint = torch.load(file_in(path), map_location="cpu", mmap=True)
     state_dict_of(path, checkpoint)
     names = checkpoint.get("parameter_names")
     states = checkpoint.pop("optimizer_states", [])
+    if not optimizer:
+        return checkpoint
     if states and is_by_name(states[0]):  # a user has saved the result of `read_full`
         checkpoint["optimizer_states"] = states
     elif states and names:
@@ -177,11 +182,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def _read_distributed(path: Path) -> dict[str, Any]:
+def _read_distributed(path: Path, optimizer: bool) -> dict[str, Any]:
     with as_data():
         reader = DataReader(path)
         reader.read_metadata()  # first: torch would log a refusal with a stack trace
-        tensors = read_unsharded(reader)
+        tensors = read_unsharded(reader, None if optimizer else {"state_dict"})
         checkpoint = torch.load(path / META, map_location="cpu")
     checkpoint["state_dict"] = weights = tensors.pop("state_dict")
     states = [tensors[f"optimizer_{index}"] for index in range(len(tensors))]

@@ -116,7 +116,7 @@ def _write_tag(path: Path) -> None:
         (path / "latest").write_text(TAG, encoding="utf-8")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, optimizer: bool = True) -> dict[str, Any]:
     """Returns full fp32 weights and the optimizer state by name, as formats.read_full does."""
     if not torch.cuda.is_available():  # else DeepSpeed warns that there is no other accelerator
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -132,7 +132,7 @@ def read(path: Path) -> dict[str, Any]:
         partitions = Partitions(models, [rank["optimizer_state_dict"] for rank in ranks])
         checkpoint = {key: value for key, value in main.items() if key not in DEEPSPEEDS_OWN}
         checkpoint["state_dict"] = partitions.weights(main["module"])
-        if (state := partitions.optimizer_state()) is not None:
+        if optimizer and (state := partitions.optimizer_state()) is not None:
             checkpoint["optimizer_states"] = [state]
     return checkpoint
 

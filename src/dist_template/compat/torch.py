@@ -98,14 +98,14 @@ def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
 # ---- distributed checkpoints ---------------------------------------------------------------------
 
 
-def read_unsharded(reader: FileSystemReader) -> dict[str, Any]:
-    """Reads a distributed checkpoint as full tensors in one process, without a model that names its
-    entries.
+def read_unsharded(reader: FileSystemReader, keys: set[str] | None = None) -> dict[str, Any]:
+    """Reads a distributed checkpoint, or its entries `keys`, as full tensors in one process,
+    without a model that names its entries.
 
     The public way, `dcp_to_torch_save`, writes a file, and unpickles with whatever reader it makes
     itself."""
     tensors: dict[str, Any] = {}
-    _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(keys), no_dist=True)
     return tensors
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
+from ...checkpoint.manifest import NAME
 from ...observe.history.run import History, read_run
 from ...records import flatten, sha256
 from .trained import Trained
@@ -18,13 +18,8 @@ UNKNOWN = "unknown: state it before you share the model"
 def write_card(folder: Path, trained: Trained, form: str, verified: str, license: str) -> None:
     """Writes README.md into `folder`, which has the weights.
 
-    Args:
-        folder: The exported folder.
-        trained: What was exported.
-        form: Format and type of the weights.
-        verified: How the folder compares with the trained model, in words.
-        license: An identifier of the hub, such as mit; or `unknown`.
-    """
+    `form`: format and type. `verified`: how the folder compares with the trained model. `license`:
+    an identifier of the hub, or `unknown`."""
     from huggingface_hub import ModelCardData
 
     history = read_run(trained.run) if trained.run else History(Path())
@@ -42,15 +37,21 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         "format": f"{form}, exported by dist-template {version('dist-template')}",
         "verified": verified,
     }
-    figures = {name: history.metrics[name] for name in FIGURES if name in history.metrics}
-    steps = max((int(series.steps[-1]) for series in figures.values()), default=0)
+    corpus = getattr(trained.data, "corpus", None)
+    data = dict(corpus.manifest["splits"]) if corpus else {}
+    data |= {k: corpus.manifest["spec"][k] for k in ("source", "tokenizer")} if corpus else {}
+    named = NAME.fullmatch(Path(trained.path).name)
+    steps, values = int(named[2]) if named else 0, {}
+    for name in FIGURES:
+        series = history.metrics[name]
+        if len(known := series.values[series.steps <= steps]):
+            values[name] = f"{known[-1]:.4f}"
     tokens = steps * (history.fact("data.tokens_per_step") or 0)
-    values = {name: f"{series.values[-1]:.4f}" for name, series in figures.items()}
     files = sorted(path for path in folder.glob("*model*") if path.suffix != ".json")
     results = sorted((trained.run / "evaluation").glob("*.json")) if trained.run else []
     sections = {
         "Model": model,
-        "Data": _data(trained),
+        "Data": data,
         "Training": {"checkpoint": trained.path, "steps": steps, "tokens": tokens, **values},
         "Evaluation": {path.stem: json.loads(path.read_text("utf-8")) for path in results},
         "SHA-256": {path.name: sha256(path) for path in files},
@@ -60,11 +61,3 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         lines = [f"| {name} | {value} |" for name, value in flatten(rows).items() if value]
         text += "\n".join([f"\n## {title}\n", "| | |", "|---|---|", *lines, ""]) if lines else ""
     (folder / "README.md").write_text(text, encoding="utf-8")
-
-
-def _data(trained: Trained) -> dict[str, Any]:
-    """Returns the source, the tokenizer, and each split's size and hash."""
-    if not (corpus := getattr(trained.data, "corpus", None)):
-        return {}
-    spec, splits = corpus.manifest["spec"], corpus.manifest["splits"]
-    return {"source": spec["source"], "tokenizer": spec["tokenizer"], **splits}

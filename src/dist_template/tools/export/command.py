@@ -77,11 +77,7 @@ class Export(WithoutTrainer):
 
 
 def chosen_format(module: Any, settings: Any) -> str:
-    """Returns `--to`, or its default.
-
-    Raises:
-        InputError: model, format and type do not go together, or a package is missing.
-    """
+    """Returns `--to` or its default; refuses what does not go together, or a missing package."""
     has_adapter, to = bool(getattr(module, "adapter", None)), settings.to
     if to == "auto":
         to = "peft" if has_adapter and settings.adapter == "peft" else "hf"
@@ -100,10 +96,9 @@ def chosen_checkpoint(cli: WithoutTrainer) -> Path:
     Raises:
         InputError: it does not exist, or it is damaged.
     """
-    settings: Any = cli.config
-    path = Path(settings.checkpoint)
-    if settings.checkpoint in ("last", "best"):
-        _, path = newest_checkpoint(settings.checkpoint, cli.unfilled)
+    name: str = cli.config.checkpoint
+    is_newest = name in ("last", "best")
+    path = newest_checkpoint(name, cli.unfilled)[1] if is_newest else Path(name)
     check_checkpoint(path, "--checkpoint")
     return agreed(path)
 
@@ -130,11 +125,7 @@ def written_at_once(output: Path) -> Generator[Path]:
 
 
 def write(found: Trained, to: str, dtype: str, folder: Path) -> str:
-    """Writes model and tokenizer into `folder`; returns in words how they were verified.
-
-    Raises:
-        InputError: the written model is not the trained one.
-    """
+    """Writes model and tokenizer into `folder`; returns in words how they were verified."""
     if found.tokenizer:
         found.tokenizer.save_pretrained(folder)
     if not hasattr(found.model, "save_pretrained"):

@@ -20,6 +20,7 @@ from ...rehearsal.forward_hooks import ForwardHooks
 from .trained import Trained
 
 PROMPTS, LENGTH, GENERATED, AT_ONCE = 100, 24, 8, 20
+OTHER = "the exported folder is not what was trained"
 EXACT = 1e-5  # largest difference of float32 logits, relative to the largest logit and to 1
 # Of smaller types: norm of the logits' difference, relative to their norm.
 ROUNDING = {"float16": 0.02, "bfloat16": 0.1, "int8": 0.5}
@@ -47,8 +48,7 @@ class Gate:
         ids = [self.tokenizer.encode(text) for text in self.texts]
         room = getattr(model.config, "max_position_embeddings", None) or LENGTH + GENERATED
         self.length = max(1, min([room - GENERATED, LENGTH, *map(len, ids)]))
-        vocabulary = model.get_input_embeddings().num_embeddings
-        random = torch.randint(vocabulary, (4, self.length), generator=torch.Generator())
+        random = torch.arange(self.length).repeat(2, 1)
         prompts = torch.tensor([one[: self.length] for one in ids]) if ids else random
         self.tokens, self.logits, self.loss = self._run(model, prompts, cached=False)
         self.layers = _layers(model, self.tokens[:1])
@@ -60,28 +60,28 @@ class Gate:
             InputError: it has other tokens, another chat template or type than `dtype`, or other
                 logits; the message names the first layer that differs.
         """
-        model, own = exported.model, exported.tokenizer
+        model, own, is_exact = exported.model, exported.tokenizer, dtype == "float32"
         for text in self.texts:
             if own.encode(text) != self.tokenizer.encode(text):
-                raise _refusal(f"its tokenizer gives other tokens for {text[:30]!r}")
-        if own and _chat(own) != _chat(self.tokenizer):
-            raise _refusal(f"its chat template gives {_chat(own)!r}, not {_chat(self.tokenizer)!r}")
+                raise InputError(f"{OTHER}: its tokenizer gives other tokens for {text[:30]!r}")
+        if own and (chat := _chat(own)) != _chat(self.tokenizer):
+            instead = f"not {_chat(self.tokenizer)!r}"
+            raise InputError(f"{OTHER}: its chat template gives {chat!r}, {instead}")
         is_cast = dtype != "int8" and not hasattr(model, "peft_config")
         if is_cast and str(model.dtype) != f"torch.{dtype}":
-            raise _refusal(f"its weights are {model.dtype}, and --dtype is {dtype}")
-        is_exact = dtype == "float32"
+            raise InputError(f"{OTHER}: its weights are {model.dtype}, and --dtype is {dtype}")
         layers = _layers(model, self.tokens[:1]) if isinstance(model, nn.Module) else {}
         is_same = layers.keys() == self.layers.keys()  # neither merged nor converted
         first = first_difference(self.layers, layers, 0.0 if is_exact else 0.5) if is_same else ""
         if is_exact and first:
-            raise _refusal(f"the first layer that differs is {first}")
+            raise InputError(f"{OTHER}: the first layer that differs is {first}")
         _, logits, loss = self._run(model, self.tokens, cached=True)
         change, largest = logits - self.logits, max(1.0, self.logits.abs().max().item())
         most, share = change.abs().max().item(), (change.norm() / self.logits.norm()).item()
         if not (most <= EXACT * largest if is_exact else share <= ROUNDING[dtype]):
             where = f"first at {first}" if first else "with its cache, and no layer without one"
             where = where if is_same else "in a graph or model with other layers"
-            raise _refusal(f"its logits differ by up to {most:.1e}, {where}")
+            raise InputError(f"{OTHER}: its logits differ by up to {most:.1e}, {where}")
         equal = (logits.argmax(-1) == self.tokens[:, self.length :]).float().mean().item()
         worse = "" if is_exact else f", loss {loss - self.loss:+.4f} nats per token"
         over = f"over {len(logits)} prompts, {equal:.1%} of the greedy tokens equal{worse}"
@@ -120,10 +120,5 @@ def _layers(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _chat(tokenizer: Any) -> str | None:
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    return tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-
-
-def _refusal(what: str) -> InputError:
-    return InputError(f"the exported folder is not what was trained: {what}")
+    has_template = getattr(tokenizer, "chat_template", None)
+    return tokenizer.apply_chat_template(CHAT, tokenize=False) if has_template else None

@@ -1,7 +1,6 @@
 """ONNX: one graph by transformers' own exporter, with a key-value cache, and its runner.
 
-Batch and length are dynamic: a prompt is run with a cache of length 0, a further token with the
-cache that the run before it returned. The attention mask allows padding on the left.
+Batch and length are dynamic; a prompt is run with a cache of length 0. Padding is on the left.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def write_onnx(model: Any, dtype: str, folder: Path) -> None:
     quantizer = exporters.OnnxRuntimeQuantizer(exporters.OnnxRuntimeDynamicConfig())
     config = exporters.OnnxConfig(dynamic=True, quantizer=quantizer if dtype == "int8" else None)
     tokens = torch.arange(12).repeat(2, 1)
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0  # otherwise the graph gets no mask
+    mask = (tokens >= torch.tensor([[3], [0]])).long()  # without padding the graph gets no mask
     steps = GenerationConfig(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
     logging.disable(logging.WARNING)  # dozens of lines about operators of other models
     try:

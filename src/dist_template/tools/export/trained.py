@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
 
 from ...checkpoint.commit import agreed
 from ...checkpoint.formats import format_of, read_full
@@ -53,6 +52,7 @@ def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
         InputError: it is none of them, or it cannot be loaded.
     """
     path = Path(name)
+    # runs/misspelt is no name on the hub
     is_on_hub = not path.exists() and name.count("/") == 1 and not path.parent.exists()
     if is_on_hub or any((path / file).is_file() for file in FILES):
         return from_folder(name, key)
@@ -86,36 +86,27 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:
-    """Returns the model of a configuration with the weights of the verified checkpoint `path`."""
-    module, data = cli.model, cli.datamodule
-    if hasattr(data, "require"):
-        data.require()
-    model = trained_model(module, data, path)
-    return Trained(model, getattr(data, "text_tokenizer", None), str(path), run, module, data)
-
-
-def trained_model(module: Any, data: Any, path: Path) -> nn.Module:
-    """Returns `module.model`, built for `data`, with the weights of `path`, in evaluation mode.
+    """Returns the model of a configuration with the weights of the verified checkpoint `path`.
 
     Raises:
         InputError: the checkpoint is another model's.
     """
+    module, data = cli.model, cli.datamodule
     if not hasattr(module, "build_model"):
         raise InputError(f"{type(module).__name__} has no build_model to export")
+    if hasattr(data, "require"):
+        data.require()
     torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
     module.model = getattr(module, "build_with_adapters", module.build_model)(data)
     if getattr(module, "frozen_base", None):
         exclude_frozen(module)
-    module.load_state_dict(read_full(path, module)["state_dict"], strict=True)
-    return module.model.eval()
+    module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
+    tokenizer = getattr(data, "text_tokenizer", None)
+    return Trained(module.model.eval(), tokenizer, str(path), run, module, data)
 
 
 def from_folder(name: str, key: str) -> Trained:
-    """Returns the model and tokenizer of a folder of `export`, transformers or peft, or of the hub.
-
-    Raises:
-        InputError: it cannot be loaded.
-    """
+    """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, safe = Path(name), {"trust_remote_code": False}
