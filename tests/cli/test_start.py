@@ -16,7 +16,7 @@ from dist_template.cli import config_file
 from dist_template.cli.fit import CLI, parse
 from dist_template.errors import InputError
 from dist_template.project import Project
-from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
+from tests.support.runs import FIT_CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
 
 HEAVY = ["torch", "lightning", "transformers", "jsonargparse", "numpy"]
 EARLY = {
@@ -119,7 +119,7 @@ def test_no_key_that_the_parser_has_is_refused(verb: str, monkeypatch: pytest.Mo
 
 
 def test_no_shipped_file_is_refused() -> None:
-    config_file.check(["fit", *(f"--config={path}" for path in CONFIGS.rglob("*.yaml")), "--data.check_source=false"])
+    config_file.check(["fit", *(f"--config={path}" for path in FIT_CONFIGS), "--data.check_source=false"])
 
 
 class Found(Exception):

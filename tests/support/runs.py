@@ -22,6 +22,7 @@ from tests import PROJECT
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
 
 CONFIGS = PROJECT / "configs"
+FIT_CONFIGS = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.name != "evaluate.yaml"]
 
 SENTENCES = "The cache is written once. Every rank maps it. Ranks never tokenize, whatever happens. ÄÖ€😀\n"
 SMALL_LLAMA = (
@@ -32,6 +33,7 @@ SMALL_LLAMA = (
 
 # What a training in this process leaves behind, and a new one would take for its launcher's.
 OF_ANOTHER_RUN = {"DIST_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
+OF_ANOTHER_RUN |= {"WANDB_SERVICE"}  # wandb's address of this process's service, which then has both runs
 
 
 class StopAfter(Callback):

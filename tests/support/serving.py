@@ -66,6 +66,16 @@ class Server:
     def log(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
 
+    def logged(self, path: str, seen: int) -> dict[str, Any]:
+        """The first line about `path` after `seen` lines; it is written after the answer has been sent."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            for line in self.log()[seen:]:
+                if line.get("path") == path:
+                    return line
+            time.sleep(0.02)
+        raise AssertionError(f"no line about {path}: {self._log.read_text()}")
+
     def stop(self, number: int = signal.SIGTERM) -> int | None:
         """Sends a signal; returns the exit code."""
         if self.process.is_alive():

@@ -15,9 +15,9 @@ import yaml
 
 from dist_template.project import Project
 from dist_template.text.cache.token_cache import Corpus
-from dist_template.tools.evaluate import baselines, models
+from dist_template.tools.evaluate import baselines, models, tasks
 from dist_template.tools.evaluate.paired import Pair, compare
-from tests.support.runs import SENTENCES, Workers, newest, only_run, run, run_in_subprocess
+from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess
 from tests.support.strategies import flags_of, settings_of
 
 CALLBACK = "dist_template.tools.evaluate.documents.DocumentScores"
@@ -189,6 +189,11 @@ def test_tasks_of_lm_eval_and_an_own_metric_join_the_samples(
     answers = samples[(samples["measure"] == "fox/acc") & (samples["model"] == 0)]
     assert len(answers) == 30 and set(answers["value"]) == {0.0, 1.0}
     assert found["comparisons"][2]["verdict"] == found["comparisons"][3]["verdict"] == "cannot tell"
+
+
+def test_the_shipped_file_has_every_key_with_its_default() -> None:
+    assert tasks.read(str(CONFIGS / "evaluate.yaml")) == yaml.safe_load((CONFIGS / "evaluate.yaml").read_text())
+    assert yaml.safe_load((CONFIGS / "evaluate.yaml").read_text()) == tasks.KEYS
 
 
 BAD = {
