@@ -33,7 +33,7 @@ BUDGETS = {
     "ground": (668, 400, "errors, the user's project, tensors of any layout, small files, tables"),
     "compat": (1_410, 1_000, "private names of other libraries, Lightning's loop"),
     "cluster": (1_631, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
-    "checkpoint": (1_678, 1_300, "three formats, the commit protocol, loading into any strategy"),
+    "checkpoint": (1_683, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_206, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_849, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (3_799, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),

@@ -121,7 +121,7 @@ def test_every_relative_link_resolves(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_key_that_a_page_names_exists(page: Path, keys: set[str]) -> None:
     groups = "|".join(sorted({key.split(".")[0] for key in keys if "." in key}))
-    key = rf"(?:{groups})\.(?!(?:py|txt|jsonl|json)\b)[a-z_]+(?:\.[a-z_]+)*"
+    key = rf"(?:{groups})\.(?!(?:py|txt|jsonl|json|onnx)\b)[a-z_]+(?:\.[a-z_]+)*"
     flags = [flag for code in blocks(page, "bash") for flag in re.findall(rf"--({key})", code)]
     named = re.findall(rf"`(?:--)?({key})\+?(?: [^`]*)?`", FENCE.sub("", text_of(page)))
     for found in {*flags, *named}:

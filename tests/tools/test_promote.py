@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +24,8 @@ class Verbs:
         self.started: list[list[str]] = []
         self.codes: dict[str, int] = {}
 
-    def __call__(self, command: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
-        verb, *flags = command[3:]
+    def __call__(self, project: Project, argv: list[str]) -> int:
+        verb, *flags = argv
         self.started.append([verb, *flags])
         if verb == "evaluate":
             (Path(flags[0]) / "evaluation").mkdir(exist_ok=True)
@@ -36,13 +34,13 @@ class Verbs:
             folder = Path(flags[flags.index("--output") + 1])
             folder.mkdir()
             (folder / "config.json").write_text("{}")
-        return subprocess.CompletedProcess(command, self.codes.get(verb, 0))
+        return self.codes.get(verb, 0)
 
 
 @pytest.fixture
 def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
     verbs = Verbs()
-    monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=verbs))
+    monkeypatch.setattr(command, "run_verb", verbs)
     return verbs
 
 

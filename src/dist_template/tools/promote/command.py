@@ -6,13 +6,12 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from ...errors import Ended, Exit, InputError, reason, require
 from ...project import Project, program
 from ..diagnose import newest
+from ..evaluate.models import run_verb
 from .registry import Registry
 
 AGAINST_START = "eval/loss better"
@@ -77,16 +76,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _start(project: Project, verb: str, *flags: str) -> None:
-    """Runs a verb in processes of its own: a run's strategy may start several.
+    """Runs a verb in processes of its own, after a line with its command.
 
     Raises:
         Ended: it has failed, and has said why.
     """
     print(f"{program(verb)} {' '.join(flags)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", project.package, verb, *flags], check=False)
-    if done.returncode:
-        code = Exit(done.returncode) if done.returncode in [*Exit] else Exit.FAILED
-        raise Ended(code, f"nothing is promoted: {verb} ended with code {done.returncode}")
+    if ended := run_verb(project, [verb, *flags]):
+        code = Exit(ended) if ended in [*Exit] else Exit.FAILED
+        raise Ended(code, f"nothing is promoted: {verb} ended with code {ended}")
 
 
 def _upload(version: Path, name: str, project: str) -> str:
