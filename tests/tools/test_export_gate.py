@@ -151,7 +151,9 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
 
     folder = only_run(tmp_path)
     (folder / "evaluation").mkdir()
-    (folder / "evaluation/standard.json").write_text('{"loss": {"difference": -0.25, "verdict": "better"}}')
+    found = {"split": "test", "documents": 30, "contaminated_share": 0.0, "worst": [{"text": "private"}]}
+    found["comparisons"] = [{"name": "loss", "sentence": "better with 30 samples"}]
+    (folder / "evaluation/standard.json").write_text(json.dumps(found))
     command.main(["export", str(folder), f"--output={tmp_path}/out", "--license=mit"], OURS)
     card = ModelCard.load(tmp_path / "out/README.md")
     assert card.data.license == "mit" and card.data.library_name == "transformers"
@@ -163,9 +165,10 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
         "architecture": "LlamaForCausalLM", "parent": "none: trained from scratch", "licence": "mit", "steps": "2",
         "tokens": str(2 * 8 * 32), "train.sha256": splits["train"]["sha256"], "tokenizer.class": "Bytes",
         "train.tokens": str(splits["train"]["tokens"]), "model.safetensors": weights,
-        "checkpoint": str(newest(folder)), "standard.loss.verdict": "better", "standard.loss.difference": "-0.25",
+        "checkpoint": str(newest(folder)), "standard.loss": "better with 30 samples", "standard.documents": "30",
     }  # fmt: skip
     assert {name: rows.get(name) for name in expected} == expected
+    assert "private" not in card.text and (tmp_path / "out/model.safetensors").stat().st_mode & 0o044
     assert float(rows["train/loss"]) > 0 and "100 prompts" in rows["verified"] and "dist-template" in rows["format"]
 
 

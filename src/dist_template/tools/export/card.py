@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from ...checkpoint.manifest import NAME
 from ...observe.history.run import History, read_run
@@ -53,7 +54,7 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         "Model": model,
         "Data": data,
         "Training": {"checkpoint": trained.path, "steps": steps, "tokens": tokens, **values},
-        "Evaluation": {path.stem: json.loads(path.read_text("utf-8")) for path in results},
+        "Evaluation": {path.stem: _evaluated(path) for path in results},
         "SHA-256": {path.name: sha256(path) for path in files},
     }
     text = f"---\n{front.to_yaml()}\n---\n\n# {history.name if trained.run else folder.name}\n"
@@ -61,3 +62,11 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         lines = [f"| {name} | {value} |" for name, value in flatten(rows).items() if value]
         text += "\n".join([f"\n## {title}\n", "| | |", "|---|---|", *lines, ""]) if lines else ""
     (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _evaluated(path: Path) -> dict[str, Any]:
+    """Returns verdicts, or figures without a baseline. Texts of documents do not leave the run."""
+    found = json.loads(path.read_text("utf-8"))
+    rows = {key: found[key] for key in ("split", "documents", "contaminated_share")}
+    verdicts = {each["name"]: each["sentence"] for each in found["comparisons"]}
+    return rows | (verdicts or found["models"][0]["figures"])

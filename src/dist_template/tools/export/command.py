@@ -115,6 +115,9 @@ def written_at_once(output: Path) -> Generator[Path]:
     try:
         folder.mkdir(parents=True)
         yield folder
+        for path in filter(Path.is_file, folder.rglob("*")):
+            # safetensors makes files that no other user can read, such as a server's
+            path.chmod(0o666 & folder.stat().st_mode)
         folder.rename(output)
     except Exception as error:
         if not (isinstance(error, OSError) or is_disk_full(error)):

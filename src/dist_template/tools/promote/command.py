@@ -47,6 +47,8 @@ def main(argv: list[str], project: Project) -> None:
         _start(project, "evaluate", str(run), *flags)
         _start(project, "export", str(run), "--to", given.to, "--output", str(exported))
         figures = json.loads((run / "evaluation" / "promotion.json").read_text(encoding="utf-8"))
+        for texts in "best", "worst":
+            figures.pop(texts, None)
         known = {"run": str(run), "baseline": baseline, "required": required, "figures": figures}
         version = registry.add(exported, known)
     except OSError as error:
