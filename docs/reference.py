@@ -156,6 +156,7 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
     yield from _group("Model", module, {k: a for k, a in keys_of_model.items() if k.count(".") == 1})
     yield from _group("Optimizer and schedule", optim, _under("model.optim", found))
     yield from _group("Runs", cli.RunConfig, _under("run", found))
+    yield from _group("Cluster", cli.Site, _under("cluster", found))
     yield "## Callbacks that always run\n\nEach has a key at the top level. Others go to `trainer.callbacks`."
     for slot in cli.ALWAYS_ON:
         inner = _under(slot, found)
@@ -175,7 +176,7 @@ def _group(title: str, kind: type, inner: dict[str, Any]) -> Iterator[str]:
     """A table of keys, and below it what would not fit into a cell."""
     yield f"## {title}\n\n{_first_paragraph(kind)}\n\n{_table(inner)}"
     for key, action in inner.items():
-        if isinstance(action.default, dict):
+        if isinstance(action.default, dict) and action.default:
             listed = "\n".join(f"  {name}: {_default(value)}" for name, value in action.default.items())
             yield f"### `{key}`, the default\n\n```yaml\n{key.rpartition('.')[2]}:\n{listed}\n```"
         for choice in choices(action):
@@ -193,7 +194,7 @@ def _table(actions: dict[str, Any]) -> str:
     for key, action in actions.items():
         kinds = choices(action)
         shown = " or ".join(f"`{k.__name__}`" for k in kinds) if kinds else _code(_type(action))
-        default = "below" if isinstance(action.default, dict) else _code(_default(action.default))
+        default = "below" if isinstance(action.default, dict) and action.default else _code(_default(action.default))
         default = "required" if action.required else default
         rows.append(f"| `{key}` | {shown} | {default} | {_cell(action.help or '')} |")
     return "\n".join(rows) + "\n"

@@ -31,17 +31,17 @@ MOST_ROOMS = 11  # folders; "public" and "ground" are the files beside them
 BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
     "ground": (668, 400, "errors, the user's project, tensors of any layout, small files, tables"),
-    "compat": (1_410, 1_000, "private names of other libraries, Lightning's loop"),
-    "cluster": (1_631, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
+    "compat": (1_416, 1_000, "private names of other libraries, Lightning's loop"),
+    "cluster": (1_780, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_683, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_206, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_849, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (3_799, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_550, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_049, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (1_919, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "cli": (1_935, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_910, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (2_563, 550, "doctor, evaluate, export, serve, promote, diagnose, report, prepare"),
+    "tools": (3_140, 550, "doctor, launch, evaluate, export, serve, promote, diagnose, report, prepare"),
 }
 AIM = 13_500
 
@@ -55,7 +55,7 @@ NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 
 PAGE_LINES = 150
 LONG_PAGES = {
-    "reference.md": 428,
+    "reference.md": 457,
 }  # fmt: skip
 
 

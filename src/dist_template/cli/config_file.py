@@ -18,7 +18,7 @@ import yaml
 from ..errors import InputError
 from .defaults import ALWAYS_ON
 
-TOP_LEVEL = {"trainer", "model", "data", "run", "optimizer", "lr_scheduler", *ALWAYS_ON}
+TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler", *ALWAYS_ON}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 TOP_LEVEL |= {"ckpt_path", "weights_only", "verbose", "return_predictions"}
 MAX_VALUES = 100_000  # in a file whose aliases are expanded; a full configuration has 200

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from ..cluster import subprocess_launcher
 from ..cluster.messages import MESSAGES
 from ..cluster.run_lock import RUN_LOCK
+from ..cluster.site import Site
 from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning_cli import OpenCLI, keys_of
 from ..errors import InputError, reason
@@ -59,6 +60,11 @@ def main(argv: list[str], project: Project) -> None:
     """
     with RUN_LOCK:
         CLI(project, argv, run=True)
+
+
+def describe(argv: list[str], project: Project) -> CLI:
+    """Returns the objects of `argv`, one of Lightning's verbs and its flags; runs nothing."""
+    return Described(project, argv, run=True)
 
 
 def parse(argv: list[str], project: Project) -> CLI:
@@ -107,6 +113,7 @@ class CLI(OpenCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
+        parser.add_class_arguments(Site, "cluster")
         for key in ALWAYS_ON:
             parser.add_lightning_class_args(callback_class(key), key)
         add_optimization(parser)
@@ -263,14 +270,20 @@ class CLI(OpenCLI):
         write_predictions(predictions, self.run / "predictions.jsonl")
 
 
-class WithoutTrainer(CLI):
+class Described(CLI):
+    """A verb that does not run: its keys, model, data and run folder, without a Trainer."""
+
+    executes = False
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        self._pass_optimization()
+        return None  # ty: ignore[invalid-explicit-return]
+
+
+class WithoutTrainer(Described):
     """For tools: the same keys, model and data, without a Trainer."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         assert isinstance(parser, Parser)
         parser.keys_of_fit = {action.dest for action in keys_of(parser)} - {"help", "config"}
-
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        self._pass_optimization()
-        return None  # ty: ignore[invalid-explicit-return]

@@ -6,6 +6,7 @@ torchrun.py             torchrun with exit codes; subprocess_launcher.py: Lightn
 rendezvous.py           all ranks connect before the first collective; fingerprint.py compares them
 watchdog.py, hang.py    detect a hang and name the stalled rank
 run_lock.py             one launch at a time writes into a run's folder
+site.py                 the machines of a run, for launch and plan
 environment.py          packages, git, hardware; redaction.py keeps secrets out of it
 messages.py             warnings of all ranks, printed once
 """

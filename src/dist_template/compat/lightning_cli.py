@@ -14,6 +14,12 @@ class OpenCLI(LightningCLI):
     """LightningCLI with public names for what a subclass needs, and without hyperparameters from
     checkpoints."""
 
+    executes = True  # whether the verb runs, after its objects are made
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self.executes:
+            super()._run_subcommand(subcommand)
+
     def value(self, config: Any, key: str, default: Any = None) -> Any:
         """Returns `key` of the configuration of the verb that runs."""
         return self._get(config, key, default=default)

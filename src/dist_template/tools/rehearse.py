@@ -48,14 +48,14 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     folder = Path(own.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder")
-    cli, model_config, runs = make_small(own, flags, folder, project, prelude)
+    cli, config, runs = make_small(own, flags, folder, project, prelude)
     small = runs.small
 
     for note in small.notes:
         print(f"note: {note}")
     title = f"rehearsal of {' '.join(flags)} on {small.processes} processes"
     report = Report(title, {"processes": small.processes, "notes": small.notes})
-    report.add(_check_real_sizes(cli, model_config))
+    report.add(_check_real_sizes(cli, config))
     if own.keep_data and own.only in source_order.NAME and hasattr(cli.datamodule, "source"):
         report.add(source_order.check(cli.datamodule.source))
     checks = [check for check in CHECKS if own.only in check.name]
@@ -107,10 +107,10 @@ def make_small(
     if own.steps < MIN_STEPS:
         raise InputError(f"--steps {own.steps} is below {MIN_STEPS}")
     cli = _parse([*flags, *sizes.as_flags(own)], project)
-    strategy, model_config = cli.config_init.trainer.strategy, _model_config(cli)
+    strategy, config = cli.config_init.trainer.strategy, model_config(cli)
     shrinks = (own.steps, own.processes, own.keep_data)
-    small = shrink(cli.given, model_config, strategy, folder, *shrinks)
-    return cli, model_config, Runs(small, strategy, folder, project, prelude, own.timeout)
+    small = shrink(cli.given, config, strategy, folder, *shrinks)
+    return cli, config, Runs(small, strategy, folder, project, prelude, own.timeout)
 
 
 def _parse(flags: list[str], project: Project) -> Any:
@@ -129,7 +129,7 @@ def _parse(flags: list[str], project: Project) -> Any:
     return Given(project, flags, run=False)
 
 
-def _model_config(cli: Any) -> Any:
+def model_config(cli: Any) -> Any:
     """Returns the transformers configuration at full size; None for another kind of model."""
     data, build = cli.datamodule, getattr(cli.model, "build_config", None)
     if build is None or not hasattr(data, "seq_len"):

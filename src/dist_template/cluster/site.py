@@ -1,0 +1,146 @@
+"""The machines of a run, as `cluster` in a configuration describes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import InputError
+
+UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
+TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run is: `launch` and `plan` read it; `fit` ignores it.
+
+    Args:
+        nodes: Number of nodes. null: those of `hosts`, else trainer.num_nodes.
+        min_nodes: Of an elastic run, by torchrun only: training continues when nodes are lost, as
+            long as this many are left. null: all nodes are needed.
+        devices_per_node: GPUs of a node, or CPU processes. null: trainer.devices.
+        device_memory: Memory of one device with its unit, as 80GB (10^9 bytes) or 80GiB. For
+            `plan`.
+        time_limit: Of the job, as 24:00:00, 1-12:00:00 or seconds. null: none, or the site's.
+        save_s: Seconds before the time limit at which the run saves and exits with 75.
+        hosts: Names of the nodes, as ssh knows them; the first one is the rendezvous's. []: this
+            machine, or those that a scheduler chooses.
+        hostfile: A file with a line `name slots=N` for each node, instead of `hosts`.
+        include: Hosts to use, as deepspeed writes them: node1@node2. With the deepspeed launcher
+            also slots: node1@node2:0,1.
+        exclude: Likewise, hosts or slots not to use.
+        ssh: Command that runs a command on a host; its last words are the host and the command.
+        master: Address of the first node for the other nodes. null: its name in `hosts`.
+        port: TCP port of the first node for the rendezvous. null: one from the run's id.
+        partition: Slurm partition, or queue.
+        account: Slurm account that is charged.
+        gres: Generic resources of a node as the site spells them, for sites without
+            --gpus-per-node: gpu:h100:8. none: the site's Slurm does not know GPUs.
+        exclusive: Whether nodes are not shared with other jobs.
+        container: Under Slurm, what runs `image`: pyxis or apptainer. null: no container.
+        image: Container image; its path or its name in a registry.
+        mounts: Folders in the container, as /on/the/node:/in/the/container.
+        environment: Environment variables of all processes.
+        options: Further options of the target: of sbatch by their long name, as
+            {dependency: afterok:17, array: 0-3}.
+    """
+
+    nodes: int | None = None
+    min_nodes: int | None = None
+    devices_per_node: int | None = None
+    device_memory: str | None = None
+    time_limit: str | int | None = None
+    save_s: int = 300
+    hosts: list[str] = field(default_factory=list)
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
+    ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+    master: str | None = None
+    port: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    gres: str | None = None
+    exclusive: bool = False
+    container: Literal["pyxis", "apptainer"] | None = None
+    image: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in ("nodes", "min_nodes", "devices_per_node", "save_s"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise InputError(f"cluster.{key} is {value}; give 1 or more")
+        if self.hosts and self.hostfile:
+            raise InputError("cluster.hosts and cluster.hostfile are both given; give one of them")
+        if self.container and not self.image:
+            raise InputError(f"cluster.container is {self.container}; give cluster.image as well")
+        for name in self.hosts:
+            if self.hosts.count(name) > 1:
+                raise InputError(f"cluster.hosts has {name} twice; give each host once")
+        _ = self.memory_bytes
+        limit = self.time_limit_s
+        if limit is not None and limit <= self.save_s:
+            raise InputError(
+                f"cluster.time_limit is {limit} s, and the run saves {self.save_s} s before it"
+                " (cluster.save_s); give more time"
+            )
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of one device."""
+        if self.device_memory is None:
+            return None
+        found = SIZE.fullmatch(self.device_memory)
+        if not found:
+            raise InputError(
+                f"cluster.device_memory is {self.device_memory!r}; give a number with a unit, as"
+                " 80GB or 80GiB"
+            )
+        number, prefix, binary = found.groups()
+        return int(float(number) * (1024 if binary else 1000) ** UNITS[prefix])
+
+    @property
+    def time_limit_s(self) -> int | None:
+        """The time limit in seconds; YAML reads an unquoted 24:00:00 as its number of seconds."""
+        given = str(self.time_limit)
+        if self.time_limit is None or given.isdigit():
+            return None if self.time_limit is None else int(given)
+        found = TIME.fullmatch(given)
+        if not found:
+            what = "give seconds, HH:MM:SS or DAYS-HH:MM:SS"
+            raise InputError(f"cluster.time_limit is {given!r}; {what}")
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    def slots(self) -> dict[str, int | None]:
+        """Returns the hosts with their number of devices, which only a hostfile has.
+
+        Raises:
+            InputError: the hostfile cannot be read, or a line is wrong or is there twice.
+        """
+        if not self.hostfile:
+            return dict.fromkeys(self.hosts)
+        where, found = f"cluster.hostfile {self.hostfile}", {}
+        try:
+            lines = Path(self.hostfile).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise InputError(f"{where} cannot be read: {error.strerror}") from error
+        for number, line in enumerate(lines, 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            slots = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
+            if not slots:
+                raise InputError(f"{where}, line {number} is {line!r}; write `name slots=N`")
+            if words[0] in found:
+                raise InputError(f"{where}, line {number}: {words[0]} is there twice; remove one")
+            found[words[0]] = int(slots[1])
+        if not found:
+            raise InputError(f"{where} has no host; write a line `name slots=N` for each node")
+        return found
