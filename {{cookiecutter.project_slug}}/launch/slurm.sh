@@ -14,6 +14,7 @@
 #   mkdir -p runs && sbatch --nodes=4 launch/slurm.sh fit --config configs/pretrain.yaml
 # Submit from the project's folder.
 #   PYTHON        interpreter (default: .venv/bin/python)
+#   CONTAINER     words before it, as in CONTAINER="apptainer exec --nv image.sif"; SRUN_FLAGS: more flags of srun
 #   MAX_REQUEUES  how often a crashed job is requeued; a preempted one always is (default: 10)
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?submit this with sbatch: sbatch launch/slurm.sh fit --config <file>}"
@@ -33,7 +34,7 @@ export DIST_JOB_STARTED=$(date +%s)
 # When one task has exited, the others have 60 s to exit with the same code; --kill-on-bad-exit would kill them while
 # they save. srun returns the highest code. The flags come after the --config files, which would override them.
 code=0
-srun --kill-on-bad-exit=0 --wait=60 "${PYTHON:-.venv/bin/python}" -m "$package" "$@" \
+srun --kill-on-bad-exit=0 --wait=60 ${SRUN_FLAGS:-} ${CONTAINER:-} "${PYTHON:-.venv/bin/python}" -m "$package" "$@" \
     --trainer.devices="$SLURM_NTASKS_PER_NODE" --trainer.num_nodes="$SLURM_JOB_NUM_NODES" || code=$?
 
 case $code in

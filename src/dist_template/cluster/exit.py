@@ -17,6 +17,7 @@ import threading
 from typing import Any, NoReturn
 
 from ..errors import Exit, reason
+from .launch import record_exit
 
 LIMIT_S = 60.0  # for destroying NCCL's communicators: another rank may be lost
 _codes: list[int] = []  # the exit code, once it is decided
@@ -32,6 +33,7 @@ def exit_process(code: int) -> NoReturn:
     if code == Exit.DONE:  # after a failure, destroying would wait for other ranks' collectives
         _destroy_process_groups()
     _codes.append(code)
+    record_exit(code)
     sys.exit(code)
 
 

@@ -1,4 +1,14 @@
 """Environment variables that identify a run and a launch to their processes and restarts."""
 
+import os
+from pathlib import Path
+
 RUN_ID = "DIST_RUN_ID"  # the name of the run's folder; set by launch/*, or by the first process
 LAUNCH = "DIST_LAUNCH"  # identifies the launch, the same on all nodes; set by torchrun.py
+EXIT_CODES = "DIST_EXIT_CODES"  # a folder for ranks' exit codes; set by tools/launch/ranks.py
+
+
+def record_exit(code: int) -> None:
+    """Writes this rank's exit code for a launcher that loses it."""
+    if folder := os.environ.get(EXIT_CODES):
+        Path(folder, os.environ.get("RANK", "0")).write_text(str(int(code)), encoding="utf-8")

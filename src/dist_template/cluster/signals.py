@@ -18,6 +18,7 @@ import threading
 import time
 
 from ..errors import Exit, is_first_on_node
+from .launch import record_exit
 from .messages import MESSAGES
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
@@ -99,6 +100,7 @@ def _read_signals(read: int) -> None:
                     sentence = "stopped with nothing to save; the same command resumes"
                     os.write(2, f"\n{signal.Signals(number).name}: {sentence}\n".encode())
                 MESSAGES.flush()
+                record_exit(Exit.REQUEUE)
                 os._exit(Exit.REQUEUE)
             stop_request.number = stop_request.number or number
 

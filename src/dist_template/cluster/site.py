@@ -36,17 +36,13 @@ class Site:
         ssh: Command that runs a command on a host; its last words are the host and the command.
         master: Address of the first node for the other nodes. null: its name in `hosts`.
         port: TCP port of the first node for the rendezvous. null: one from the run's id.
-        partition: Slurm partition, or queue.
-        account: Slurm account that is charged.
-        gres: Generic resources of a node as the site spells them, for sites without
-            --gpus-per-node: gpu:h100:8. none: the site's Slurm does not know GPUs.
-        exclusive: Whether nodes are not shared with other jobs.
+        partition: Slurm partition, or queue of another scheduler.
         container: Under Slurm, what runs `image`: pyxis or apptainer. null: no container.
         image: Container image; its path or its name in a registry.
         mounts: Folders in the container, as /on/the/node:/in/the/container.
         environment: Environment variables of all processes.
-        options: Further options of the target: of sbatch by their long name, as
-            {dependency: afterok:17, array: 0-3}.
+        options: Further options of sbatch by their long names, as {account: a, gres: gpu:h100:8,
+            exclusive: null, dependency: afterok:17, array: 0-3}; gres replaces --gpus-per-node.
     """
 
     nodes: int | None = None
@@ -63,9 +59,6 @@ class Site:
     master: str | None = None
     port: int | None = None
     partition: str | None = None
-    account: str | None = None
-    gres: str | None = None
-    exclusive: bool = False
     container: Literal["pyxis", "apptainer"] | None = None
     image: str | None = None
     mounts: list[str] = field(default_factory=list)

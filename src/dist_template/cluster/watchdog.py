@@ -26,6 +26,7 @@ from typing import Any
 
 from ..errors import Exit
 from .hang import find_stalled, locate
+from .launch import record_exit
 from .messages import MESSAGES
 
 START_TIMEOUT_S = 1800.0  # until the configuration has been read
@@ -130,6 +131,7 @@ class WatchdogThread:
                 try:
                     self._report_hang(limit_s)
                 finally:
+                    record_exit(Exit.HUNG)
                     os._exit(Exit.HUNG)
 
     def _set_fallback(self) -> None:

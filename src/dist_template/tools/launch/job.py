@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,15 @@ PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
 
 @dataclass(frozen=True)
 class Job:
-    """What a target renders.
+    """What a target renders and starts: `verb` of `package` with `flags`, on nodes of equal size.
 
     Args:
-        package: The user's package, as in `python -m <package>`.
-        verb: fit, validate, test, predict or prepare.
-        flags: Of the verb.
-        site: The machines.
         run: The run's folder.
-        nodes: Number of nodes.
         devices: Processes of each node.
-        hosts: The nodes' names; [] if a scheduler chooses them, or for this machine.
+        hosts: The nodes' names; [] for this machine, or if a scheduler chooses the nodes.
         accelerator: cpu, cuda, …
-        folder: The project's folder, the same path on all nodes.
-        python: The interpreter, the same path on all nodes.
         data: The data module.
+        folder: The project's folder; as `python`, the same path on all nodes.
     """
 
     package: str
@@ -45,28 +39,32 @@ class Job:
     devices: int
     hosts: list[str]
     accelerator: str
-    folder: Path
-    python: str
     data: Any
+    folder: Path = field(default_factory=Path.cwd)
+    python: str = sys.executable
 
     @property
     def run_id(self) -> str:
         return self.run.name
 
     @property
+    def files(self) -> Path:
+        """The folder of the rendered files."""
+        return self.run / "launch"
+
+    @property
     def master(self) -> str:
         """Address of the first node for the others."""
-        first = self.hosts[0] if self.hosts else "127.0.0.1"
-        return self.site.master or first.rpartition("@")[2]
+        return self.site.master or (self.hosts or ["127.0.0.1"])[0].rpartition("@")[2]
 
     @property
     def port(self) -> int:
-        """TCP port of the rendezvous on the first node; the same for the same run."""
+        """TCP port of the rendezvous on the first node; a run keeps it."""
         return self.site.port or PORTS[zlib.crc32(self.run_id.encode()) % len(PORTS)]
 
     @property
     def arguments(self) -> list[str]:
-        """The verb and its flags with the job's sizes, which a later --config would override."""
+        """The verb and its flags; the job's sizes come last, so that they override a --config."""
         sizes = [f"--trainer.devices={self.devices}", f"--trainer.num_nodes={self.nodes}"]
         return [self.verb, *self.flags, *sizes]
 
@@ -81,10 +79,10 @@ class Job:
         return {RUN_ID: self.run_id, **self.site.environment}
 
     def require_data(self) -> None:
-        """Checks that the data is prepared, for targets whose nodes share this machine's disks.
+        """Refuses data that are not prepared, where nodes share this machine's disks.
 
         Raises:
-            InputError: it is not; processes of a launcher do not tokenize.
+            InputError: the processes of a launcher do not tokenize.
         """
         if self.verb != "prepare" and hasattr(self.data, "require"):
             self.data.require()
@@ -92,7 +90,7 @@ class Job:
 
 def exports(environment: dict[str, str]) -> str:
     """Returns lines of a shell script that set variables."""
-    return "\n".join(f"export {key}={shlex.quote(str(v))}" for key, v in environment.items())
+    return "\n".join(f"export {key}={shlex.quote(text)}" for key, text in environment.items())
 
 
 def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> Job:
@@ -122,27 +120,26 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     nodes = 1 if verb == "prepare" else site.nodes or len(slots) or trainer["num_nodes"]
     if slots and nodes > len(slots):
         raise InputError(f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all")
-    hosts = list(slots)[:nodes]
-    devices = _devices(site, {host: slots[host] for host in hosts}, trainer)
+    slots = dict(list(slots.items())[:nodes])
+    devices = _devices(site, slots, trainer)
     machine = Machine.described({**trainer, "devices": devices, "num_nodes": nodes})
     asynchronous = settings.last_checkpoint.asynchronous
     setup = (machine, trainer, cli.model, cli.datamodule, model_config(cli), verb == "fit")
     if verb != "prepare" and (found := violations(*setup, saves_asynchronously=asynchronous)):
         raise InputError(found[0])
-    return Job(
-        package=project.package,
-        verb=verb,
-        flags=flags,
-        site=site,
-        run=cli.run.absolute(),
-        nodes=nodes,
-        devices=devices,
-        hosts=hosts,
-        accelerator=machine.accelerator,
-        folder=Path.cwd(),
-        python=sys.executable,
-        data=cli.datamodule,
-    )
+    sizes = (nodes, devices, list(slots), machine.accelerator)
+    return Job(project.package, verb, flags, site, cli.run.absolute(), *sizes, cli.datamodule)
+
+
+def project_file(name: str) -> str:
+    """Returns `name`, a script of the project.
+
+    Raises:
+        InputError: the working folder is not the project's.
+    """
+    if not Path(name).is_file():
+        raise InputError(f"{Path.cwd()} has no {name}; start `launch` in the project's folder")
+    return name
 
 
 def _hosts(site: Site) -> dict[str, int | None]:

@@ -1,4 +1,4 @@
-"""Launchers and schedulers, each a module with the functions of `Target`."""
+"""Launchers and schedulers: each is a module with the functions of `Target`."""
 
 from __future__ import annotations
 
@@ -9,41 +9,29 @@ from typing import Any, Protocol, cast
 from ..job import Job
 
 ON_HOSTS = ("torchrun", "deepspeed", "accelerate", "ssh")  # they start the nodes in `cluster`
-TARGETS = (*ON_HOSTS,)
+TARGETS = (*ON_HOSTS, "slurm")
 
 
 class Target(Protocol):
-    """What a launcher or scheduler does with a run; `folder` is RUN/launch with the files."""
-
-    def check(self, job: Job) -> None:
-        """Raises InputError if the job cannot be described to the target; starts nothing."""
+    """A launcher or scheduler. `folder` is RUN/launch, `record` the content of its launch.json."""
 
     def render(self, job: Job) -> dict[str, str]:
-        """Returns the files by name; what ends in .sh becomes executable."""
-        raise NotImplementedError
+        """Returns the files by name. Raises InputError if the target cannot run the job."""
 
     def submit(self, job: Job, folder: Path) -> str:
-        """Submits the files. Returns the target's identifier of the job, "" for none.
+        """Returns the scheduler's identifier of the job; "" from a launcher, when all has ended.
 
-        A launcher in the foreground returns when the run has ended.
-
-        Raises:
-            InputError: a node or the scheduler refuses it.
-            Ended: the run has ended with another code than 0.
-        """
-        raise NotImplementedError
+        Raises InputError if a node or the scheduler refuses the job, and Ended if it has ended
+        with another code than 0."""
 
     def status(self, record: dict[str, Any], folder: Path) -> str:
-        """Returns a line for each node or job; `record` is RUN/launch/launch.json."""
-        raise NotImplementedError
+        """Returns a line for each node or job."""
 
     def logs(self, record: dict[str, Any], folder: Path) -> str:
         """Returns the output so far."""
-        raise NotImplementedError
 
     def stop(self, record: dict[str, Any], folder: Path) -> str:
-        """Asks the run to save and to exit with 75. Returns what was done."""
-        raise NotImplementedError
+        """Asks the run to save and exit with 75; returns what was done."""
 
 
 def target(name: str) -> Target:

@@ -1,0 +1,27 @@
+"""deepspeed: its launcher on every node, with a hostfile.
+
+The launcher's own way to the nodes is pdsh, which loses exit codes; here it starts one node.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from ....errors import require
+from ..job import Job
+from ..nodes import RANKS, arguments, logs, script, status, stop, submit
+
+__all__ = ["logs", "render", "status", "stop", "submit"]
+
+
+def render(job: Job) -> dict[str, str]:
+    require("deepspeed", "--on deepspeed")
+    slots = job.site.slots() or {"localhost": None}
+    hostfile = "".join(f"{host} slots={number or job.devices}\n" for host, number in slots.items())
+    launcher = [job.python, "-m", RANKS, job.python, "-m", "deepspeed.launcher.runner", "--no_ssh"]
+    launcher += ["--hostfile", str(job.files / "hostfile"), "--log_level=error"]
+    launcher += ["--master_addr", job.master, "--master_port", str(job.port)]
+    launcher += [f"--include={job.site.include}", f"--exclude={job.site.exclude}"]
+    process = ["--no_local_rank", "--module", job.package, *arguments(job)]
+    start = f'{shlex.join(launcher)} --node_rank "$NODE_RANK" {shlex.join(process)}'
+    return {**script(job, start, {"NPROC": str(job.devices)}), "hostfile": hostfile}

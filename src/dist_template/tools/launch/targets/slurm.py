@@ -1,0 +1,103 @@
+"""Slurm: sbatch with launch/slurm.sh, whose #SBATCH lines get the values of this run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ....errors import InputError, first_line
+from ..job import Job, exports, project_file
+
+SCRIPT = "launch/slurm.sh"
+
+
+def render(job: Job) -> dict[str, str]:
+    """Returns job.sh. launch/slurm.sh adds the job's sizes to the flags, and requeues the job."""
+    site, text = job.site, Path(project_file(SCRIPT)).read_text(encoding="utf-8")
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
+    options |= {"job-name": job.run_id, "output": f"{job.files}/slurm-%j.log"}
+    options |= {"nodes": job.nodes, "ntasks-per-node": job.devices, "gpus-per-node": job.devices}
+    options["signal"] = f"SIGUSR1@{site.save_s}"
+    if job.accelerator != "cuda" or "gres" in site.options:
+        del options["gpus-per-node"]
+    if site.partition:
+        options["partition"] = site.partition
+    if (limit := site.time_limit_s) is not None:
+        options["time"] = f"{limit // 3600}:{limit // 60 % 60:02}:{limit % 60:02}"
+    options |= site.options
+    lines = [
+        f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in options.items()
+    ]
+    settings = {"PYTHON": "python" if site.container else job.python, **_container(job)}
+    command = shlex.join([SCRIPT, job.verb, *job.flags])
+    return {
+        "job.sh": "\n".join(["#!/usr/bin/env bash", *lines, f"cd {shlex.quote(str(job.folder))}"])
+        + f"""
+{exports({**settings, **job.environment})}
+# Each task of an array is a run.
+export DIST_RUN_ID=$DIST_RUN_ID${{SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
+exec bash {command}
+"""
+    }
+
+
+def _container(job: Job) -> dict[str, str]:
+    """Returns the settings of launch/slurm.sh that run the tasks in the image."""
+    image, mounts = job.site.image, ",".join([f"{job.folder}:{job.folder}", *job.site.mounts])
+    if job.site.container == "pyxis":
+        flags = f"--container-image={image} --container-mounts={mounts}"
+        return {"SRUN_FLAGS": f"{flags} --container-workdir={job.folder}"}
+    if job.site.container == "apptainer":
+        gpu = "--nv " if job.accelerator == "cuda" else ""
+        return {"CONTAINER": f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"}
+    return {}
+
+
+def submit(job: Job, folder: Path) -> str:
+    """Submits job.sh; returns the job's number.
+
+    Raises:
+        InputError: the data is not prepared, or sbatch refuses the job.
+    """
+    if "dependency" not in job.site.options:
+        job.require_data()
+    return _run("sbatch", "--parsable", str(folder / "job.sh")).partition(";")[0]
+
+
+def _run(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        where = "start it where Slurm is, or give --dry-run"
+        raise InputError(f"there is no {words[0]} on this machine; {where}") from error
+    if done.returncode:
+        why = first_line(done.stderr)
+        if "generic resource" in why:
+            why += ": it has no such GPUs; give cluster.options.gres as the site spells it, or"
+            why += " trainer.accelerator cpu"
+        raise InputError(f"Slurm refuses {' '.join(words[:3])}: {why}")
+    return done.stdout.strip()
+
+
+def status(record: dict[str, Any], folder: Path) -> str:
+    """Returns the state of the job, as long as Slurm remembers it."""
+    columns = "%i %T, %M, %R"
+    return _run("squeue", "--noheader", "--states=all", f"--jobs={record['id']}", "-o", columns)
+
+
+def logs(record: dict[str, Any], folder: Path) -> str:
+    """Returns the output of all tasks."""
+    files = sorted(folder.glob("slurm-*.log"))
+    return "\n".join(f"{file}:\n{file.read_text(encoding='utf-8')}" for file in files)
+
+
+def stop(record: dict[str, Any], folder: Path) -> str:
+    """Lets a running job save and exit without being requeued; a pending one is cancelled."""
+    number = record["id"]
+    _run("scontrol", "update", f"jobid={number}", "requeue=0")
+    _run("scancel", "--state=PENDING", number)
+    _run("scancel", "--signal=USR1", number)
+    return f"job {number} was asked to save and exit"
