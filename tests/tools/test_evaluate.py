@@ -150,6 +150,18 @@ def test_an_exported_folder_and_one_with_another_tokenizer(
     assert "other tokens cannot be compared; give one of bits_per_byte" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_an_onnx_folder_has_the_scores_of_the_run(trained: Path, tmp_path: Path) -> None:
+    """Its rows hold several documents, which its graph does not separate."""
+    onnx = str(tmp_path / "onnx")
+    assert run("export", str(trained), "--to=onnx", f"--output={onnx}") == 0
+    assert run("evaluate", str(trained), f"--baseline={onnx}", "--name=x") == 0
+    _, samples = found_in(trained)
+    values = samples.pivot(index="hash", columns="model", values="value")
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+    assert len(values) > 20
+
+
 TASK = """
 task: fox
 dataset_path: json

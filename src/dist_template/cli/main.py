@@ -78,6 +78,8 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
     """
     project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv
     skip_finalization()
+    if not sys.stderr.isatty():  # transformers' progress bars too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if VERBS.get(" ".join(argv[:1]), ("",))[0] == FIT:
         signals.listen()
     code = command(argv, project)

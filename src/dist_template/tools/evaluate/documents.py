@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor
 from ... import weights
 from ...errors import InputError
 from ...text.batches.rows import NOT_COUNTED
+from ..export.onnx import OnnxModel
 
 
 class DocumentScores(Callback):
@@ -22,10 +25,11 @@ class DocumentScores(Callback):
 
     Args:
         path: The .parquet file to write; its index is the hash of the text.
+        onnx: A folder of `export --to onnx`, whose model replaces the module's.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, onnx: str | None = None) -> None:
+        self.path, self.onnx = path, onnx
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         data = trainer.datamodule
@@ -40,6 +44,8 @@ class DocumentScores(Callback):
         # rows of tokens that are their own positions: their labels are the labels' positions
         self.rows = copy.copy((trainer.test_dataloaders or trainer.val_dataloaders).dataset)
         self.rows.tokens = np.arange(len(self.rows.tokens))
+        if self.onnx:
+            pl_module.model.forward = OnnxRows(OnnxModel(Path(self.onnx)))
 
         def recorded(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
             flat = logits.float().flatten(0, 1)
@@ -79,3 +85,18 @@ class DocumentScores(Callback):
 
     on_validation_start, on_validation_end = on_test_start, on_test_end
     on_validation_batch_end = on_test_batch_end
+
+
+class OnnxRows:
+    """Runs a graph on packed rows: each document alone, because the graph knows no boundaries."""
+
+    def __init__(self, model: OnnxModel) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+        rows = []
+        for tokens, positions in zip(input_ids, position_ids, strict=True):
+            starts = [0, *positions[1:].eq(0).nonzero().flatten().add(1).tolist()]
+            parts = tokens[None].tensor_split(starts[1:], dim=1)
+            rows.append(torch.cat([self.model(part).logits for part in parts], dim=1))
+        return SimpleNamespace(logits=torch.cat(rows))

@@ -16,6 +16,7 @@ from ...observe.history.run import CONFIG
 from ...project import Project
 from ...text.tokenizers import Pretrained
 from ..export import trained
+from ..export.onnx import MANIFEST
 from .documents import DocumentScores
 
 
@@ -61,16 +62,19 @@ def score(model: Model, split: str, project: Project, work: Path, data: Any) -> 
         Ended: it failed; the reason is on the screen.
     """
     config, path, scores = model.config(), work / CONFIG, work / "scores.parquet"
-    trainer = config["trainer"]
+    trainer, is_onnx = config["trainer"], False
     if model.folder:
         own = Pretrained(model.folder).fit(iter(()))
         if own.backend_tokenizer.to_str() != data.text_tokenizer.backend_tokenizer.to_str():
             keys = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
             config["data"]["tokenizer"] = keys
-        config["model"] |= {"pretrained": model.folder, "adapter": None}
+        is_onnx = (Path(model.folder) / MANIFEST).is_file()
+        own_model = {"loss_chunk": None} if is_onnx else {"pretrained": model.folder}
+        config["model"] |= {"adapter": None, **own_model}
         trainer |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     kind = f"{DocumentScores.__module__}.{DocumentScores.__name__}"
-    callback = {"class_path": kind, "init_args": {"path": str(scores)}}
+    given = {"path": str(scores), "onnx": model.folder if is_onnx else None}
+    callback = {"class_path": kind, "init_args": given}
     trainer |= {"logger": False, "callbacks": [*(trainer["callbacks"] or []), callback]}
     config |= {"ckpt_path": model.checkpoint, "weights_only": None}
     config["run"] = {"root": str(work), "name": "run", "report": False}
