@@ -34,6 +34,7 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "prepare": ("tools.prepare", "tokenize the data once, in one process, before training"),
     "doctor": ("tools.doctor", "check this machine for problems that would stop a training"),
     "rehearse": ("tools.rehearse", "check a configuration for a cluster on this CPU, in minutes"),
+    "plan": ("tools.plan.command", "compare strategies: memory, traffic, time, and their flags"),
     "launch": ("tools.launch.command", "start a run by torchrun, deepspeed, ssh, Slurm, …"),
     "evaluate": ("tools.evaluate.command", "compare a run with a baseline on the same documents"),
     "export": ("tools.export.command", "convert a checkpoint to hf, onnx or peft, and verify it"),

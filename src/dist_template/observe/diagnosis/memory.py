@@ -51,12 +51,12 @@ class Estimate:
         self.seq_len = self._key("data.seq_len", 0)
         self.tokens = self.micro_batch_size * self.seq_len  # of a micro-batch
         self.loss_chunk = self._key("model.loss_chunk")  # tokens
-        self.parameters = self._fact("parameters.total")
-        self.trainable = self._fact("parameters.trainable") or self.parameters
-        self.in_4_bits = self._fact("parameters.in_4_bits")
-        self.in_blocks = self.parameters - self._fact("parameters.embedding")
-        self.layers, self.width = max(self._fact("model.layers"), 1), self._fact("model.width")
-        self.vocab_size = self._fact("model.vocab_size")
+        self.parameters = self.fact("parameters.total")
+        self.trainable = self.fact("parameters.trainable") or self.parameters
+        self.in_4_bits = self.fact("parameters.in_4_bits")
+        self.in_blocks = self.parameters - self.fact("parameters.embedding")
+        self.layers, self.width = max(self.fact("model.layers"), 1), self.fact("model.width")
+        self.vocab_size = self.fact("model.vocab_size")
         self._set_strategy(
             FILES.get(self._changes.get("config", "")) or self._key("trainer.strategy")
         )
@@ -70,7 +70,7 @@ class Estimate:
     def _key(self, path: str, default: Any = None) -> Any:
         return self._changes.get(path, self._history.key(path, default))
 
-    def _fact(self, path: str) -> int:
+    def fact(self, path: str) -> int:
         return self._history.fact(path) or 0
 
     def _set_strategy(self, strategy: Any) -> None:
@@ -80,8 +80,8 @@ class Estimate:
         for key, value in self._changes.items():
             if key.startswith(STRATEGY):
                 given[key.removeprefix(STRATEGY)] = value
-        self.kind, self.ranks = "replicated", self._fact("machine.world_size") or 1
-        self.shards = self.tp = 1  # of a mesh: fsdp_size x tp_size, and tp_size
+        self.kind, self.ranks = "replicated", self.fact("machine.world_size") or 1
+        self.shards = self.tp = self.ep = 1  # of a mesh: fsdp_size x tp_size, tp_size, ep_size
         self.stage = self.bucket = 0  # of ZeRO
         self.offload_optimizer = self.offload_parameters = self.accumulates_full = False
         if name == "MeshStrategy":
@@ -89,6 +89,7 @@ class Estimate:
             rest = max(self.ranks // prod(size for size in sizes if size != "auto"), 1)
             replicate, fsdp, self.tp = (rest if size == "auto" else size for size in sizes)
             self.kind, self.ranks, self.shards = "mesh", replicate * fsdp, fsdp * self.tp
+            self.ep = self.shards if given.get("ep_size") == "auto" else given.get("ep_size", 1)
             self.offload_optimizer = self.offload_parameters = bool(given.get("cpu_offload"))
             self.accumulates_full = given.get("reduce_each_micro_batch") is False
         elif name == "ZeroStrategy":
@@ -108,17 +109,18 @@ class Estimate:
     def state(self) -> dict[str, float]:
         """Returns weights, gradients, optimizer state and their buffers."""
         w, accumulates = self.weight_bytes, self.rows > self.micro_batch_size
+        part = self.part()
         parts = {
-            "weights": self.all_weights / self.shards,
-            "gradients": self.trainable * w / self.shards,
-            "optimizer state": self.trainable * ADAMW_BYTES * w / 4 / self.shards,
+            "weights": self.all_weights * part,
+            "gradients": self.trainable * w * part,
+            "optimizer state": self.trainable * ADAMW_BYTES * w / 4 * part,
         }
         if self.kind == "zero":
             parts = self._zero()
         elif self.kind == "mesh" and self.shards > self.tp:
             # The running block, the next one, and the embedding or the head.
-            gathered = 2 * self.in_blocks / self.layers + self.vocab_size * self.width
-            parts["gathered weights"] = gathered / self.tp * (2 if self.is_half else w)
+            gathered = 2 * self.block() + self.vocab_size * self.width / self.tp
+            parts["gathered weights"] = gathered * (2 if self.is_half else w)
             if self.accumulates_full and accumulates:
                 parts["unsharded gradients"] = self.trainable / self.tp * w
         elif self.kind == "replicated" and self.ranks > 1 and accumulates:
@@ -128,6 +130,20 @@ class Estimate:
         if self.offload_parameters and not self.on_host:
             parts["weights"] = 0.0
         return parts
+
+    def part(self) -> float:
+        """Returns a rank's share of the parameters; tensor parallelism replicates some."""
+        whole = self.fact("parameters.tp_replicates") if self.tp > 1 else 0
+        return (1 + whole / self.parameters * (self.tp - 1)) / self.shards
+
+    def block(self) -> float:
+        """Returns the parameters of the largest block, gathered by FSDP2: other ranks' experts of
+        expert parallelism are not."""
+        largest, experts = self.fact("parameters.block"), self.fact("parameters.block_experts")
+        largest = largest or self.in_blocks / self.layers
+        if self.ep > 1:
+            return (largest - experts) / self.tp + experts / self.ep
+        return largest / self.tp
 
     def _zero(self) -> dict[str, float]:
         """DeepSpeed 0.19 keeps an fp32 copy of the weights at every stage and precision."""

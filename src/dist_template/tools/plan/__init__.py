@@ -1,0 +1,1 @@
+"""`plan`: what a training needs and takes, on machines that need not exist."""

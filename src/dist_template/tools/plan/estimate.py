@@ -1,0 +1,136 @@
+"""One strategy's memory, messages and time: diagnosis' estimate with traced activations.
+
+What is sent follows the formulas of docs/strategies; tests/tools/test_plan.py compares them with
+the collectives that the benchmarks count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...observe.diagnosis.memory import LIVE_PARAMETERS, Estimate
+from ...observe.history.run import History
+from .activations import Activations, Precision
+
+FRAGMENTATION = 0.1  # of activations, logits and buffers
+CONTEXT = 1.5e9  # bytes of CUDA's context, kernels, cuBLAS and NCCL
+RECOMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations of a step
+HOST = 25e9  # bytes per second between a device and its host
+STATE = ("weights", "gradients", "optimizer state")
+COLUMNS = (*STATE, "activations", "logits", "backward", "buffers", "allowance")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes, devices per node, bytes of a device; per second of one: operations that it reaches,
+    its peak, bytes sent within a node and to other nodes."""
+
+    nodes: int
+    devices: int
+    memory: float
+    flops: float
+    peak: float
+    within: float
+    between: float
+
+
+class Planned(Estimate):
+    """One device's memory and a step's time, for a configuration and facts."""
+
+    def __init__(self, history: History, activations: Activations, machine: Machine) -> None:
+        super().__init__(history)
+        self._activations, self.machine = activations, machine
+        self.accumulation = max(1, self.rows // self.micro_batch_size)
+        self.wide = 2 if self.is_half else self.weight_bytes  # bytes of a weight that is used
+        self.step_tokens = self.rows * self.ranks * self.seq_len
+
+    def parts(self) -> dict[str, float]:
+        """Returns `COLUMNS`; logits and backward are not in memory at the same time."""
+        sharded = self.kind == "mesh" and self.shards > self.tp
+        precision = Precision(
+            half=self.is_half and (sharded or self.weight_bytes == 2),
+            casts=self.precision.endswith("-mixed") and self.kind != "zero",
+        )
+        kept, most = self._activations.of(
+            self.micro_batch_size, precision, self.tp, self.checkpointing
+        )
+        state = self.state()
+        buffers = sum(size for name, size in state.items() if name not in STATE)
+        reduced = self.block() * (self.wide + self.weight_bytes) if sharded else 0
+        in_chunks = self.loss_chunk and self.tokens > self.loss_chunk
+        of_head = 4 * self.vocab_size * self.width if in_chunks else 0  # its gradient, summed
+        logits, backward = self.logits() + of_head, most - kept + reduced
+        moving = kept + max(logits, backward) + buffers
+        sizes = [kept, logits, backward, buffers, CONTEXT + FRAGMENTATION * moving]
+        return dict(zip(COLUMNS, [*(state[name] for name in STATE), *sizes], strict=True))
+
+    def total(self) -> float:
+        parts = self.parts()
+        return sum(parts.values()) - min(parts["logits"], parts["backward"])
+
+    def sent(self) -> Iterator[tuple[float, int, bool]]:
+        """Yields bytes that a device sends in an optimizer step, the neighbours that they reach,
+        and whether computation waits for them."""
+        n, times, w, trained = self.ranks, self.accumulation, self.weight_bytes, self.trainable
+        if self.kind == "replicated":
+            yield 2 * w * trained * _ring(n), n, False
+        elif self.kind == "zero" and self.stage < 3:
+            yield (2 * (times if self.stage > 1 else 1) + 1) * w * trained * _ring(n), n, False
+        elif self.kind == "zero":
+            gathers = 1 if self.parameters < LIVE_PARAMETERS else 2
+            yield times * w * (gathers * self.parameters + trained) * _ring(n), n, False
+        else:
+            yield from self._sent_by_mesh()
+
+    def _sent_by_mesh(self) -> Iterator[tuple[float, int, bool]]:
+        """FSDP2 keeps norm and head gathered; experts of expert parallelism are other units."""
+        fsdp, share = self.shards // self.tp, self.trainable / self.parameters
+        experts = self.fact("parameters.experts") / self.ep if self.ep > 1 else 0
+        dense = self.part() * self.parameters * fsdp - experts * self.ep / self.tp
+        reduces = 1 if self.accumulates_full else self.accumulation
+        head = self.vocab_size * self.width / self.tp
+        for number, ranks, once in ((dense, fsdp, head), (experts, self.shards // self.ep, 0)):
+            gathered = self.accumulation * self.wide * (2 * number - once)
+            reduced = reduces * self.weight_bytes * number * share
+            yield (gathered + reduced) * _ring(ranks), self.shards, False
+        replicas, own = self.ranks // fsdp, self.part() * self.trainable
+        yield 2 * self.weight_bytes * own * _ring(replicas), replicas * self.shards, False
+        bytes_ = self.accumulation * self.tokens * self.wide
+        blocks, chosen = self.fact("model.moe_layers"), self.fact("model.experts_per_token")
+        if self.tp > 1:
+            widths = 2 * self.fact("model.tp_widths") + self.vocab_size
+            again = blocks * (2 * self.width + chosen) if self.ep > 1 else 0
+            yield bytes_ * (widths + again) * _ring(self.tp), self.tp, True
+        moved = 4 * blocks * chosen * self.width / self.tp
+        yield bytes_ * moved * _ring(self.ep), self.ep, True
+
+    def seconds(self) -> float:
+        """Returns the time of an optimizer step, 0 if a device's speed is not known. What no
+        computation waits for is hidden behind it."""
+        if not self.machine.flops:
+            return 0.0
+        compute = self._operations() * RECOMPUTED[self.checkpointing] / self.machine.flops
+        hidden = exposed = 0.0
+        for sent, span, waits in self.sent():
+            is_near = span <= self.machine.devices
+            took = sent / (self.machine.within if is_near else self.machine.between)
+            hidden, exposed = hidden + took * (not waits), exposed + took * waits
+        part = 1 / self.ranks if self.kind == "zero" else self.part()
+        if self.offload_optimizer:  # gradients to the host, weights back
+            exposed += 2 * self.weight_bytes * self.trainable * part / HOST
+        if self.offload_parameters:
+            exposed += 2 * self.accumulation * self.wide * self.parameters * part / HOST
+        return max(compute, hidden) + exposed
+
+    def mfu(self) -> float:
+        return self._operations() / self.seconds() / self.machine.peak if self.seconds() else 0.0
+
+    def _operations(self) -> float:
+        """Returns the model's operations of a step on one device."""
+        devices = self.machine.nodes * self.machine.devices
+        return self.step_tokens / devices * self.fact("model.flops_per_token")
+
+
+def _ring(ranks: float) -> float:
+    return (ranks - 1) / ranks
