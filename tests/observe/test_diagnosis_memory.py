@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
-from torch.distributed.tensor import DTensor
 
 from dist_template.observe.diagnosis.finding import Change
 from dist_template.observe.diagnosis.memory import FILES, Estimate
@@ -18,6 +15,7 @@ from dist_template.observe.diagnosis.remedies import memory_use, remedies
 from dist_template.observe.history.run import History, read_run
 from dist_template.records import GIB
 from tests.support.histories import nested
+from tests.support.memory import State
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
@@ -47,45 +45,6 @@ CONFIG = {
     "trainer.precision": "bf16-mixed",
     "model.architecture": {"intermediate_size": 11008},
 }
-ZERO = ("averaged_gradients", "fp32_groups_gradients_flat", "single_partition_of_fp32_groups",
-        "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")  # fmt: skip
-
-
-class State(Callback):
-    """Records the largest size of parameters, gradients and optimizer state in the second step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.most = 0
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.on_after_backward(trainer, pl_module)
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_step != 1:
-            return
-        tensors = [t for p in pl_module.parameters() for t in (kept(p), p.grad, getattr(p, "ds_tensor", None))]
-        for optimizer in [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]:
-            tensors += [t for state in optimizer.state.values() for t in state.values()]
-            tensors += [t for group in optimizer.param_groups for p in group["params"] for t in (kept(p), p.grad)]
-        for name in ZERO:
-            tensors += flat(getattr(getattr(trainer.model, "optimizer", None), name, None))
-        sizes: dict[int, int] = {}
-        for tensor in flat(tensors):
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-        self.most = max(self.most, sum(sizes.values()))
-        (self.folder / f"state{trainer.global_rank}.json").write_text(json.dumps(self.most))
-
-
-def kept(parameter: Any) -> Any:
-    """Returns None under ZeRO-3, whose shards are counted and not the gathered parameters."""
-    return None if hasattr(parameter, "ds_tensor") else parameter
-
-
-def flat(value: Any) -> list[torch.Tensor]:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [value] if isinstance(value, torch.Tensor) else [tensor for each in values for tensor in flat(each)]
 
 
 ADAPTERS = ["--model.adapter.rank=8"]

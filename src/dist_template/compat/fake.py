@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .attributes import replaced
 from .torch import tree_leaves
@@ -26,49 +27,38 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor]) -> None:
         super().__init__()
         self.live = self.peak = 0
-        storages = [tensor.untyped_storage() for tensor in existing]
-        self._known: dict[int, Any] = {id(storage): storage for storage in storages}
+        self._known = WeakIdKeyDictionary({tensor.untyped_storage(): 0 for tensor in existing})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._add(tensor.untyped_storage())
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage not in self._known:
+                self._known[storage] = size = storage.nbytes()
+                weakref.finalize(storage, self._add, -size)
+                self._add(size)
         return result
 
-    def _add(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._known:
-            return
-
-        def free(_: Any) -> None:
-            self.live -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, free)
+    def _add(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
 
 
 @contextmanager
 def fake_tensors(on_gpu: bool, fp32: bool) -> Generator[None]:
-    """Inside, tensors have no memory, and operations without a fake CPU kernel take as much.
-
-    These are attention on a GPU with heads of two sizes, and experts in fp32.
-    """
+    """Inside, tensors have no memory. Operations without a fake kernel on a CPU take as much as
+    others: attention on a GPU whose heads have two sizes, and experts in fp32."""
     from transformers.integrations import moe
 
-    attention, grouped = F.scaled_dot_product_attention, {}
+    attention = F.scaled_dot_product_attention
+    experts: dict[str, Any] = {"_grouped_mm": lambda input, weight, offs: input @ weight[0]}
 
     def padded(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        wider = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
-        return attention(query, key, wider, *args, **options)[..., : value.shape[-1]]
+        size, more = value.shape[-1], query.shape[-1] - value.shape[-1]
+        value = F.pad(value, (0, more)) if more else value
+        return attention(query, key, value, *args, **options)[..., :size]
 
-    if fp32:
-        grouped = {"_grouped_mm": lambda input, weight, offs: input @ weight[0]}
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        replaced(F, scaled_dot_product_attention=padded if on_gpu else attention),
-        replaced(moe, **grouped),
-    ):
+    fused = replaced(F, scaled_dot_product_attention=padded if on_gpu else attention)
+    grouped = replaced(moe, **experts if fp32 else {})
+    with FakeTensorMode(allow_non_fake_inputs=True), fused, grouped:
         yield

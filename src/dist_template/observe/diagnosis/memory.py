@@ -155,7 +155,9 @@ class Estimate:
             "communication buffers": self.bucket * w * (1 if stage == 3 else 2),
         }
         if stage == 3:
-            parts["gathered weights"] = min(self.parameters, LIVE_PARAMETERS) * w
+            # A layer's experts are one module.
+            most = max(LIVE_PARAMETERS, self.fact("parameters.block_experts"))
+            parts["gathered weights"] = min(self.parameters, most) * w
         return parts
 
     def kept(self) -> float:

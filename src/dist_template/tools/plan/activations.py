@@ -1,4 +1,4 @@
-"""Bytes of activations and logits: forward and backward of a few blocks without memory, scaled.
+"""Bytes of activations: forward and backward of a few blocks without memory, scaled.
 
 A model with one block of each kind is traced, then with two of one kind: the difference is a block.
 Gradients of parameters are not computed there: what is counted is activations, their gradients, and
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compat.fake import LiveBytes, fake_tensors
-from ...model.head import ChunkedLoss, without_head
+from ...model.head import without_head
 from ...model.kernels import BOUNDS, cast_experts
 from ...parallel.blocks import BlockConfig, wrap_blocks
 from .blueprint import Blueprint
@@ -32,7 +32,7 @@ class Activations:
 
     def __init__(self, blueprint: Blueprint, documents: bool, on_gpu: bool) -> None:
         self._blueprint, self._documents, self._on_gpu = blueprint, documents, on_gpu
-        self._traced, self.logits = cache(self._trace), cache(self._logits)
+        self._traced = cache(self._trace)
         cast_experts()
 
     def of(self, rows: int, precision: Precision, tp: int, mode: str) -> tuple[float, float]:
@@ -66,43 +66,23 @@ class Activations:
             return leaf[0]
 
         with fake_tensors(self._on_gpu, not any(precision)):
-            model = module.model = _allocated(made, precision)
+            model = module.model = _allocated(made, precision.half)
             tokens = torch.zeros(rows, self._blueprint.data.seq_len, dtype=torch.long)
             bounds = torch.zeros(rows + 1 + self._documents, dtype=torch.int)
             model.get_input_embeddings().register_forward_hook(detach)
             counter = LiveBytes([*model.parameters(), *model.buffers(), tokens, bounds])
-            with counter, _autocast(precision), without_head(model):
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision.casts)
+            with counter, autocast, without_head(model):
                 hidden = module({"input_ids": tokens, "position_ids": tokens, BOUNDS: bounds})
                 kept = counter.peak = counter.live
                 torch.autograd.grad(hidden.sum(), leaf)
         del module.model
         return torch.tensor([kept, counter.peak], dtype=torch.float64)
 
-    def _logits(self, rows: int, precision: Precision) -> float:
-        """Returns the peak of the output layer and the loss, with the layer's gradient."""
-        module, shape = self._blueprint.module, (rows, self._blueprint.data.seq_len)
-        made = self._blueprint.short([0], tp=1)
-        with fake_tensors(self._on_gpu, not any(precision)):
-            model = _allocated(made, precision)
-            head, labels = model.get_output_embeddings(), torch.zeros(shape, dtype=torch.long)
-            dtype = torch.bfloat16 if precision.half else torch.float32
-            hidden = torch.zeros(*shape, head.in_features, dtype=dtype, requires_grad=True)
-            counter = LiveBytes([*model.parameters(), hidden, labels])
-            chunked = ChunkedLoss(model, module.sums, module.loss_chunk)
-            with counter, _autocast(precision):
-                is_long = chunked.applies_to(labels)
-                sums = chunked(hidden, labels) if is_long else module.sums(head(hidden), labels)
-                next(iter(sums.values())).backward()
-        return counter.peak
 
-
-def _allocated(model: Any, precision: Precision) -> Any:
+def _allocated(model: Any, half: bool) -> Any:
     model = model.to_empty(device="cpu").train()
-    for parameter in model.parameters() if precision.half else ():
+    for parameter in model.parameters() if half else ():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
     return model
-
-
-def _autocast(precision: Precision) -> Any:
-    return torch.autocast("cpu", torch.bfloat16, enabled=precision.casts)

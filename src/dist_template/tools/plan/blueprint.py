@@ -33,7 +33,7 @@ class Blueprint:
         with torch.device("meta"):
             self.model: Any = module.build_with_adapters(self.data)
         module.adapter = adapter
-        self.head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        self.head: Any = getattr(self.model, "get_output_embeddings", lambda: None)()
         self.blocks = find_blocks(self.model)
         if not self.blocks or self.head is None or not hasattr(self.model, "tp_plan"):
             raise InputError(

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ...observe.diagnosis.memory import LIVE_PARAMETERS, Estimate
 from ...observe.history.run import History
 from .activations import Activations, Precision
+from .candidates import Candidate
 
 FRAGMENTATION = 0.1  # of activations, logits and buffers
 CONTEXT = 1.5e9  # bytes of CUDA's context, kernels, cuBLAS and NCCL
@@ -36,11 +38,13 @@ class Machine:
 
 
 class Planned(Estimate):
-    """One device's memory and a step's time, for a configuration and facts."""
+    """A strategy's memory on one device and the time of a step."""
 
-    def __init__(self, history: History, activations: Activations, machine: Machine) -> None:
+    def __init__(
+        self, history: History, activations: Activations, machine: Machine, candidate: Candidate
+    ) -> None:
         super().__init__(history)
-        self._activations, self.machine = activations, machine
+        self._activations, self.machine, self.candidate = activations, machine, candidate
         self.accumulation = max(1, self.rows // self.micro_batch_size)
         self.wide = 2 if self.is_half else self.weight_bytes  # bytes of a weight that is used
         self.step_tokens = self.rows * self.ranks * self.seq_len
@@ -58,8 +62,9 @@ class Planned(Estimate):
         state = self.state()
         buffers = sum(size for name, size in state.items() if name not in STATE)
         reduced = self.block() * (self.wide + self.weight_bytes) if sharded else 0
-        in_chunks = self.loss_chunk and self.tokens > self.loss_chunk
-        of_head = 4 * self.vocab_size * self.width if in_chunks else 0  # its gradient, summed
+        in_chunks = self.loss_chunk and self.loss_chunk < self.tokens
+        sums = in_chunks and self.trainable == self.parameters  # gradients of the output layer
+        of_head = 4 * self.vocab_size * self.width if sums else 0
         logits, backward = self.logits() + of_head, most - kept + reduced
         moving = kept + max(logits, backward) + buffers
         sizes = [kept, logits, backward, buffers, CONTEXT + FRAGMENTATION * moving]
@@ -68,6 +73,18 @@ class Planned(Estimate):
     def total(self) -> float:
         parts = self.parts()
         return sum(parts.values()) - min(parts["logits"], parts["backward"])
+
+    @property
+    def fits(self) -> bool:
+        return self.total() <= self.machine.memory
+
+    @property
+    def order(self) -> Any:
+        """What fits comes first, then what is fastest, then what sends and recomputes least."""
+        if not self.fits:
+            return 1, self.total()
+        sent = sum(size for size, *_ in self.sent())
+        return 0, round(self.seconds(), 3), sent, RECOMPUTED[self.checkpointing]
 
     def sent(self) -> Iterator[tuple[float, int, bool]]:
         """Yields bytes that a device sends in an optimizer step, the neighbours that they reach,
