@@ -3,8 +3,9 @@
 First the roofline: the bf16 matrix products of that GPU, large and in each model's own shape. Then each model, in
 bf16-mixed (weights and AdamW in fp32), compiled block by block, no checkpointing, rows without boundaries between
 documents, so that every arm has flash attention: by hand; by the project as shipped; by Hugging Face's Trainer with its
-defaults, and with `torch_compile`; litgpt's model in the hand-written loop, where litgpt is installed. MFU counts 6 N +
-12 L d T operations a token (PaLM's convention) over the peak of `flops.py`.
+defaults, and with `torch_compile`; litgpt's model in the hand-written loop, where litgpt is installed. `plan`: the
+project without compile, whose peak memory and time are set against what the verb `plan` predicts from the roofline. MFU
+counts 6 N + 12 L d T operations a token (PaLM's convention) over the peak of `flops.py`.
 
 Targets: MFU of 0.45 for Llama-3.2-1B's shape at 4,096 tokens (published for 1 to 1.3 B: 0.38 to 0.40), 0.35 for 125M at
 2,048, 0.46 for 3B at 4,096; a mixture of experts with its figure told. 0.985 of the hand-written loop's speed, 1.25 of
@@ -30,9 +31,14 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from trainer_dev.module import LanguageModule
 
+from dist_template.cli.limits.machine import Machine as Described
 from dist_template.model.flops import Size, peak
 from dist_template.text.batches.rows import PackedRows
+from dist_template.tools.plan.candidates import Candidate
+from dist_template.tools.plan.estimate import Machine, Planned
+from dist_template.tools.plan.planner import Planner
 
 from .arms import Comparison, Sample, compare
 from .loops import hand, project, trainer
@@ -135,10 +141,27 @@ def run(options: Options) -> Result:
             else:
                 result.figures.append(Figure(f"{title}: model's operations, {arm}", speeds, unit="TFLOP/s"))
             result.figures.append(Figure(f"{title}: peak memory, {arm}", memory[arm], unit="GiB"))
+        planned = predicted(model, roofline.median * 1e12)
+        if cuda:
+            bytes_ = planned.total() - planned.parts()["allowance"]
+            ratios = [bytes_ / 2**30 / measured for measured in memory["plan"]]
+            result.figures.append(Figure(f"{title}: plan's memory over the measured", ratios))
+            ratios = [planned.seconds() / sample.wall_s for sample in comparison.samples["plan"]]
+            result.figures.append(Figure(f"{title}: plan's time of a step over the measured", ratios))
         for other, least in (("hand", 0.985), ("Trainer", 1.25), ("Trainer, compiled", 1.02)):
             speeds = comparison.wall_ratios(other, "project")
             result.figures.append(Figure(f"{title}: speed of project over {other}", speeds, at_least=least))
     return result
+
+
+def predicted(model: Model, flops: float) -> Planned:
+    """What `plan` says of the arm of that name."""
+    data = SimpleNamespace(
+        seq_len=model.seq_len, global_batch_size=model.micro_batch, cross_document_attention=True
+    )  # fmt: skip
+    planner = Planner(LanguageModule(architecture=model.architecture), data, {}, Described("cuda", 1, 1, "bf16-mixed"))
+    machine = Machine(1, 1, 80e9, flops, flops, 300e9, 40e9)
+    return planner.option(Candidate("one device", "ddp", {}), machine, model.micro_batch, "none")
 
 
 def product_tflops(shape: tuple[int, int, int], cuda: bool) -> float:
@@ -169,6 +192,7 @@ def measure(title: str, model: Model, options: Options, cuda: bool) -> tuple[Com
         arms: dict[str, Callable[[], Sample]] = {
             "hand": partial(hand.train, fast),
             "project": partial(project.train, fast),
+            "plan": partial(project.train, task),
             "Trainer": partial(trainer.train, task),
             "Trainer, compiled": partial(trainer.train, fast),
         }

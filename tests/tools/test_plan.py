@@ -73,7 +73,10 @@ def estimate(made: Planner, name: str, ranks: int, rows: int, mode: str = "none"
 def test_predicted_bytes_are_those_of_a_training(
     flags: list[str], tmp_path: Path, strategy: str, architecture: dict[str, Any], precision: str, mode: str
 ) -> None:
-    """State within 5 %; within 15 % what the last of two micro-batches allocates, by torch's profiler."""
+    """State within 5 %; within 15 % what the last of two micro-batches allocates, by torch's profiler.
+
+    Under expert parallelism ranks get different numbers of tokens: the larger one is compared.
+    """
     batch = 2 * ROWS if strategy == "tp" else 4 * ROWS
     shape = ", ".join(f"{key}: {str(value).lower()}" for key, value in architecture.items())
     flags = [flag for flag in flags if "architecture" not in flag] + flags_of(strategy)
@@ -88,13 +91,15 @@ def test_predicted_bytes_are_those_of_a_training(
     moving = parts["activations"] + max(parts["logits"], parts["backward"]) + state.get("gathered weights", 0)
     if strategy == "zero2":  # others keep their buffers from the first step on
         moving += state["communication buffers"]
-    for rank in range(2):
-        measured = json.loads((tmp_path / f"state{rank}.json").read_text())
-        assert sum(parts[name] for name in STATE) == pytest.approx(measured, rel=0.05)
-        allocated = json.loads((tmp_path / f"allocated{rank}.json").read_text())
-        print(f"{strategy} {precision} {mode}: state {sum(parts[name] for name in STATE) / measured:.3f},"
-              f" activations {moving / allocated:.3f} of the measured {allocated / 2**20:.0f} MiB")  # fmt: skip
-        assert moving == pytest.approx(allocated, rel=0.15)
+    measured, allocated = (
+        max(json.loads((tmp_path / f"{what}{rank}.json").read_text()) for rank in range(2))
+        for what in ("state", "allocated")
+    )
+    predicted = sum(parts[name] for name in STATE)
+    print(f"{strategy} {precision} {mode}: state {predicted / measured:.3f}, activations {moving / allocated:.3f}"
+          f" of the measured {allocated / 2**20:.0f} MiB")  # fmt: skip
+    assert predicted == pytest.approx(measured, rel=0.05)
+    assert moving == pytest.approx(allocated, rel=0.15)
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES])
