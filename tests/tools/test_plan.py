@@ -113,7 +113,7 @@ def test_what_is_sent_is_what_the_benchmarks_count(name: str) -> None:
     made = planner(architecture, 4 * 4, 64, "bf16-mixed", "cuda")
     planned = estimate(made, name, 4, 1)
     setting = Setting(4, planned.tokens, planned.accumulation, node=4 if name == "tp" else node, zero_kept=10**9)
-    counted = sum(one.sent for one in STRATEGIES[name](made.blueprint.model, setting))
+    counted = sum(one.sent for one in STRATEGIES[name](made.traced.model, setting))
     assert sum(size for size, *_ in planned.sent()) == pytest.approx(counted, rel=0.03)
 
 
@@ -121,14 +121,14 @@ def test_what_is_sent_is_what_the_benchmarks_count(name: str) -> None:
 def test_fsdp2_without_expert_parallelism_gathers_a_whole_layer_of_experts() -> None:
     """11.5 B parameters: 21 GiB each of two layers in bf16, 43 GiB of gradients in fp32."""
     made = planner(DEEPSEEK_V3, 4096, 4096, "bf16-mixed", "cuda")
-    assert made.blueprint.size.total == 671_026_404_352
+    assert made.traced.size.total == 671_026_404_352
     machine = Machine(32, 8, 80 * GB, 6e14, 1e15, 3e11, 4e10)
     every = {candidate.name: candidate for candidate in candidates(32, 8)}
     found = {name: made.option(every[name], machine, 1, "full") for name in ("fsdp2 256", "fsdp2 256 x ep 64")}
     alone, by_experts = found.values()
     assert alone.parts()["buffers"] > 2 * 21 * 2**30 and alone.parts()["backward"] > 43 * 2**30
     assert by_experts.fits and not alone.fits
-    assert by_experts.parts()["weights"] == alone.parts()["weights"] == 4 * made.blueprint.size.total / 256
+    assert by_experts.parts()["weights"] == alone.parts()["weights"] == 4 * made.traced.size.total / 256
 
 
 @pytest.mark.slow

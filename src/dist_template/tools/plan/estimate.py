@@ -12,8 +12,8 @@ from typing import Any
 
 from ...observe.diagnosis.memory import LIVE_PARAMETERS, Estimate
 from ...observe.history.run import History
-from .activations import Activations, Precision
 from .candidates import Candidate
+from .trace import Traced
 
 FRAGMENTATION = 0.1  # of activations, logits and buffers
 CONTEXT = 1.5e9  # bytes of CUDA's context, kernels, cuBLAS and NCCL
@@ -41,10 +41,10 @@ class Planned(Estimate):
     """A strategy's memory on one device and the time of a step."""
 
     def __init__(
-        self, history: History, activations: Activations, machine: Machine, candidate: Candidate
+        self, history: History, traced: Traced, machine: Machine, candidate: Candidate
     ) -> None:
         super().__init__(history)
-        self._activations, self.machine, self.candidate = activations, machine, candidate
+        self._traced, self.machine, self.candidate = traced, machine, candidate
         self.accumulation = max(1, self.rows // self.micro_batch_size)
         self.wide = 2 if self.is_half else self.weight_bytes  # bytes of a weight that is used
         self.step_tokens = self.rows * self.ranks * self.seq_len
@@ -52,13 +52,10 @@ class Planned(Estimate):
     def parts(self) -> dict[str, float]:
         """Returns `COLUMNS`; logits and backward are not in memory at the same time."""
         sharded = self.kind == "mesh" and self.shards > self.tp
-        precision = Precision(
-            half=self.is_half and (sharded or self.weight_bytes == 2),
-            casts=self.precision.endswith("-mixed") and self.kind != "zero",
-        )
-        kept, most = self._activations.of(
-            self.micro_batch_size, precision, self.tp, self.checkpointing
-        )
+        half = self.is_half and (sharded or self.weight_bytes == 2)
+        casts = self.precision.endswith("-mixed") and self.kind != "zero"
+        rows, mode = self.micro_batch_size, self.checkpointing
+        kept, most = self._traced.activations(rows, half, casts, self.tp, mode)
         state = self.state()
         buffers = sum(size for name, size in state.items() if name not in STATE)
         reduced = self.block() * (self.wide + self.weight_bytes) if sharded else 0
@@ -73,6 +70,11 @@ class Planned(Estimate):
     def total(self) -> float:
         parts = self.parts()
         return sum(parts.values()) - min(parts["logits"], parts["backward"])
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether `fit` accepts the checkpointing with the strategy."""
+        return self.checkpointing != "selective" or not (self.stage == 3 or self.ep > 1)
 
     @property
     def fits(self) -> bool:

@@ -20,7 +20,7 @@ def show(planner: Planner, machines: list[Machine]) -> None:
     """Prints all strategies on one machine, or the best on each of several, and their flags."""
     shown = [planner.options(machine) for machine in machines]
     options = shown[0] if len(shown) == 1 else [each[0] for each in shown]
-    size, data = planner.blueprint.size, planner.data
+    size, data = planner.traced.size, planner.data
     title = f"{size.total / 1e9:.2f} B parameters ({size.trainable / 1e9:.3f} B trained), a step of"
     title += f" {data.global_batch_size} sequences of {data.seq_len} tokens\n"
     print(Table(title, HEAD, [_cells(option) for option in options], NOTE).as_text())

@@ -1,0 +1,184 @@
+"""A model without memory: its sizes, and the bytes of its activations.
+
+The full model is on the meta device. Of it a model with one block of each kind is traced forward
+and backward, then one with two of a kind: the difference is a block. Gradients of parameters are
+not computed: what is counted is activations, their gradients, and the 16-bit copies of weights that
+autocast keeps.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat.fake import LiveBytes, fake_tensors
+from ...errors import InputError
+from ...model.flops import Size, find_experts, text_config
+from ...model.head import without_head
+from ...model.kernels import BOUNDS, cast_experts
+from ...model.quantize import quantize
+from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
+
+
+class Traced:
+    """The model that `module` builds for `data`, of which only sizes are read.
+
+    Raises:
+        InputError: it is no language model of transformers, or its vocabulary is not known.
+    """
+
+    def __init__(self, module: Any, data: Any, on_gpu: bool) -> None:
+        self._module, self._on_gpu, self._seq_len = module, on_gpu, data.seq_len
+        self._masks = getattr(data, "cross_document_attention", None) is False  # documents apart
+        self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0)
+        self.data.vocab_size = _vocab_size(module, data)
+        adapter = getattr(module, "adapter", None)
+        module.adapter = adapter and replace(adapter, quantize=None)  # traced as if unpacked
+        with torch.device("meta"):
+            self.model: Any = module.build_with_adapters(self.data)
+        module.adapter = adapter
+        self._blocks = find_blocks(self.model)
+        if not self._blocks or not hasattr(self.model, "tp_plan"):
+            raise InputError(
+                f"plan traces language models of transformers, and {type(self.model).__name__} is"
+                " none: return one from build_model in module.py"
+            )
+        self._kinds: dict[Any, list[int]] = {}  # blocks with parameters of the same shapes
+        for number, block in enumerate(self._blocks):
+            shapes = tuple((name, p.shape) for name, p in block.named_parameters())
+            self._kinds.setdefault(shapes, []).append(number)
+        packed = copy.deepcopy(self.model) if adapter and adapter.quantize else self.model
+        if packed is not self.model:
+            quantize(packed)
+        self.size = Size.of(packed)
+        self.facts = self._facts()
+        self._peaks = cache(self._trace)
+        cast_experts()
+
+    def _facts(self) -> dict[str, Any]:
+        """Returns what facts.json has of a run, and sizes that only a model shows."""
+        size, model, moe = self.size, self.model, find_experts(self.model)
+        experts = {id(p) for each in moe for p in each.parameters()}
+        dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
+        largest = max(self._blocks, key=lambda block: sum(p.numel() for p in block.parameters()))
+        of_block = [(p.numel(), id(p) in experts) for p in largest.parameters()]
+        reduced = 0  # widths that tensor parallelism all-reduces, in forward or backward
+        for name, module in model.named_modules():
+            if style := self._style(name):
+                width = "out_features" if style == "rowwise" else "in_features"
+                reduced += getattr(module, width, getattr(module, "embedding_dim", 0))
+        parameters = {name: getattr(size, name) for name in COUNTED} | {
+            "experts": sum(p.numel() for each in moe for p in each.parameters()),
+            "tp_replicates": sum(p.numel() for name, p in dense if not self._style(name)),
+            "block": sum(number for number, _ in of_block),
+            "block_experts": sum(number for number, is_expert in of_block if is_expert),
+        }
+        of_model = {
+            "layers": len(self._blocks),
+            "width": text_config(model).hidden_size,
+            "vocab_size": model.get_output_embeddings().weight.shape[0],
+            "moe_layers": len(moe),
+            "experts_per_token": size.experts_per_token or 0,
+            "flops_per_token": size.flops_per_token(self._seq_len) or 0,
+            "tp_widths": reduced,
+        }
+        return {"parameters": parameters, "model": of_model}
+
+    def _style(self, name: str) -> str:
+        """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
+        pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), self.model.tp_plan
+        return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
+
+    def activations(
+        self, rows: int, half: bool, casts: bool, tp: int, mode: str
+    ) -> tuple[float, float]:
+        """Returns the bytes of `rows` sequences that forward keeps, and the most in backward.
+
+        Args:
+            rows: Sequences.
+            half: Whether the weights that are used have 16 bits.
+            casts: Whether autocast casts them.
+            tp: Ranks of tensor parallelism.
+            mode: Activation checkpointing.
+        """
+        one = more = self._all_blocks(1, half, casts, tp, mode)
+        if casts and not half:  # copies of weights do not grow with the tokens
+            more = self._all_blocks(2, half, casts, tp, mode) - one
+        kept, most = (one + (rows - 1) * more).tolist()
+        return kept, most
+
+    def _all_blocks(self, *key: Any) -> Tensor:
+        first = tuple(numbers[0] for numbers in self._kinds.values())
+        base = total = self._peaks(first, *key)
+        for _, *others in self._kinds.values():
+            if others:
+                longer = self._peaks(tuple(sorted([*first, others[0]])), *key)
+                total = total + len(others) * (longer - base)
+        return total
+
+    def _trace(
+        self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any
+    ) -> Tensor:
+        """Returns (2,): the bytes at the end of forward, and the peak of backward."""
+        short, leaf = self._short(numbers, tp), []
+        wrap_blocks(short, BlockConfig(mode))
+
+        def detach(*given: Any) -> Tensor:
+            leaf.append(given[-1].detach().requires_grad_())
+            return leaf[0]
+
+        with fake_tensors(self._on_gpu, fp32=not (half or casts)):
+            model = self._module.model = short.to_empty(device="cpu").train()
+            for parameter in model.parameters() if half else ():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            tokens = torch.zeros(rows, self._seq_len, dtype=torch.long)
+            bounds = torch.zeros(rows + 1 + self._masks, dtype=torch.int)
+            model.get_input_embeddings().register_forward_hook(detach)
+            counter = LiveBytes([*model.parameters(), *model.buffers(), tokens, bounds])
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=casts)
+            with counter, autocast, without_head(model):
+                batch = {"input_ids": tokens, "position_ids": tokens, BOUNDS: bounds}
+                hidden = self._module(batch)
+                kept = counter.peak = counter.live
+                torch.autograd.grad(hidden.sum(), leaf)
+        del self._module.model
+        return torch.tensor([kept, counter.peak], dtype=torch.float64)
+
+    def _short(self, numbers: tuple[int, ...], tp: int) -> Any:
+        """Returns a copy with only these blocks, as one of `tp` tensor-parallel ranks has them."""
+        lists = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.ModuleList)]
+        path, every = next((n, m) for n, m in lists if m[0] is self._blocks[0])
+        owner, _, name = path.rpartition(".")
+        parent = self.model.get_submodule(owner)
+        setattr(parent, name, nn.ModuleList(self._blocks[number] for number in numbers))
+        made = copy.deepcopy(self.model)
+        setattr(parent, name, every)
+        for key, parameter in made.get_submodule(path).named_parameters() if tp > 1 else ():
+            style = self._style(f"{path}.{key}")
+            if style in ("colwise", "packed_colwise", "rowwise") and parameter.ndim > 1:
+                dimension = -1 if style == "rowwise" else -2
+                size = parameter.shape[dimension] // tp
+                parameter.data = parameter.data.narrow(dimension, 0, size)
+        return made
+
+
+COUNTED = ("total", "trainable", "in_4_bits", "embedding")  # of Size
+
+
+def _vocab_size(module: Any, data: Any) -> int:
+    """Returns the vocabulary of the prepared data, of model.architecture or the tokenizer's."""
+    if getattr(data, "is_prepared", False):
+        return data.vocab_size
+    given = (getattr(module, "architecture", None) or {}).get("vocab_size")
+    given = given or getattr(getattr(data, "tokenizer", None), "vocab_size", None)
+    if not given and not getattr(module, "pretrained", None):
+        raise InputError("plan needs the vocabulary's size: set model.architecture.vocab_size")
+    return given or 1
