@@ -15,7 +15,7 @@ from typing import Any
 
 Graph = dict[str, set[str]]
 STANDARD = {"os._exit", "sys._current_frames"}  # documented functions of Python's own
-TEXT = {".py", ".js", ".css", ".html"}
+TEXT = {".py", ".js", ".css", ".html", ".template"}
 LIBRARIES = {"lightning", "torch", "deepspeed", "transformers", "jsonargparse"}
 CONNECTORS = {"self", "cls", "super"}
 

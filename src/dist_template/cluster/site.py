@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError
+from .kubernetes import Kubernetes
 
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
@@ -36,13 +37,15 @@ class Site:
         ssh: Command that runs a command on a host; its last words are the host and the command.
         master: Address of the first node for the other nodes. null: its name in `hosts`.
         port: TCP port of the first node for the rendezvous. null: one from the run's id.
-        partition: Slurm partition, or queue of another scheduler.
+        partition: Slurm partition, or the queue of Kueue or Volcano.
         container: Under Slurm, what runs `image`: pyxis or apptainer. null: no container.
         image: Container image; its path or its name in a registry.
-        mounts: Folders in the container, as /on/the/node:/in/the/container.
+        mounts: Folders in the container, as /on/the/node:/in/the/container; for Kubernetes also
+            claim:/in/the/container, with the name of a PersistentVolumeClaim.
         environment: Environment variables of all processes.
         options: Further options of sbatch by their long names, as {account: a, gres: gpu:h100:8,
             exclusive: null, dependency: afterok:17, array: 0-3}; gres replaces --gpus-per-node.
+        kubernetes: What Kubernetes needs besides.
     """
 
     nodes: int | None = None
@@ -64,6 +67,7 @@ class Site:
     mounts: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    kubernetes: Kubernetes = field(default_factory=Kubernetes)
 
     def __post_init__(self) -> None:
         for key in ("nodes", "min_nodes", "devices_per_node", "save_s"):

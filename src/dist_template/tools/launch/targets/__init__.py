@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from ..job import Job
 
 ON_HOSTS = ("torchrun", "deepspeed", "accelerate", "ssh")  # they start the nodes in `cluster`
-TARGETS = (*ON_HOSTS, "slurm")
+TARGETS = (*ON_HOSTS, "slurm", "kubernetes", "ray")
 
 
 class Target(Protocol):
