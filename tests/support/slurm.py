@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 LACKING = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if not shutil.which(name)]
 
 CONFIG = """\
@@ -98,6 +100,20 @@ class Slurm:
                 daemon.kill()
                 daemon.wait()
         del os.environ["SLURM_CONF"]
+
+    def kill(self, node: str) -> None:
+        """The node is gone: its slurmd, and what it has started for jobs."""
+        daemon = psutil.Process(self.slurmd[node].pid)
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            if (process.info["environ"] or {}).get("SLURMD_NODENAME") == node:
+                process.kill()
+        for process in [*daemon.children(recursive=True), daemon]:
+            process.kill()
+        self.slurmd[node].wait()
+
+    def revive(self, node: str) -> None:
+        self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
+        self.wait(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 3", 60)
 
     def run(self, *words: str) -> str:
         done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError
@@ -30,9 +29,9 @@ class Site:
         save_s: Seconds before the time limit at which the run saves and exits with 75.
         hosts: Names of the nodes, as ssh knows them; the first one is the rendezvous's. []: this
             machine, or those that a scheduler chooses.
-        hostfile: A file with a line `name slots=N` for each node, instead of `hosts`.
-        include: Hosts to use, as deepspeed writes them: node1@node2. With the deepspeed launcher
-            also slots: node1@node2:0,1.
+        hostfile: Instead of `hosts`: DeepSpeed's file with a line `name slots=N` for each node.
+        include: Hosts of the file to use, as node1@node2. With the deepspeed launcher also slots:
+            node1@node2:0,1.
         exclude: Likewise, hosts or slots not to use.
         ssh: Command that runs a command on a host; its last words are the host and the command.
         master: Address of the first node for the other nodes. null: its name in `hosts`.
@@ -114,30 +113,3 @@ class Site:
             raise InputError(f"cluster.time_limit is {given!r}; {what}")
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-    def slots(self) -> dict[str, int | None]:
-        """Returns the hosts with their number of devices, which only a hostfile has.
-
-        Raises:
-            InputError: the hostfile cannot be read, or a line is wrong or is there twice.
-        """
-        if not self.hostfile:
-            return dict.fromkeys(self.hosts)
-        where, found = f"cluster.hostfile {self.hostfile}", {}
-        try:
-            lines = Path(self.hostfile).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise InputError(f"{where} cannot be read: {error.strerror}") from error
-        for number, line in enumerate(lines, 1):
-            words = line.partition("#")[0].split()
-            if not words:
-                continue
-            slots = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
-            if not slots:
-                raise InputError(f"{where}, line {number} is {line!r}; write `name slots=N`")
-            if words[0] in found:
-                raise InputError(f"{where}, line {number}: {words[0]} is there twice; remove one")
-            found[words[0]] = int(slots[1])
-        if not found:
-            raise InputError(f"{where} has no host; write a line `name slots=N` for each node")
-        return found

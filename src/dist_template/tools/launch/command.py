@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...cluster.launch import RUN_ID
 from ...errors import Ended, InputError
 from ...project import Project, program
+from ...records import write_atomically
 from .job import Job, describe
 from .targets import ON_HOSTS, TARGETS, target
 
-FOLDER, RECORD = "launch", "launch.json"
+RECORD = "launch.json"
 VERBS = ("fit", "validate", "test", "predict", "prepare")
 
 
@@ -32,7 +31,9 @@ def main(argv: list[str], project: Project) -> None:
         Ended: a launcher in the foreground has ended with another code than 0.
     """
     if argv[1:2] and argv[1] in ("status", "logs", "stop"):
-        _ask(*argv[1:])
+        folder = Path(" ".join(argv[2:])).absolute() / "launch"
+        record = _read(folder)
+        print(getattr(target(record["on"]), argv[1])(record, folder))
         return
     own, flags = parser().parse_known_args(argv[1:])
     to = target(own.on)
@@ -50,8 +51,8 @@ def main(argv: list[str], project: Project) -> None:
         again = f"{RUN_ID}={job.run_id} and the same command resume the run"
         raise Ended(ended.code, f"launch: {ended}; {again}") from ended
     if identifier:
-        record = _read(folder)
-        _write_record(folder, {**record, "id": identifier})
+        record = {**_read(folder), "id": identifier}
+        write_atomically(folder / RECORD, json.dumps(record, indent=2))
         print(f"{own.on} has it as {identifier}: {program('launch')} status {job.run}")
 
 
@@ -73,38 +74,21 @@ def parser() -> argparse.ArgumentParser:
 
 def write(job: Job, on: str, files: dict[str, str]) -> Path:
     """Writes RUN/launch with all files at once; an earlier launch's becomes RUN/launch.1, …"""
-    folder = job.run / FOLDER
-    temporary = job.run / f".{FOLDER}.{os.getpid()}"
-    temporary.mkdir(parents=True)
+    temporary = job.run / f".launch.{os.getpid()}"
+    temporary.mkdir(mode=0o700, parents=True)  # cluster.environment may have secrets
     for name, text in files.items():
         (temporary / name).write_text(text, encoding="utf-8")
-        if name.endswith(".sh"):
-            (temporary / name).chmod(0o755)
+        (temporary / name).chmod(0o755 if name.endswith(".sh") else 0o644)
     record = {"on": on, "id": "", "hosts": job.hosts, "ssh": job.site.ssh}
-    described = {"command": shlex.join(job.command), "cluster": asdict(job.site)}
-    _write_record(temporary, {**record, **described})
-    if folder.exists():
-        earlier = len(list(job.run.glob(f"{FOLDER}.*"))) + 1
-        folder.rename(job.run / f"{FOLDER}.{earlier}")
-    temporary.rename(folder)
-    return folder
-
-
-def _write_record(folder: Path, record: dict[str, Any]) -> None:
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_atomically(temporary / RECORD, json.dumps(record, indent=2))
+    if job.files.exists():
+        job.files.rename(job.run / f"launch.{len(list(job.run.glob('launch.*'))) + 1}")
+    return temporary.rename(job.files)
 
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except OSError as error:
-        sentence = f"{folder.parent} has no {FOLDER}/{RECORD}; give a run that `launch` has started"
-        raise InputError(sentence) from error
-
-
-def _ask(what: str, *runs: str) -> None:
-    if len(runs) != 1:
-        raise InputError(f"launch {what} takes one run, as runs/<name>/<id>")
-    folder = Path(runs[0]).absolute() / FOLDER
-    record = _read(folder)
-    print(getattr(target(record["on"]), what)(record, folder))
+        where = "give a run that `launch` has started, as runs/<name>/<id>"
+        raise InputError(f"there is no {folder / RECORD}; {where}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import zlib
@@ -79,11 +80,7 @@ class Job:
         return {RUN_ID: self.run_id, **self.site.environment}
 
     def require_data(self) -> None:
-        """Refuses data that are not prepared, where nodes share this machine's disks.
-
-        Raises:
-            InputError: the processes of a launcher do not tokenize.
-        """
+        """Raises InputError without prepared data; where nodes share this machine's disks."""
         if self.verb != "prepare" and hasattr(self.data, "require"):
             self.data.require()
 
@@ -96,12 +93,7 @@ def exports(environment: dict[str, str]) -> str:
 def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> Job:
     """Reads a configuration, and makes the checks of `fit` for the machines that it describes.
 
-    Args:
-        project: Its module and data.
-        verb: Of the job.
-        flags: Of the verb.
-        on_hosts: Whether the target starts the nodes that `cluster` names; else a scheduler
-            chooses them.
+    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses them.
 
     Raises:
         InputError: the configuration cannot be run there.
@@ -115,65 +107,62 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     config_file.check([known, *flags])
     cli = read([known, *flags, "--trainer.logger=false"], project)
     settings, site = cli.config_init[known], cli.config_init[known].cluster
-    trainer = vars(settings.trainer)
-    slots = _hosts(site) if on_hosts else {}
+    trainer, slots = vars(settings.trainer), _slots(site) if on_hosts else {}
     nodes = 1 if verb == "prepare" else site.nodes or len(slots) or trainer["num_nodes"]
     if slots and nodes > len(slots):
         raise InputError(f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all")
-    slots = dict(list(slots.items())[:nodes])
-    devices = _devices(site, slots, trainer)
+    hosts = list(slots)[:nodes]
+    of_hosts = [slots[host] for host in hosts]
+    devices = 1 if verb == "prepare" else _devices(of_hosts, site, trainer)
     machine = Machine.described({**trainer, "devices": devices, "num_nodes": nodes})
     asynchronous = settings.last_checkpoint.asynchronous
     setup = (machine, trainer, cli.model, cli.datamodule, model_config(cli), verb == "fit")
     if verb != "prepare" and (found := violations(*setup, saves_asynchronously=asynchronous)):
         raise InputError(found[0])
-    sizes = (nodes, devices, list(slots), machine.accelerator)
+    sizes = (nodes, devices, hosts, machine.accelerator)
     return Job(project.package, verb, flags, site, cli.run.absolute(), *sizes, cli.datamodule)
 
 
-def project_file(name: str) -> str:
-    """Returns `name`, a script of the project.
-
-    Raises:
-        InputError: the working folder is not the project's.
-    """
-    if not Path(name).is_file():
-        raise InputError(f"{Path.cwd()} has no {name}; start `launch` in the project's folder")
-    return name
-
-
-def _hosts(site: Site) -> dict[str, int | None]:
-    """Returns the hosts to use, with the number of their slots if it is known.
-
-    Raises:
-        InputError: the hostfile is wrong, or cluster.include or exclude does not fit it.
-    """
-    slots = site.slots()
+def _slots(site: Site) -> dict[str, int | None]:
+    """Returns the hosts to use, with the number of their slots if it is known."""
+    if not site.hostfile:
+        return dict.fromkeys(site.hosts)
+    where, found = f"cluster.hostfile {site.hostfile}", dict[str, int | None]()
+    try:
+        lines = Path(site.hostfile).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"{where} cannot be read: {error.strerror}") from error
+    for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
+        if not (known := re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)):
+            raise InputError(f"{where} has {line!r}; write `name slots=N` for each node")
+        if known[1] in found:
+            raise InputError(f"{where} has {known[1]} twice; remove one of its lines")
+        found[known[1]] = int(known[2])
     if not (site.include or site.exclude):
-        return slots
+        return found
     require("deepspeed", "cluster.include")
     from deepspeed.launcher.runner import parse_inclusion_exclusion
 
-    pool = {host: count or site.devices_per_node or 1 for host, count in slots.items()}
     try:
-        found = parse_inclusion_exclusion(pool, site.include, site.exclude)
+        active = parse_inclusion_exclusion(found, site.include, site.exclude)
     except ValueError as error:
-        raise InputError(f"cluster.include or cluster.exclude: {reason(error)}") from error
-    return {host: len(chosen) for host, chosen in found.items()}
+        raise InputError(f"cluster.include or exclude: {reason(error)}") from error
+    return {host: len(chosen) for host, chosen in active.items()}
 
 
-def _devices(site: Site, slots: dict[str, int | None], trainer: dict[str, Any]) -> int:
-    """Returns the processes of each node.
-
-    Raises:
-        InputError: nodes differ, or the number is not known.
-    """
-    of_nodes = {count for count in slots.values() if count}
-    if len(of_nodes) > 1:
-        listed = ", ".join(f"{host} {count}" for host, count in slots.items())
-        raise InputError(f"the nodes differ in their slots ({listed}); include as many of each")
-    given = site.devices_per_node or next(iter(of_nodes), None) or trainer["devices"]
+def _devices(slots: list[int | None], site: Site, trainer: dict[str, Any]) -> int:
+    """Returns the processes of each node."""
+    if len(set(slots)) > 1:
+        raise InputError(f"the hosts have {slots} slots; include as many of each")
+    given = site.devices_per_node or (slots or [None])[0] or trainer["devices"]
     if not str(given).isdigit() or int(given) < 1:
-        key = "cluster.devices_per_node"
-        raise InputError(f"trainer.devices is {given!r}; give {key}, the devices of one node")
+        why = "give cluster.devices_per_node, the devices of one node"
+        raise InputError(f"trainer.devices is {given!r}; {why}")
     return int(given)
+
+
+def project_file(name: str) -> str:
+    """Returns `name`, a script; raises InputError outside of the project's folder."""
+    if not Path(name).is_file():
+        raise InputError(f"{Path.cwd()} has no {name}; start `launch` in the project's folder")
+    return name

@@ -88,11 +88,7 @@ def _run_on(hosts: list[str], ssh: str, node: int, command: str, **options: Any)
 
 
 def _probe(job: Job, node: int) -> None:
-    """Checks that a node is reachable, has the project and the interpreter, and can write.
-
-    Raises:
-        InputError: with the last line that the node has printed.
-    """
+    """Raises InputError if a node is not reachable, lacks something, or its port is in use."""
     port = job.port if node == 0 else 0
     test = f"import dist_template, socket; socket.create_server(('', {port}))"
     python = shlex.join([job.python, "-c", test])
@@ -145,6 +141,6 @@ def stop(record: dict[str, Any], folder: Path) -> str:
 
 
 def logs(record: dict[str, Any], folder: Path) -> str:
-    """Returns the output of all nodes."""
-    files = sorted(folder.glob("node-*.log"))
+    """Returns the output of all nodes or tasks."""
+    files = sorted(folder.glob("*.log"))
     return "\n".join(f"{file}:\n{file.read_text(encoding='utf-8')}" for file in files)

@@ -1,10 +1,8 @@
-"""Runs the launcher of another library on a node, with this library's signals and exit codes:
+"""Runs the launcher of another library on a node: NPROC=2 python -m … python -m accelerate …
 
-    NPROC=2 python -m dist_template.tools.launch.ranks python -m accelerate.commands.launch …
-
-SIGTERM and SIGUSR1 end the launchers of accelerate and deepspeed, which kill their ranks; and they
+SIGTERM and SIGUSR1 end the launchers of accelerate and deepspeed, which kill their ranks, and they
 exit with 1, whatever a rank has exited with. Here signals go to the ranks, which save, and each
-rank writes its exit code into a file.
+rank writes its exit code into a file (cluster/launch.py).
 """
 
 from __future__ import annotations
@@ -31,22 +29,22 @@ def main(command: list[str]) -> int:
         launcher = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
 
         def forward(number: int, _: Any) -> None:
-            for rank in ranks(launcher.pid):
-                rank.send_signal(number)
+            everything = psutil.Process(launcher.pid).children(recursive=True)
+            for each in _ranks(everything) or [*everything, launcher]:
+                each.send_signal(number)
 
         for number in (*STOP, signal.SIGINT):
             signal.signal(number, forward)
         code = launcher.wait()
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
     if not codes:
-        return Exit.FAILED if code else Exit.DONE
+        return Exit.of_all([code])
     # A rank without a file was killed.
     return Exit.of_all([*codes, *[-signal.SIGKILL] * (int(os.environ["NPROC"]) - len(codes))])
 
 
-def ranks(launcher: int) -> list[psutil.Process]:
-    """Returns the processes that the launcher has given a rank, without their own children."""
-    found = psutil.Process(launcher).children(recursive=True)
+def _ranks(found: list[psutil.Process]) -> list[psutil.Process]:
+    """Returns the processes to which a launcher has given a rank, without their own children."""
     ranked = {process.pid for process in found if "LOCAL_RANK" in process.environ()}
     return [one for one in found if one.pid in ranked and one.ppid() not in ranked]
 

@@ -21,14 +21,11 @@ class Target(Protocol):
     def submit(self, job: Job, folder: Path) -> str:
         """Returns the scheduler's identifier of the job; "" from a launcher, when all has ended.
 
-        Raises InputError if a node or the scheduler refuses the job, and Ended if it has ended
-        with another code than 0."""
+        Raises InputError if the job is refused, and Ended with another code than 0."""
 
-    def status(self, record: dict[str, Any], folder: Path) -> str:
-        """Returns a line for each node or job."""
+    def status(self, record: dict[str, Any], folder: Path) -> str: ...
 
-    def logs(self, record: dict[str, Any], folder: Path) -> str:
-        """Returns the output so far."""
+    def logs(self, record: dict[str, Any], folder: Path) -> str: ...
 
     def stop(self, record: dict[str, Any], folder: Path) -> str:
         """Asks the run to save and exit with 75; returns what was done."""

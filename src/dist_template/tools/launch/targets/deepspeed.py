@@ -6,6 +6,7 @@ The launcher's own way to the nodes is pdsh, which loses exit codes; here it sta
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from ....errors import require
 from ..job import Job
@@ -16,8 +17,9 @@ __all__ = ["logs", "render", "status", "stop", "submit"]
 
 def render(job: Job) -> dict[str, str]:
     require("deepspeed", "--on deepspeed")
-    slots = job.site.slots() or {"localhost": None}
-    hostfile = "".join(f"{host} slots={number or job.devices}\n" for host, number in slots.items())
+    hostfile = "".join(f"{host} slots={job.devices}\n" for host in job.hosts or ["localhost"])
+    if job.site.hostfile:
+        hostfile = Path(job.site.hostfile).read_text(encoding="utf-8")
     launcher = [job.python, "-m", RANKS, job.python, "-m", "deepspeed.launcher.runner", "--no_ssh"]
     launcher += ["--hostfile", str(job.files / "hostfile"), "--log_level=error"]
     launcher += ["--master_addr", job.master, "--master_port", str(job.port)]

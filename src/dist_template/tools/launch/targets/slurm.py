@@ -10,13 +10,14 @@ from typing import Any
 
 from ....errors import InputError, first_line
 from ..job import Job, exports, project_file
+from ..nodes import logs
 
-SCRIPT = "launch/slurm.sh"
+__all__ = ["logs", "render", "status", "stop", "submit"]
 
 
 def render(job: Job) -> dict[str, str]:
     """Returns job.sh. launch/slurm.sh adds the job's sizes to the flags, and requeues the job."""
-    site, text = job.site, Path(project_file(SCRIPT)).read_text(encoding="utf-8")
+    site, text = job.site, Path(project_file("launch/slurm.sh")).read_text(encoding="utf-8")
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
     options |= {"job-name": job.run_id, "output": f"{job.files}/slurm-%j.log"}
     options |= {"nodes": job.nodes, "ntasks-per-node": job.devices, "gpus-per-node": job.devices}
@@ -32,7 +33,7 @@ def render(job: Job) -> dict[str, str]:
         f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in options.items()
     ]
     settings = {"PYTHON": "python" if site.container else job.python, **_container(job)}
-    command = shlex.join([SCRIPT, job.verb, *job.flags])
+    command = shlex.join(["launch/slurm.sh", job.verb, *job.flags])
     return {
         "job.sh": "\n".join(["#!/usr/bin/env bash", *lines, f"cd {shlex.quote(str(job.folder))}"])
         + f"""
@@ -86,12 +87,6 @@ def status(record: dict[str, Any], folder: Path) -> str:
     """Returns the state of the job, as long as Slurm remembers it."""
     columns = "%i %T, %M, %R"
     return _run("squeue", "--noheader", "--states=all", f"--jobs={record['id']}", "-o", columns)
-
-
-def logs(record: dict[str, Any], folder: Path) -> str:
-    """Returns the output of all tasks."""
-    files = sorted(folder.glob("slurm-*.log"))
-    return "\n".join(f"{file}:\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
 def stop(record: dict[str, Any], folder: Path) -> str:

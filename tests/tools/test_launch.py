@@ -1,0 +1,191 @@
+"""`launch`: what it renders, what it refuses, and that each launcher trains on two hosts, which are loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dist_template.cluster.site import Site
+from dist_template.errors import Exit
+from dist_template.tools.launch.command import main
+from tests.support.launched import LAUNCHERS, STEPS, Launched, site, two
+from tests.support.loopback import LACKING, Hosts
+from tests.support.runs import OURS, PROJECT, logged, run
+from tests.support.tiers import tiers
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(PROJECT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if LACKING:
+        pytest.skip(LACKING)
+    with Hosts(tmp_path_factory.mktemp("ssh")) as started:
+        yield started
+
+
+def rendered(capsys: pytest.CaptureFixture[str], tmp_path: Path, *argv: str) -> dict[str, str]:
+    main(["launch", "--dry-run", *argv, "--data.global_batch_size=192"], OURS)
+    (folder,) = tmp_path.glob("runs/default/*/launch")
+    text = capsys.readouterr().out
+    files = {file.name: file.read_text() for file in folder.iterdir()}
+    assert all(content in text for name, content in files.items() if name != "launch.json")
+    return files
+
+
+# ---- what is rendered -----------------------------------------------------------------------
+
+
+def test_torchrun_gets_sizes_by_its_scripts_variables(flags: list[str], tmp_path: Path, capsys: Any) -> None:
+    where = site(tmp_path, hosts=["a", "b", "c"], min_nodes=2, devices_per_node=4, port=2345, time_limit="26:10:00")
+    files = rendered(capsys, tmp_path, "--on=torchrun", *flags, where)
+    assert set(files) == {"launch.json", "node.sh"}
+    lines = files["node.sh"].splitlines()
+    for line in ("export NPROC=4", "export NNODES=2:3", "export RDZV_ENDPOINT=a:2345", "export NODE_RANK=$1"):
+        assert line in lines
+    assert lines[-1].startswith("exec bash launch/torchrun.sh fit --run.root=")
+    assert lines[-1].endswith("--trainer.devices=4 --trainer.num_nodes=3 --preemption.max_time=01:02:05:00"), (
+        "26 h 10 min less the 5 min of a save"
+    )
+
+
+def test_deepspeed_and_accelerate_get_their_own_files(flags: list[str], tmp_path: Path, capsys: Any) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# two racks\na slots=2\nb slots=4  # new\n\nc slots=2\n")
+    where = site(tmp_path, hostfile=str(hostfile), exclude="b:1,3", master="10.0.0.1", port=2345)
+    files = rendered(capsys, tmp_path, "--on=deepspeed", *flags, where)
+    assert files["hostfile"] == hostfile.read_text()
+    for words in ("--exclude=b:1,3", "--master_addr 10.0.0.1 --master_port 2345", "--trainer.num_nodes=3"):
+        assert words in files["node.sh"]
+    (run,) = (tmp_path / "runs" / "default").iterdir()
+    os.environ["DIST_RUN_ID"] = run.name
+    files = rendered(capsys, tmp_path, "--on=accelerate", *flags, where)
+    config = yaml.safe_load(files["accelerate.yaml"])
+    assert (config["num_machines"], config["num_processes"], config["main_process_port"]) == (3, 6, 2345)
+    earlier = yaml.safe_load((run / "launch.1" / "launch.json").read_text())
+    assert earlier["on"] == "deepspeed", "an earlier launch's files stay with the run"
+
+
+def test_slurm_gets_the_values_of_the_site(flags: list[str], tmp_path: Path, capsys: Any) -> None:
+    options: dict[str, Any] = {"account": "physics", "exclusive": None, "array": "0-3", "cpus-per-task": 12}
+    image = {"container": "apptainer", "image": "train.sif", "mounts": ["/data:/data"]}
+    where = site(
+        tmp_path, nodes=4, devices_per_node=8, partition="gpu", time_limit="1-12:00:00", options=options, **image
+    )
+    text = rendered(capsys, tmp_path, "--on=slurm", *flags, where, "--trainer.accelerator=gpu")["job.sh"]
+    of_sbatch = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    assert of_sbatch["nodes"] == "4" and of_sbatch["ntasks-per-node"] == of_sbatch["gpus-per-node"] == "8"
+    assert of_sbatch["time"] == "36:00:00" and of_sbatch["signal"] == "SIGUSR1@300" and of_sbatch["requeue"] == ""
+    assert of_sbatch["exclusive"] == "" and of_sbatch["cpus-per-task"] == "12" and of_sbatch["array"] == "0-3"
+    container = f"apptainer exec --nv --bind {PROJECT}:{PROJECT},/data:/data --pwd {PROJECT} train.sif"
+    assert f"export CONTAINER='{container}'" in text and "export PYTHON=python\n" in text
+    assert "--trainer.num_nodes" not in text, "launch/slurm.sh adds the sizes of the job"
+
+
+def test_pyxis_and_gres_are_the_sites_own(flags: list[str], tmp_path: Path, capsys: Any) -> None:
+    keys = {"container": "pyxis", "image": "registry#train", "options": {"gres": "gpu:h100:2"}, "devices_per_node": 2}
+    text = rendered(capsys, tmp_path, "--on=slurm", *flags, site(tmp_path, **keys), "--trainer.accelerator=gpu")[
+        "job.sh"
+    ]
+    assert "#SBATCH --gres=gpu:h100:2" in text and "gpus-per-node" not in text
+    assert "SRUN_FLAGS='--container-image=registry#train --container-mounts=" in text
+
+
+# ---- what is refused ------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a hostfile with a duplicate": ({"hostfile": "a slots=2\na slots=2\n"}, "hosts has a twice; remove one"),
+    "a hostfile without slots": ({"hostfile": "a\n"}, "hosts has 'a'; write `name slots=N`"),
+    "a hostfile that is not there": ({"hostfile": None}, "cannot be read"),
+    "nodes of different sizes": ({"hostfile": "a slots=2\nb slots=1\n"}, "the hosts have [2, 1] slots"),
+    "a host twice": ({"hosts": ["a", "a"]}, "cluster.hosts has a twice"),
+    "an unknown host to include": ({"hostfile": "a slots=1\n", "include": "c"}, "'c' not found in hostfile"),
+    "more nodes than hosts": ({"hosts": ["a"], "nodes": 3}, "cluster.nodes is 3, and 1 hosts are named"),
+    "nodes without names": ({"nodes": 2}, "name them in cluster.hosts or hostfile"),
+    "a limit shorter than a save": ({"time_limit": "00:05:00"}, "cluster.time_limit is 300 s, and the run saves 300 s"),
+    "a time without a unit": ({"time_limit": "2h"}, "give seconds, HH:MM:SS or DAYS-HH:MM:SS"),
+    "memory without a unit": ({"device_memory": "80"}, "give a number with a unit, as 80GB or 80GiB"),
+    "a container without an image": ({"container": "pyxis"}, "give cluster.image"),
+    "no node": ({"nodes": 0}, "cluster.nodes is 0; give 1 or more"),
+    "a size that does not fit": ({"devices_per_node": 3}, "global_batch_size"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_in_one_sentence(case: str, flags: list[str], tmp_path: Path, capsys: Any) -> None:
+    keys, sentence = dict(REFUSED[case][0]), REFUSED[case][1]
+    if "hostfile" in keys:
+        hostfile = tmp_path / "hosts"
+        if keys["hostfile"]:
+            hostfile.write_text(keys["hostfile"])
+        keys["hostfile"] = str(hostfile)
+    code = run("launch", "--on=ssh", "--dry-run", *flags, site(tmp_path, **keys))
+    error = capsys.readouterr().err.strip()
+    assert code == Exit.BAD_INPUT and sentence in error and "\n" not in error, error
+    assert not list(tmp_path.glob("runs/*/*")), "nothing is half-written"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"hosts": ["node1", "nowhere.invalid"]}, "nowhere.invalid is not ready: ssh: Could not resolve hostname"),
+        ({"hosts": ["down"]}, "down is not ready: ssh: connect to host 127.0.0.1 port 1: Connection refused"),
+        ({"port": "the server's"}, "node1 is not ready: OSError: [Errno 98] Address already in use"),
+    ],
+)
+def test_a_node_that_is_not_ready_is_named(
+    keys: dict[str, Any], sentence: str, hosts: Hosts, flags: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    assert run("prepare", *flags) == 0
+    keys = {**keys, "port": hosts.port} if "port" in keys else keys
+    assert run("launch", "--on=ssh", *flags, two(hosts, tmp_path, **keys)) == Exit.BAD_INPUT
+    assert sentence in capsys.readouterr().err
+
+
+def test_data_that_is_not_prepared_and_a_run_that_was_not_launched(
+    flags: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    assert run("launch", "--on=ssh", *flags, f"--data.cache_dir={tmp_path}/none") == Exit.BAD_INPUT
+    assert "run `prepare` first" in capsys.readouterr().err
+    assert run("launch", "status", str(tmp_path)) == Exit.BAD_INPUT
+    assert "give a run that `launch` has started" in capsys.readouterr().err
+
+
+def test_units_of_memory_and_time() -> None:
+    assert (
+        Site(device_memory="80GB").memory_bytes == 80 * 10**9
+        and Site(device_memory="1.5 TiB").memory_bytes == 3 * 2**39
+    )
+    assert Site(time_limit="1-00:00:01").time_limit_s == 86_401 and Site(time_limit="30:00").time_limit_s == 1800
+    assert Site(time_limit=yaml.safe_load("24:00:00")).time_limit_s == 86_400, "YAML 1.1 reads it as a number"
+
+
+# ---- on two hosts ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", tiers(LAUNCHERS, daily=["accelerate"]))
+def test_a_launcher_trains_on_two_hosts(on: str, hosts: Hosts, flags: list[str], tmp_path: Path) -> None:
+    """Under make test one of another library, which needs ssh, a rendered file, and exit codes by ranks.py."""
+    assert run("prepare", *flags) == 0
+    launched = Launched(tmp_path, on, *flags, two(hosts, tmp_path), *STEPS)
+    assert launched.end() == Exit.DONE, launched.out.read_text()[-3000:]
+    assert sorted(logged(launched.run, "train/loss")) == [1, 2, 3, 4]
+    assert "finished after step 4" in (launched.run / "launch" / "node-0.log").read_text()
+    facts = json.loads((launched.run / "launch" / "launch.json").read_text())
+    assert facts["on"] == on and facts["hosts"] == ["node1", "node2"]

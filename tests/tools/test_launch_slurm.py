@@ -1,0 +1,177 @@
+"""`launch --on slurm` under a real slurmctld with three virtual nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_template.errors import Exit
+from tests import ROOT
+from tests.support.launched import LONG, STEPS, Launched, codes, row, site
+from tests.support.runs import CONFIGS, logged, only_run, run, run_in_subprocess
+from tests.support.slurm import LACKING, Slurm
+
+DOCS = ROOT / "docs" / "launch.md"
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+ENDED = re.compile(r"the tasks ended with code (\d+); requeue: (\w+)")
+FSDP2 = f"--config={CONFIGS / 'strategy' / 'fsdp2.yaml'}"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if LACKING:
+        pytest.skip(f"needs {', '.join(LACKING)} (slurm-wlm, munge)")
+    with Slurm(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+class Submitted(Launched):
+    """A job; `name` is its run's. `end` returns the code of its tasks."""
+
+    def __init__(self, slurm: Slurm, folder: Path, name: str, *flags: str, **keys: Any) -> None:
+        self.slurm = slurm
+        environment = {"MASTER_ADDR": "127.0.0.1", **keys.pop("environment", {})}
+        options = {"cpus-per-task": 1, **keys.pop("options", {})}
+        where = site(folder, environment=environment, **{"nodes": 2, "options": options, **keys})
+        super().__init__(folder, "slurm", *flags, where, name=name)
+        assert self.process.wait(100) == 0, self.out.read_text()
+        self.job = json.loads((self.run / "launch" / "launch.json").read_text())["id"]
+
+    @property
+    def log(self) -> str:
+        return "".join(file.read_text() for file in sorted((self.run / "launch").glob("slurm-*.log")))
+
+    @property
+    def state(self) -> str:
+        return self.slurm.state(self.job)
+
+    def reach(self, step: int) -> None:
+        def is_there() -> bool:
+            return max(logged(self.run, "train/loss"), default=0) >= step
+
+        self.slurm.wait(lambda: (self.run / "metrics.jsonl").exists() and is_there())
+
+    def stop(self, number: int) -> None:
+        self.slurm.run("scancel", f"--signal={number}", self.job)
+
+    def until(self, state: str, timeout_s: float = 200) -> None:
+        self.slurm.wait(lambda: self.state == state, timeout_s)
+
+    def restart_now(self) -> None:
+        """Slurm waits two minutes before it starts a requeued job again."""
+        self.until("PENDING")
+        self.slurm.run("scontrol", "update", f"jobid={self.job}", "StartTime=now")
+
+    def end(self) -> int:
+        self.slurm.wait(lambda: bool(ENDED.search(self.log)), 200)
+        (found,) = ENDED.findall(self.log)
+        assert (found[1] == "yes") == (int(found[0]) in (Exit.REQUEUE, 137))
+        self.slurm.wait(lambda: self.state not in ("RUNNING", "COMPLETING"))
+        assert self.state == {"0": "COMPLETED", "75": "PENDING", "137": "PENDING"}.get(found[0], "FAILED")
+        self.slurm.run("scancel", self.job)
+        return int(found[0])
+
+
+@pytest.fixture
+def prepared(flags: list[str]) -> list[str]:
+    assert run("prepare", *flags) == 0
+    return flags
+
+
+def test_slurm_has_the_same_losses_and_codes(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
+    """The scheduler starts what exits with 75, or was killed, again; and nothing else."""
+    root = f"--run.root={tmp_path / 'plain' / 'runs'}"
+    done = run_in_subprocess("fit", *prepared, root, *STEPS, "--trainer.devices=2")
+    assert done.returncode == 0, done.stderr
+    losses, started = logged(only_run(tmp_path / "plain"), "train/loss"), []
+
+    def start(name: str, flags: list[str], environment: dict[str, str]) -> Submitted:
+        started.append(Submitted(slurm, tmp_path, name, *flags, environment=environment))
+        return started[-1]
+
+    found = codes(start, prepared, Submitted.end)  # ty: ignore[invalid-argument-type]
+    own = logged(started[0].run, "train/loss")
+    print(line := row("slurm", max(abs(own[step] - losses[step]) for step in losses), found))
+    assert line in DOCS.read_text(encoding="utf-8"), line
+
+
+SLOW = ["--trainer.max_steps=400", "--trainer.val_check_interval=10000", "--trainer.limit_val_batches=1"]
+
+
+def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
+    whole = Submitted(slurm, tmp_path, "whole", *prepared, *SLOW, FSDP2)
+    whole.until("COMPLETED")
+    job = Submitted(slurm, tmp_path, "cut", *prepared, *SLOW, FSDP2)
+    job.reach(5)
+    job.stop(signal.SIGUSR1)
+    job.restart_now()
+    job.until("COMPLETED")
+    assert ENDED.findall(job.log) == [("75", "yes"), ("0", "no")]
+    assert logged(job.run, "train/loss") == logged(whole.run, "train/loss")
+
+
+def test_stop_saves_and_does_not_requeue(slurm: Slurm, prepared: list[str], tmp_path: Path, capsys: Any) -> None:
+    job = Submitted(slurm, tmp_path, "stopped", *prepared, *LONG)
+    job.reach(3)
+    assert run("launch", "status", str(job.run)) == 0 and "RUNNING" in capsys.readouterr().out
+    assert run("launch", "stop", str(job.run)) == 0
+    slurm.wait(lambda: job.state == "FAILED")
+    assert list((job.run / "checkpoints").glob("step*.ckpt")) and ENDED.findall(job.log) == [("75", "yes")]
+    assert run("launch", "logs", str(job.run)) == 0 and "stopped and saved" in capsys.readouterr().out
+
+
+def test_a_job_saves_before_its_time_limit(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
+    job = Submitted(slurm, tmp_path, "limit", *prepared, *LONG, time_limit=120, save_s=60)
+    slurm.wait(lambda: bool(ENDED.search(job.log)), 180)
+    assert ENDED.findall(job.log) == [("75", "yes")] and "SIGUSR1: stopped and saved" in job.log
+    slurm.run("scancel", job.job)
+
+
+def test_a_job_survives_a_lost_node(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
+    every = ["--last_checkpoint.every_n_steps=5", "--trainer.max_steps=400", *SLOW[1:]]
+    job = Submitted(slurm, tmp_path, "node", *prepared, *every)
+    job.reach(20)
+    slurm.kill("n2")
+    slurm.wait(lambda: "n2" in slurm.run("sinfo", "-h", "-R", "-o", "%N") or job.state == "PENDING", 120)
+    job.restart_now()
+    job.until("COMPLETED", 300)
+    assert max(logged(job.run, "train/loss")) == 400
+    assert "n3" in slurm.run("squeue", "-h", "--states=all", f"--jobs={job.job}", "-o", "%N") or "n[1,3]" in slurm.run(
+        "squeue", "-h", "--states=all", f"--jobs={job.job}", "-o", "%N"
+    )
+    slurm.revive("n2")
+
+
+def test_a_preempted_job_continues_later(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
+    job = Submitted(slurm, tmp_path, "preempted", *prepared, *SLOW, partition="main")
+    job.reach(5)
+    urgent = slurm.run("sbatch", "--parsable", "-p", "urgent", "-N3", "-n3", "--cpus-per-task=2", "--wrap", "sleep 5")
+    slurm.wait(lambda: slurm.state(urgent) == "COMPLETED")
+    job.restart_now()
+    job.until("COMPLETED")
+    assert "SIGTERM: stopped and saved" in job.log or "SIGUSR1: stopped and saved" in job.log
+    assert max(logged(job.run, "train/loss")) == 400
+
+
+def test_a_chain_and_an_array(slurm: Slurm, flags: list[str], tmp_path: Path) -> None:
+    own = f"--data.cache_dir={tmp_path / 'own'}"
+    first = Submitted(slurm, tmp_path, "prepare", "--verb=prepare", *flags, own, nodes=1)
+    then = {"dependency": f"afterok:{first.job}", "array": "0-1"}
+    array = Submitted(slurm, tmp_path, "array", *flags, own, *STEPS, options=then, nodes=1)
+    assert first.state in ("PENDING", "RUNNING", "CONFIGURING") and "PENDING" in array.state
+    slurm.wait(lambda: array.state.split() == ["COMPLETED", "COMPLETED"], 200)
+    for task in (0, 1):
+        assert len(logged(array.run.with_name(f"array-{task}"), "train/loss")) == 4
+
+
+def test_a_site_without_gpus_is_named(slurm: Slurm, prepared: list[str], tmp_path: Path, capsys: Any) -> None:
+    where = site(tmp_path, nodes=2, options={"gres": "gpu:8"})
+    assert run("launch", "--on=slurm", *prepared, where) == Exit.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "Invalid generic resource (gres) specification: it has no such GPUs" in error and error.count("\n") == 1
