@@ -49,7 +49,7 @@ AIM = 13_500
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
-PROJECT_FILES, PROJECT_LINES = 44, 1_334  # without licences and lock; one CI file more than a generated project has
+PROJECT_FILES, PROJECT_LINES = 46, 1_360  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 

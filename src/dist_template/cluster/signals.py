@@ -47,6 +47,7 @@ def listen() -> None:
     if signal.getsignal(signal.SIGTERM) is _nothing:
         return  # already
     job_started()
+    record_exit(-signal.SIGKILL)  # unless it exits by itself
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""Runs the launcher of another library on a node: NPROC=2 python -m … python -m accelerate …
+"""Runs the launcher of another library on a node: python -m … python -m accelerate …
 
 SIGTERM and SIGUSR1 end the launchers of accelerate and deepspeed, which kill their ranks, and they
 exit with 1, whatever a rank has exited with. Here signals go to the ranks, which save, and each
@@ -37,10 +37,7 @@ def main(command: list[str]) -> int:
             signal.signal(number, forward)
         code = launcher.wait()
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
-    if not codes:
-        return Exit.of_all([code])
-    # A rank without a file was killed.
-    return Exit.of_all([*codes, *[-signal.SIGKILL] * (int(os.environ["NPROC"]) - len(codes))])
+    return Exit.of_all(codes or [code])
 
 
 def _ranks(found: list[psutil.Process]) -> list[psutil.Process]:

@@ -31,5 +31,5 @@ def render(job: Job) -> dict[str, str]:
     launcher += ["--config_file", str(job.files / "accelerate.yaml")]
     process = ["-m", job.package, *arguments(job)]
     start = f'{shlex.join(launcher)} --machine_rank "$NODE_RANK" {shlex.join(process)}'
-    files = script(job, start, {"NPROC": str(job.devices)})
+    files = script(job, start, {})
     return {**files, "accelerate.yaml": yaml.safe_dump(config, sort_keys=False)}

@@ -26,4 +26,4 @@ def render(job: Job) -> dict[str, str]:
     launcher += [f"--include={job.site.include}", f"--exclude={job.site.exclude}"]
     process = ["--no_local_rank", "--module", job.package, *arguments(job)]
     start = f'{shlex.join(launcher)} --node_rank "$NODE_RANK" {shlex.join(process)}'
-    return {**script(job, start, {"NPROC": str(job.devices)}), "hostfile": hostfile}
+    return {**script(job, start, {}), "hostfile": hostfile}
