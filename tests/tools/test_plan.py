@@ -152,7 +152,7 @@ def test_the_flags_of_every_candidate_describe_its_arguments() -> None:
             assert given[key] == value or given[key] == "auto", (candidate.name, key)
 
 
-@pytest.mark.parametrize("most", [0, 1, 5, 16, 17, 100])
+@pytest.mark.parametrize("most", [0, 1, 5, 16, 17, 100, 1024])
 def test_the_largest_is_found_within_a_sixteenth(most: int) -> None:
     found = _largest(lambda size: size <= most * 1024, 1024) // 1024
     assert most - most // 16 <= found <= most
@@ -177,6 +177,8 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--t
         (["--devices=8", "--memory=80GB", "--tflops=-1"], "--bandwidth and --tflops are speeds: give numbers above 0"),
         (["--devices=8", "--memory=80GB", "--model.architecture.num_key_value_heads=3"],
          "the model's num_attention_heads 4 is not a multiple of num_key_value_heads 3; edit model.architecture"),
+        (["--devices=8", "--memory=80GB", "--largest=model", "--model.pretrained=org/model"],
+         "--largest model changes model.architecture: set model.pretrained to null"),
         (["--devices=7", "--memory=80GB"],
          "data.global_batch_size 16 is not a multiple of 1 x 7 devices: edit it"),
     ],

@@ -23,7 +23,7 @@ OFFLOAD: dict[str, Any] = {"offload_optimizer": True}
 ZERO = ((1, {}), (2, {}), (2, OFFLOAD), (3, {}), (3, OFFLOAD | {"offload_parameters": True}))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
     """A strategy: name, file in configs/strategy, options unlike the file's, class, arguments."""
 
@@ -37,6 +37,10 @@ class Candidate:
     def flags(self) -> str:
         values = [f"--trainer.strategy.{k} {str(v).lower()}" for k, v in self.options.items()]
         return " ".join([f"--config configs/strategy/{self.file}.yaml", *values])
+
+    @property
+    def tp(self) -> int:
+        return (self.arguments or {}).get("tp_size", 1)
 
     @property
     def spec(self) -> Any:

@@ -54,9 +54,11 @@ def main(argv: list[str], project: Project) -> None:
         return Planner(module, data, trainer, described)
 
     size = 0
+    if own.largest == "model" and getattr(cli.model, "pretrained", None):
+        raise InputError("--largest model changes model.architecture: set model.pretrained to null")
     if own.largest:
         key, step = STEPS[own.largest]
-        size = _largest(lambda size: planner(size).options(machines[-1])[0].fits, step)
+        size = _largest(lambda size: planner(size).fits(machines[-1]), step)
         print(f"the largest {key} that fits, within a sixteenth: {size or 'none'}\n")
         size = size or step
     show(planner(size), machines)
@@ -109,11 +111,12 @@ def _speeds(own: Any, precision: str) -> tuple[float, float]:
 
 
 def _largest(fits: Callable[[int], bool], step: int) -> int:
-    """Returns the largest multiple of `step` that fits, within a sixteenth; 0 if none does."""
+    """Returns the largest multiple of `step` that fits, within a sixteenth; at most 1024 of them,
+    0 if none does."""
     low, high = 0, 1
-    while fits(high * step):
+    while high <= 1024 and fits(high * step):
         low, high = high, 2 * high
-    while high - low > max(1, low // 16):
+    while high <= 1024 and high - low > max(1, low // 16):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)
     return low * step

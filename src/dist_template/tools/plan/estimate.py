@@ -19,6 +19,7 @@ FRAGMENTATION = 0.1  # of activations, logits and buffers
 CONTEXT = 1.5e9  # bytes of CUDA's context, kernels, cuBLAS and NCCL
 RECOMPUTED = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations of a step
 HOST = 25e9  # bytes per second between a device and its host
+UPDATED = 5e8  # parameters per second that a device's share of the host's cores updates
 STATE = ("weights", "gradients", "optimizer state")
 COLUMNS = (*STATE, "activations", "logits", "backward", "buffers", "allowance")
 
@@ -82,11 +83,12 @@ class Planned(Estimate):
 
     @property
     def order(self) -> Any:
-        """What fits comes first, then what is fastest, then what sends and recomputes least."""
+        """What fits comes first, then the fastest, what sends least, and what recomputes least."""
         if not self.fits:
             return 1, self.total()
         sent = sum(size for size, *_ in self.sent())
-        return 0, round(self.seconds(), 3), sent, RECOMPUTED[self.checkpointing]
+        rows, recomputed = self.micro_batch_size, RECOMPUTED[self.checkpointing]
+        return 0, round(self.seconds(), 3), sent, recomputed, -rows
 
     def sent(self) -> Iterator[tuple[float, int, bool]]:
         """Yields bytes that a device sends in an optimizer step, the neighbours that they reach,
@@ -137,7 +139,7 @@ class Planned(Estimate):
             hidden, exposed = hidden + took * (not waits), exposed + took * waits
         part = 1 / self.ranks if self.kind == "zero" else self.part()
         if self.offload_optimizer:  # gradients to the host, weights back
-            exposed += 2 * self.weight_bytes * self.trainable * part / HOST
+            exposed += self.trainable * part * (2 * self.weight_bytes / HOST + 1 / UPDATED)
         if self.offload_parameters:
             exposed += 2 * self.accumulation * self.wide * self.parameters * part / HOST
         return max(compute, hidden) + exposed

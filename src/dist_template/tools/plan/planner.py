@@ -28,33 +28,39 @@ class Planner:
         self._config = module.build_config(self.traced.data)
 
     def options(self, machine: Machine) -> list[Planned]:
-        """Returns the best micro-batch and checkpointing of each strategy, the best first.
+        """Returns the best micro-batch and checkpointing of each strategy, the best first."""
+        found = []
+        for candidate, rows in self._accepted(machine).items():
+            sizes = [2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0]
+            made = [(size, mode) for size in sizes for mode in RECOMPUTED]
+            every = [self.option(candidate, machine, *each) for each in made]
+            allowed = [option for option in every if option.is_allowed]
+            found.append(min(allowed, key=lambda option: option.order))
+        return sorted(found, key=lambda option: option.order)
+
+    def fits(self, machine: Machine) -> bool:
+        return any(self.option(each, machine, 1, "full").fits for each in self._accepted(machine))
+
+    def _accepted(self, machine: Machine) -> dict[Candidate, int]:
+        """Returns the strategies that `fit` accepts, and the sequences of a rank in a step.
 
         Raises:
-            InputError: `fit` accepts no strategy.
+            InputError: there is none.
         """
         nodes, devices, batch = machine.nodes, machine.devices, self.data.global_batch_size
         described = replace(self._described, devices=devices, num_nodes=nodes)
         setup = Setup(described, self._trainer, self._module, self.data, self._config, trains=True)
-        refused, found = [], []
+        refused, accepted = [], {}
         for candidate in candidates(nodes, devices):
-            tp = (candidate.arguments or {}).get("tp_size", 1)
-            rows, left = divmod(batch * tp, nodes * devices)
+            rows, left = divmod(batch * candidate.tp, nodes * devices)
             if why := candidate.refusal(setup):
                 refused.append(why)
             elif rows and not left:
-                sizes = [2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0]
-                made = [(size, mode) for size in sizes for mode in RECOMPUTED]
-                every = [self.option(candidate, machine, *each) for each in made]
-                allowed = [option for option in every if option.is_allowed]
-                found.append(min(allowed, key=lambda option: option.order))
-        if not found:
-            refused.append(
-                f"data.global_batch_size {batch} is not a multiple of {nodes} x {devices} devices:"
-                " edit it"
-            )
-            raise InputError(refused[0])
-        return sorted(found, key=lambda option: option.order)
+                accepted[candidate] = rows
+        if not accepted:
+            which = f"data.global_batch_size {batch} is not a multiple of {nodes} x {devices}"
+            raise InputError([*refused, f"{which} devices: edit it"][0])
+        return accepted
 
     def option(self, candidate: Candidate, machine: Machine, rows: int, mode: str) -> Planned:
         """Returns the estimate with micro-batches of `rows` sequences."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ...project import program
 from ...table import Table
-from .estimate import COLUMNS, RECOMPUTED, STATE, Machine, Planned
+from .estimate import RECOMPUTED, STATE, Machine, Planned
 from .planner import Planner
 
 GB, BEST = 1e9, 3  # strategies whose flags are shown
-HEAD = ["devices", "strategy", "micro-batch", "checkpointing", "state", *COLUMNS[3:], "total",
-        "fits", "sent", "step s", "MFU"]  # fmt: skip
+HEAD = ["devices", "strategy", "micro-batch", "checkpointing", "state", "activations", "other",
+        "total", "fits", "sent", "step s", "MFU"]  # fmt: skip
 NOTE = """
-GB are 10^9 bytes of one device, of which it needs the larger of logits and backward.
+GB are 10^9 bytes of one device; it needs the larger of logits and backward.
 Not calibrated on a GPU: state is right within 5 % and activations within 15 % on CPU processes;
 times assume the speeds of --tflops and --bandwidth."""
 
@@ -21,7 +21,8 @@ def show(planner: Planner, machines: list[Machine]) -> None:
     shown = [planner.options(machine) for machine in machines]
     options = shown[0] if len(shown) == 1 else [each[0] for each in shown]
     size, data = planner.traced.size, planner.data
-    title = f"{size.total / 1e9:.2f} B parameters ({size.trainable / 1e9:.3f} B trained), a step of"
+    total, trained = (f"{number / 1e6:,.1f} M" for number in (size.total, size.trainable))
+    title = f"{total} parameters, {trained} of them trained, a step of"
     title += f" {data.global_batch_size} sequences of {data.seq_len} tokens\n"
     print(Table(title, HEAD, [_cells(option) for option in options], NOTE).as_text())
     fitting = [option for option in options if option.fits]
@@ -45,11 +46,16 @@ def _where(option: Planned) -> str:
 
 
 def _cells(option: Planned) -> list[str]:
-    parts, machine = option.parts(), option.machine
-    sizes = [sum(parts[name] for name in STATE), *(parts[name] for name in COLUMNS[3:])]
-    start = [f"{machine.nodes} x {machine.devices}", option.candidate.name]
-    start += [str(option.micro_batch_size), option.checkpointing]
-    sent = sum(size for size, *_ in option.sent())
-    end = ["yes" if option.fits else "no", f"{sent / GB:.1f}"]
-    end += [f"{option.seconds():.2f}", f"{option.mfu():.2f}"]
-    return [*start, *(f"{size / GB:.1f}" for size in [*sizes, option.total()]), *end]
+    parts, machine, total = option.parts(), option.machine, option.total()
+    state, sent = sum(parts[name] for name in STATE), sum(size for size, *_ in option.sent())
+    sizes = [state, parts["activations"], total - state - parts["activations"], total]
+    return [
+        f"{machine.nodes} x {machine.devices}",
+        option.candidate.name,
+        str(option.micro_batch_size),
+        option.checkpointing,
+        *(f"{size / GB:.1f}" for size in sizes),
+        "yes" if option.fits else "no",
+        f"{sent / GB:.1f}",
+        *(f"{value:.2f}" if value else "?" for value in (option.seconds(), option.mfu())),
+    ]
