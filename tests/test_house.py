@@ -32,7 +32,7 @@ BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
     "ground": (668, 400, "errors, the user's project, tensors of any layout, small files, tables"),
     "compat": (1_480, 1_000, "private names of other libraries, Lightning's loop"),
-    "cluster": (1_806, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
+    "cluster": (1_795, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_683, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_206, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_849, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
@@ -41,7 +41,7 @@ BUDGETS = {
     "callbacks": (3_049, 1_300, "what is measured, saved and guarded during training"),
     "cli": (1_936, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_910, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (4_330, 550, "doctor, plan, launch, evaluate, export, serve, promote, diagnose, report, prepare"),
+    "tools": (4_327, 550, "doctor, plan, launch, evaluate, export, serve, promote, diagnose, report, prepare"),
 }
 AIM = 13_500
 

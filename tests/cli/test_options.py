@@ -133,7 +133,7 @@ def test_every_option_is_in_one_of_the_tables(trainer_of: Any, monkeypatch: pyte
     )
     trainer_of()
     keys = {action.dest for action in parsers[0]._actions if not action.dest.endswith("help")}
-    ours = {"model", "data", "run", "trainer", "print_config", *ALWAYS_ON}
+    ours = {"model", "data", "run", "cluster", "trainer", "print_config", *ALWAYS_ON}
     lightnings = {key for key in keys if key.split(".")[0] not in ours or key.startswith("trainer.")}
     refused = {re.split("[=+]", flag)[0] for flag in REFUSED}
     assert lightnings == {*HONOURED, *ELSEWHERE, *refused}

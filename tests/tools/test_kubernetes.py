@@ -31,7 +31,7 @@ def job(kind: str = "Job", gang: str | None = None, *flags: str, run: str = "202
         "pod": {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]},
     }
     given: dict[str, Any] = {"image": "registry.example.org/train:1", "partition": "research", "nodes": 2}
-    given |= {"mounts": ["runs:/app/runs", "/scratch:/scratch"], "time_limit": "24:00:00", "save_s": 120}
+    given |= {"mounts": ["runs:/app/runs", "scratch:/scratch"], "time_limit": "24:00:00", "save_s": 120}
     given |= {"environment": {"NCCL_DEBUG": "WARN"}, "kubernetes": Kubernetes(kind=kind, gang=gang, **own), **site}  # ty: ignore[invalid-argument-type]
     folder = Path("/project")
     return Job(
@@ -164,7 +164,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no image": ({"image": None}, "cluster.image is not given"),
     "no volume for the runs": ({"mounts": ["data:/data"]}, "cluster.mounts has no volume for /app/runs"),
     "Kueue without a queue": ({"partition": None}, "cluster.partition is not given"),
-    "a long name": ({"run": "x" * 60}, "is too long"),
+    "a folder of the node": ({"mounts": ["/data:/app/runs"]}, "write each as CLAIM:/in/the/container"),
+    "no path": ({"mounts": ["data"]}, "write each as CLAIM:/in/the/container"),
+    "a password in an address": ({"environment": {"PROXY": f"http://me:{SECRET}@proxy"}}, "PROXY has a secret"),
     "a secret in the environment": ({"environment": {"WANDB_API_KEY": SECRET}}, "WANDB_API_KEY has a secret"),
 }
 
@@ -182,7 +184,7 @@ def test_a_secret_is_given_by_reference_alone() -> None:
         KUBERNETES.render(job("Job", None, f"--trainer.logger.init_args.api_key={SECRET}"))
     assert SECRET not in str(refused.value)
     with pytest.raises(InputError, match="secrets.WANDB_API_KEY is not a reference") as refused:
-        Kubernetes(secrets={"WANDB_API_KEY": SECRET})
+        KUBERNETES.render(job(kubernetes=Kubernetes(secrets={"WANDB_API_KEY": SECRET})))
     assert SECRET not in str(refused.value)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from ..errors import InputError
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,3 @@ class Kubernetes:
     resources: dict[str, Any] = field(default_factory=dict)
     secrets: dict[str, str] = field(default_factory=dict)
     pod: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, reference in self.secrets.items():
-            if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", str(reference)):
-                # the text may be the secret itself
-                raise InputError(
-                    f"cluster.kubernetes.secrets.{name} is not a reference; give SECRET/KEY"
-                )

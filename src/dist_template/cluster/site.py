@@ -39,7 +39,7 @@ class Site:
         partition: Slurm partition, or the queue of Kueue or Volcano.
         container: Under Slurm, what runs `image`: pyxis or apptainer. null: no container.
         image: Container image; its path or its name in a registry.
-        mounts: Folders in the container, as /on/the/node:/in/the/container; for Kubernetes also
+        mounts: Folders in the container, as /on/the/node:/in/the/container; for Kubernetes
             claim:/in/the/container, with the name of a PersistentVolumeClaim.
         environment: Environment variables of all processes.
         options: Further options of sbatch by their long names, as {account: a, gres: gpu:h100:8,

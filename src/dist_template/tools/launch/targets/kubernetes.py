@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ....cluster.redaction import names_a_secret, redacted_command
+from ....cluster.redaction import redacted, redacted_command
 from ....errors import InputError, first_line
 from ..job import Job
 from . import ray
@@ -31,39 +31,40 @@ def render(job: Job) -> dict[str, str]:
     """Returns the manifests.
 
     Raises:
-        InputError: the image, the volume or the queue is not given, the run's id is too long, or a
-            secret is given by its value.
+        InputError: the image, the volume or the queue is not given, or a secret is, by its value.
     """
     _check(job)
     own, path = job.site.kubernetes, Path(__file__).with_suffix(".template")
     filled = {word: json.dumps(value) for word, value in _values(job).items()}
     parts = yaml.safe_load(Template(path.read_text(encoding="utf-8")).substitute(filled))
-    objects, of_pods = parts[own.kind], own.pod
-    if own.gang == "volcano":
-        objects, of_pods = [parts["volcano"], *objects], {"schedulerName": "volcano", **own.pod}
+    objects = ([parts["volcano"]] if own.gang == "volcano" else []) + parts[own.kind]
     # a copy without references, which YAML would write as anchors
-    completed = json.loads(json.dumps(_completed(objects, of_pods)))
+    completed = json.loads(json.dumps(_completed(objects, own.pod)))
     return {FILE: yaml.safe_dump_all(completed, sort_keys=False, width=100)}
 
 
 def _check(job: Job) -> None:
-    site, runs, name = job.site, job.run.parents[1], _name(job)
+    site, own, runs = job.site, job.site.kubernetes, job.run.parents[1]
     inside = WORKDIR / (runs.relative_to(job.folder) if runs.is_relative_to(job.folder) else runs)
-    secrets = [f"cluster.environment.{one}" for one in site.environment if names_a_secret(one)]
-    if redacted_command(job.arguments) != job.arguments:
-        secrets.append("the command")
     if not site.image:
         raise InputError("cluster.image is not given; give the image of the pods as REGISTRY/NAME")
-    targets = [mount.partition(":")[2] for mount in site.mounts]
-    if not all(target.startswith("/") for target in targets):
+    if not all(re.fullmatch(r"[a-z0-9.-]+:/.*", mount) for mount in site.mounts):
         raise InputError(f"cluster.mounts is {site.mounts}; write each as CLAIM:/in/the/container")
-    if not any(inside.is_relative_to(target) for target in targets):
+    if not any(inside.is_relative_to(mount.partition(":")[2]) for mount in site.mounts):
         what = f"give one that all pods can write, as CLAIM:{inside}"
         raise InputError(f"cluster.mounts has no volume for {inside}; {what}")
-    if site.kubernetes.gang == "kueue" and not site.partition:
+    if own.gang == "kueue" and not site.partition:
         raise InputError("cluster.partition is not given; Kueue needs the name of a LocalQueue")
-    if len(name) > 48:  # and "-node-0-" and the pod's index: a host name has at most 63
-        raise InputError(f"the run's id {job.run_id!r} is too long; give at most 44 characters")
+    for name, reference in own.secrets.items():
+        if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):  # its text may be the secret
+            key = f"cluster.kubernetes.secrets.{name}"
+            raise InputError(f"{key} is not a reference; give SECRET/KEY")
+    shown = redacted(site.environment)
+    secrets = [
+        f"cluster.environment.{name}" for name in shown if shown[name] != site.environment[name]
+    ]
+    if redacted_command(job.arguments) != job.arguments:
+        secrets.append("the command")
     if secrets:
         what = "put it into a Secret and name that in cluster.kubernetes.secrets"
         raise InputError(f"{secrets[0]} has a secret, which the manifest would show; {what}")
@@ -85,14 +86,15 @@ def _values(job: Job) -> dict[str, Any]:
     """Returns the values for kubernetes.template."""
     site, own, name = job.site, job.site.kubernetes, _name(job)
     first = f"{name}-0" if own.kind == "Job" else f"{name}-node-0-0"
-    mounts = [(f"mount-{n}", *mount.partition(":")[::2]) for n, mount in enumerate(site.mounts)]
+    mounts = [(f"volume-{n}", *mount.split(":", 1)) for n, mount in enumerate(site.mounts)]
     secrets = [(variable, *where.split("/")) for variable, where in own.secrets.items()]
-    queue = {"kueue.x-k8s.io/queue-name": site.partition} if own.gang == "kueue" else {}
+    is_volcano = own.gang == "volcano"
     devices = {own.device: job.devices} if job.accelerator != "cpu" else {}
     return {
         "name": name,
-        "labels": {LABEL: name, **queue},
-        "annotations": {"scheduling.k8s.io/group-name": name} if own.gang == "volcano" else None,
+        "kueue": site.partition if own.gang == "kueue" else None,
+        "group": name if is_volcano else None,
+        "scheduler": "volcano" if is_volcano else None,
         "queue": site.partition,
         "image": site.image,
         "arguments": job.arguments,
@@ -103,9 +105,10 @@ def _values(job: Job) -> dict[str, Any]:
             for variable, secret, key in secrets
         },
         "resources": {key: str(value) for key, value in {**own.resources, **devices}.items()},
-        "volumes": {mount: _volume(source) for mount, source, _ in mounts},
-        "mounts": {mount: {"mountPath": target} for mount, _, target in mounts},
-        "subdomain": name if own.kind == "Job" else None,
+        "volumes": {
+            volume: {"persistentVolumeClaim": {"claimName": claim}} for volume, claim, _ in mounts
+        },
+        "mounts": {volume: {"mountPath": target} for volume, _, target in mounts},
         "endpoint": f"{first}.{name}:{job.port}",
         "nodes": job.nodes,
         "pods": job.nodes + (own.kind == "RayJob"),  # with Ray's head
@@ -114,13 +117,6 @@ def _values(job: Job) -> dict[str, Any]:
         "grace_s": site.save_s,
         "timeout_s": max(site.save_s - EXIT_S, 1),
     }
-
-
-def _volume(source: str) -> dict[str, Any]:
-    """Returns a folder of the node, or a claim."""
-    if source.startswith("/"):
-        return {"hostPath": {"path": source}}
-    return {"persistentVolumeClaim": {"claimName": source}}
 
 
 def _name(job: Job) -> str:
