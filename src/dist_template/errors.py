@@ -81,6 +81,7 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "openai": "serve",
+    "optuna": "sweep",
     "pandas": "evaluate",
     "peft": "adapters",
     "plotly": "report",

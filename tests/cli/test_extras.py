@@ -12,7 +12,7 @@ from tests.support.runs import CONFIGS, run, run_in_subprocess
 
 EXTRAS = (
     "bitsandbytes", "datasets", "datasketch", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
-    "tensorboard", "uvicorn", "wandb",
+    "optuna", "tensorboard", "uvicorn", "wandb",
 )  # fmt: skip
 LIBRARY = "'dist-template["
 NEED = {

@@ -64,13 +64,13 @@ def _given(flags: list[str]) -> Iterator[tuple[str, str]]:
             yield name.partition(".")[0], "--"
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str, flag: str = "--config") -> dict[str, Any]:
     """Returns the keys of the file at `path`.
 
     Raises:
         InputError: it cannot be read, is not YAML, or has no keys or too many values.
     """
-    where = f"--config {path}"
+    where = f"{flag} {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
         _check_size(yaml.compose(text, yaml.SafeLoader), where)

@@ -36,6 +36,7 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "rehearse": ("tools.rehearse", "check a configuration for a cluster on this CPU, in minutes"),
     "plan": ("tools.plan.command", "compare strategies: memory, traffic, time, and their flags"),
     "launch": ("tools.launch.command", "start a run by torchrun, deepspeed, ssh, Slurm, …"),
+    "sweep": ("tools.sweep.command", "try values of some keys in many trainings, with pruning"),
     "evaluate": ("tools.evaluate.command", "compare a run with a baseline on the same documents"),
     "export": ("tools.export.command", "convert a checkpoint to hf, onnx or peft, and verify it"),
     "serve": ("tools.serve.command", "answer OpenAI's API with a model, compared before"),

@@ -1,0 +1,83 @@
+"""`sweep`: tries values of some keys in many trainings, and writes the best configuration."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError, reason, require
+from ...project import Project, program
+from ...table import shown
+
+FORMS = "{float: [low, high]}, {log: [low, high]}, {int: [low, high]} or {choice: [a, b]}"
+
+
+def main(argv: list[str], project: Project) -> None:
+    """Runs the sweep of `argv`, or resumes it; raises Ended if it was stopped."""
+    made = argparse.ArgumentParser(program("sweep"), epilog="and fit's flags", allow_abbrev=False)
+    made.add_argument("--space", required=True, help="YAML of keys of fit with their values")
+    made.add_argument("--trials", type=int, default=16, help="in all, of all processes")
+    made.add_argument("--workers", type=int, default=1, help="trials at a time on this machine")
+    made.add_argument("--sampler", choices=("tpe", "random", "grid"), default="tpe")
+    made.add_argument("--pruner", choices=("median", "hyperband", "none"), default="median")
+    made.add_argument("--prune_after", type=int, default=0, help="optimizer steps of every trial")
+    made.add_argument("--name", help="of the folder in run.root; default: <run.name>-<space>")
+    given, flags = made.parse_known_args(argv[1:])
+    require("optuna", "sweep")
+    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
+        raise InputError("sweep starts the processes of each trial: start it as one task")
+    from ...cluster import subprocess_launcher
+    from .page import write
+    from .study import Sweep
+    from .trial import run
+
+    sweep = Sweep(*_checked(given, flags, project))
+    command = [sys.executable, "-m", project.package, *argv, "--workers=1"]
+    others = [subprocess_launcher.start(command) for _ in range(1, given.workers)]
+    for number in sweep.claim(given.trials):
+        run(sweep, number, project)
+    for other in others:
+        other.wait()
+    write(sweep)
+
+
+def _checked(given: Any, flags: list[str], project: Project) -> tuple[Path, dict[str, Any]]:
+    """Returns folder and definition; `fit` has checked every choice and the ends of every range."""
+    from ...cli import config_file
+    from ...cli.fit import parse
+    from ...cli.limits import Machine, violations
+    from .study import distribution, flags_of
+
+    where, space = f"--space {given.space}", config_file.read(given.space, "--space")
+    if not space:
+        raise InputError(f"{where} is empty; give keys of fit, each with one of {FORMS}")
+    for key, entry in space.items():
+        try:
+            distribution(entry)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            why = f"{where}: {key} is {shown(entry)} ({reason(error)}); give one of {FORMS}"
+            raise InputError(why) from error
+    ends = {key: next(iter(entry.values())) for key, entry in space.items()}
+    if given.sampler == "grid":
+        if any("choice" not in entry for entry in space.values()):
+            raise InputError(f"{where}: a grid needs {{choice: [a, b]}} for each key")
+        given.trials = min(given.trials, math.prod(map(len, ends.values())))
+    for n in range(max(map(len, ends.values()))):
+        values = flags_of({key: each[n % len(each)] for key, each in ends.items()})
+        cli = parse(["sweep", *flags, *values], project)
+        config, trainer = cli.config_init, vars(cli.config_init.trainer)
+        best, machine = config.best_checkpoint, Machine.of(trainer)
+        if found := violations(machine, trainer, cli.model, cli.datamodule, monitor=best.monitor):
+            raise InputError(f"{' '.join(values)}: {found[0]}")
+        if given.workers > 1 and machine.accelerator == "cuda":
+            raise InputError("--workers would share the first GPU: start sweep once for each GPU")
+    definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
+    definition |= {"space": space, "flags": flags, "metric": best.monitor, "mode": best.mode}
+    definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"
+    folder = Path(config.run.root) / definition["name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, definition | {"of": config.run.name}

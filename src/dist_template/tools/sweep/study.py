@@ -1,0 +1,96 @@
+"""A sweep's trials, which are optuna's; processes share them by a journal in a file."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...cluster.run_lock import RunLock
+from ...errors import InputError
+from ...table import shown
+
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "BruteForceSampler"}
+
+
+class Sweep:
+    """The sweep in `folder`: journal.log, and the run of each trial in trial-0000, trial-0001, …
+
+    `definition`: space, flags of fit, sampler, pruner, metric; None: those of the journal.
+    """
+
+    def __init__(self, folder: Path, definition: dict[str, Any] | None = None) -> None:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+        warnings.filterwarnings("ignore", "BruteForceSampler is experimental")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.folder, self._optuna, path = folder, optuna, str(folder / "journal.log")
+        self._turn = JournalFileOpenLock(str(folder / "next"))
+        backend = JournalFileBackend(path, JournalFileOpenLock(path))
+        self._where: Any = {"storage": optuna.storages.JournalStorage(backend), "study_name": ""}
+        if definition:
+            options: Any = {"direction": f"{definition['mode']}imize", "load_if_exists": True}
+            study = optuna.create_study(**self._where, **options)
+            if study.user_attrs.get("definition", definition) != definition:
+                raise InputError(f"{folder} has trials of another space or flags; set --name")
+            study.set_user_attr("definition", definition)
+        self.definition = optuna.load_study(**self._where).user_attrs["definition"]
+
+    def study(self, sampler: Any = None) -> Any:
+        """Returns optuna's study; its pruner counts optimizer steps."""
+        pruners = self._optuna.pruners
+        kind, first = self.definition["pruner"], max(1, self.definition["prune_after"])
+        pruner = {"median": pruners.MedianPruner(n_warmup_steps=first), "none": pruners.NopPruner()}
+        pruner["hyperband"] = pruners.HyperbandPruner(first)
+        return self._optuna.load_study(**self._where, sampler=sampler, pruner=pruner[kind])
+
+    def trial(self, number: int) -> Any:
+        """Returns an unfinished trial to add to, in any process."""
+        storage, name = self._where.values()
+        of = storage.get_study_id_from_name(name)
+        which = storage.get_trial_id_from_study_id_trial_number(of, number)
+        return self._optuna.Trial(self.study(), which)
+
+    def run(self, number: int) -> Path:
+        return self.folder / f"trial-{number:04}"
+
+    def claim(self, most: int) -> Iterator[int]:
+        """Yields unfinished trials that have no process, then new ones up to `most` in all."""
+        with (lock := RunLock()):
+            for trial in [one for one in self.study().trials if not one.state.is_finished()]:
+                is_free = lock.take(self.run(trial.number) / "worker") is None
+                if is_free and not self.study().trials[trial.number].state.is_finished():
+                    yield trial.number
+            while (number := self._new(lock, most)) is not None:
+                yield number
+
+    def _new(self, lock: RunLock, most: int) -> int | None:
+        self._turn.acquire()  # one process at a time: a trial's number determines its values
+        try:
+            if (number := len(self.study().trials)) >= most:
+                return None
+            lock.take(self.run(number) / "worker")
+            space = {key: distribution(entry) for key, entry in self.definition["space"].items()}
+            kind = getattr(self._optuna.samplers, SAMPLERS[self.definition["sampler"]])
+            self.study(kind(seed=number)).ask(space)
+            return number
+        finally:
+            self._turn.release()
+
+
+def distribution(entry: dict[str, list[Any]]) -> Any:
+    """Returns optuna's distribution of {kind: values}, an entry of the file of --space."""
+    from optuna import distributions as kinds
+
+    ((kind, values),) = entry.items()
+    if kind == "choice":
+        return kinds.CategoricalDistribution([*values])
+    if kind == "int":
+        return kinds.IntDistribution(*map(int, values), log=False)
+    return kinds.FloatDistribution(*map(float, values), log={"float": False, "log": True}[kind])
+
+
+def flags_of(values: dict[str, Any]) -> list[str]:
+    return [f"--{key}={shown(value)}" for key, value in values.items()]
