@@ -48,7 +48,6 @@ class Planned(Estimate):
         self._traced, self.machine, self.candidate = traced, machine, candidate
         self.accumulation = max(1, self.rows // self.micro_batch_size)
         self.wide = 2 if self.is_half else self.weight_bytes  # bytes of a weight that is used
-        self.step_tokens = self.rows * self.ranks * self.seq_len
 
     def parts(self) -> dict[str, float]:
         """Returns `COLUMNS`; logits and backward are not in memory at the same time."""
@@ -149,8 +148,9 @@ class Planned(Estimate):
 
     def _operations(self) -> float:
         """Returns the model's operations of a step on one device."""
+        tokens = self.rows * self.ranks * self.seq_len
         devices = self.machine.nodes * self.machine.devices
-        return self.step_tokens / devices * self.fact("model.flops_per_token")
+        return tokens / devices * self.fact("model.flops_per_token")
 
 
 def _ring(ranks: float) -> float:

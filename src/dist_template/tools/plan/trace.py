@@ -54,8 +54,8 @@ class Traced:
         for number, block in enumerate(self._blocks):
             shapes = tuple((name, p.shape) for name, p in block.named_parameters())
             self._kinds.setdefault(shapes, []).append(number)
-        packed = copy.deepcopy(self.model) if adapter and adapter.quantize else self.model
-        if packed is not self.model:
+        packed = copy.deepcopy(self.model)
+        if adapter and adapter.quantize:
             quantize(packed)
         self.size = Size.of(packed)
         self.facts = self._facts()
@@ -99,14 +99,8 @@ class Traced:
     def activations(
         self, rows: int, half: bool, casts: bool, tp: int, mode: str
     ) -> tuple[float, float]:
-        """Returns the bytes of `rows` sequences that forward keeps, and the most in backward.
-
-        Args:
-            rows: Sequences.
-            half: Whether the weights that are used have 16 bits.
-            casts: Whether autocast casts them.
-            tp: Ranks of tensor parallelism.
-            mode: Activation checkpointing.
+        """Returns the bytes of `rows` sequences that forward keeps, and the most in backward, with
+        weights of 16 bits (`half`) or cast, on `tp` tensor-parallel ranks, checkpointed by `mode`.
         """
         one = more = self._all_blocks(1, half, casts, tp, mode)
         if casts and not half:  # copies of weights do not grow with the tokens
