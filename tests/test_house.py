@@ -49,13 +49,13 @@ AIM = 13_500
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
-PROJECT_FILES, PROJECT_LINES = 47, 1_381  # without licences and lock; one CI file more than a generated project has
+PROJECT_FILES, PROJECT_LINES = 48, 1_386  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 
 PAGE_LINES = 150
 LONG_PAGES = {
-    "reference.md": 463,
+    "reference.md": 464,
 }  # fmt: skip
 
 
