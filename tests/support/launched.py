@@ -44,7 +44,7 @@ class Launched:
         name = name or on
         self.run = folder / "runs" / "default" / name
         self.out = folder / f"{name}.out"
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
+        kept = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(OF_A_LAUNCHER)}
         environment = {**kept, "DIST_RUN_ID": name}
         command = [sys.executable, "-m", PACKAGE, "launch", f"--on={on}", *flags]
         with self.out.open("wb") as out:

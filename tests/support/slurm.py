@@ -63,11 +63,15 @@ class Slurm:
         (self.folder / "slurm.conf").write_text(text)
         os.environ["SLURM_CONF"] = str(self.folder / "slurm.conf")
         (self.folder / "state").mkdir()
-        self._munge()
-        self._daemon("slurmctld", "-D", "-c")
-        for node in ("n1", "n2", "n3"):
-            self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
-        self.wait(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 3", 60)
+        try:
+            self._munge()
+            self._daemon("slurmctld", "-D", "-c")
+            for node in ("n1", "n2", "n3"):
+                self.slurmd[node] = self._daemon("slurmd", "-D", "-N", node)
+            self.wait(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 3", 60)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def _munge(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ FSDP2 = f"--config={CONFIGS / 'strategy' / 'fsdp2.yaml'}"
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm() -> Iterator[Slurm]:
     if LACKING:
         pytest.skip(f"needs {', '.join(LACKING)} (slurm-wlm, munge)")
-    with Slurm(tmp_path_factory.mktemp("slurm")) as started:
+    # munged's user must reach its socket: pytest's folders are closed to other users
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(Path(folder)) as started:
         yield started
 
 
