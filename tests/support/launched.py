@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -65,15 +66,14 @@ class Launched:
 
     def rank(self, node: int) -> int:
         """The process of a node's rank."""
-        wanted = {f"DIST_RUN_ID={self.run.name}".encode(), f"NODE_RANK={node}".encode()}
+        of_node = {f"NODE_RANK={node}".encode(), f"SLURM_NODEID={node}".encode()}
+        run = f"DIST_RUN_ID={self.run.name}".encode()
         for entry in Path("/proc").glob("[0-9]*"):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if (
-                words[-1:]
-                and PACKAGE.encode() in words[2:4]
-                and wanted <= set((entry / "environ").read_bytes().split(b"\0"))
-            ):
-                return int(entry.name)
+            with contextlib.suppress(OSError):
+                own = set((entry / "environ").read_bytes().split(b"\0"))
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if PACKAGE.encode() in words[2:4] and run in own and of_node & own:
+                    return int(entry.name)
         raise AssertionError(f"no rank of node {node}")
 
 
