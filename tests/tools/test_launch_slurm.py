@@ -150,7 +150,8 @@ def test_a_job_survives_a_lost_node(slurm: Slurm, prepared: list[str], tmp_path:
 def test_a_preempted_job_continues_later(slurm: Slurm, prepared: list[str], tmp_path: Path) -> None:
     job = Submitted(slurm, tmp_path, "preempted", *prepared, *SLOW, partition="main")
     job.reach(5)
-    urgent = slurm.run("sbatch", "--parsable", "-p", "urgent", "-N3", "-n3", "--cpus-per-task=2", "--wrap", "sleep 5")
+    wide = ("-p", "urgent", "-N3", "-n3", "--cpus-per-task=2", "--output=/dev/null")
+    urgent = slurm.run("sbatch", "--parsable", *wide, "--wrap", "sleep 5")
     slurm.wait(lambda: slurm.state(urgent) == "COMPLETED")
     job.restart_now()
     job.until("COMPLETED")
