@@ -52,7 +52,7 @@ def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: 
     library = {path.relative_to(source / "src").as_posix() for path in (source / "src" / "dist_template").rglob("*.*")}
     assert {name for name in wheel.namelist() if ".dist-info/" not in name} == library
     assert {"dist_template/py.typed", "dist_template/__init__.py"} <= library
-    assert {Path(name).suffix for name in library} == {".py", ".typed", ".css", ".html", ".js", ".md"}
+    assert {Path(name).suffix for name in library} == {".py", ".typed", ".css", ".html", ".js", ".md", ".template"}
 
 
 def test_what_is_imported_with_the_library_is_required_by_it() -> None:

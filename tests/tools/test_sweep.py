@@ -124,6 +124,16 @@ def test_a_killed_trial_resumes_its_checkpoint_and_values_do_not_depend_on_it(
     assert "has checkpoints: the run resumes from its newest" in output
 
 
+def test_a_trial_that_is_always_killed_fails_at_last(
+    flags: list[str], space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "start", lambda argv, folder: (folder / "output.txt").write_text("Killed") and -9)
+    argv = ["sweep", *flags, space, "--trials=1", f"--name={NAME}"]
+    assert [run(*argv) for _ in range(3)] == [75, 75, 1]
+    (one,) = trials_in(tmp_path)
+    assert (one.state.name, one.user_attrs["end"]) == ("FAIL", "failed with code -9: Killed")
+
+
 @pytest.mark.slow
 def test_failed_trials_are_recorded_with_their_reasons_and_the_sweep_continues(
     here: Trials, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,6 +19,8 @@ from ...project import Project
 from ...table import shown
 from .study import Sweep, flags_of
 
+KILLS = 3  # after so many a trial has failed
+
 
 def run(sweep: Sweep, number: int, project: Project) -> None:
     """Trains a trial, from its checkpoint if it has one; raises Ended if it was stopped."""
@@ -31,7 +33,11 @@ def run(sweep: Sweep, number: int, project: Project) -> None:
     own = [*values, f"--run.name={given['name']}", f"--trainer.callbacks+={shown(callback)}"]
     code = start([sys.executable, "-m", project.package, "fit", *given["flags"], *own], folder)
     if (stopped := Exit.of_all([code])) in (Exit.REQUEUE, Exit.INTERRUPTED):
-        raise Ended(stopped, f"trial {number} was stopped; the same command resumes the sweep")
+        # of the host's memory a trial may run out each time
+        kills = study.trials[number].user_attrs.get("kills", 0) + (code != stopped)
+        sweep.trial(number).set_user_attr("kills", kills)
+        if kills < KILLS:
+            raise Ended(stopped, f"trial {number} was stopped; the same command resumes the sweep")
     lines = (folder / "output.txt").read_text("utf-8", "replace").strip().split("\n")
     reason = ([line for line in lines if line.startswith("error: ")] or lines)[-1]
     state, end = TrialState.FAIL, f"failed with code {code}: {reason}"
