@@ -17,7 +17,7 @@ from dist_template.cluster.site import Site
 from dist_template.errors import Exit
 from dist_template.tools.launch.command import main
 from tests.support.launched import LAUNCHERS, STEPS, Launched, site, two
-from tests.support.loopback import LACKING, Hosts
+from tests.support.loopback import Hosts
 from tests.support.runs import OURS, PROJECT, logged, run
 from tests.support.tiers import tiers
 
@@ -29,14 +29,6 @@ def in_the_project(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if LACKING:
-        pytest.skip(LACKING)
-    with Hosts(tmp_path_factory.mktemp("ssh")) as started:
-        yield started
 
 
 def rendered(capsys: pytest.CaptureFixture[str], tmp_path: Path, *argv: str) -> dict[str, str]:

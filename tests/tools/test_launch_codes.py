@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
 from tests.support.launched import LAUNCHERS, STEPS, Launched, codes, row, two
-from tests.support.loopback import LACKING, Hosts
+from tests.support.loopback import Hosts
 from tests.support.runs import logged, only_run, run, run_in_subprocess
 
 DOCS = ROOT / "docs" / "launch.md"
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if LACKING:
-        pytest.skip(LACKING)
-    with Hosts(tmp_path_factory.mktemp("ssh")) as started:
-        yield started
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def run(sweep: Sweep, number: int, project: Project) -> None:
     own = [*values, f"--run.name={given['name']}", f"--trainer.callbacks+={shown(callback)}"]
     code = start([sys.executable, "-m", project.package, "fit", *given["flags"], *own], folder)
     if (stopped := Exit.of_all([code])) in (Exit.REQUEUE, Exit.INTERRUPTED):
-        # of the host's memory a trial may run out each time
+        # a trial may be killed each time, if it needs more than the host's memory
         kills = study.trials[number].user_attrs.get("kills", 0) + (code != stopped)
         sweep.trial(number).set_user_attr("kills", kills)
         if kills < KILLS:
