@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,13 +12,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 
 from dist_template.cluster.run_lock import RunLock
 from dist_template.tools.sweep import trial
-from dist_template.tools.sweep.study import Sweep, distribution
+from dist_template.tools.sweep.study import Sweep
 from tests import PROJECT
 from tests.support.line import PACKAGE, command
 from tests.support.runs import Workers, logged, newest, run
@@ -28,7 +26,6 @@ from tests.support.tiers import tiers
 
 SPACE = "model.optim.learning_rate: {log: [1.0e-3, 1.0e-1]}\nmodel.optim.warmup: {choice: [0, 2]}\n"
 NAME = "default-lr"
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Trials:
@@ -260,45 +257,3 @@ def test_a_launcher_of_several_processes_is_refused(
     monkeypatch.setenv(variable, "2")
     assert run("sweep", *flags, space) == 2
     assert "sweep starts the processes of each trial: start it as one task" in capsys.readouterr().err
-
-
-def test_the_docs_program_finds_a_planted_power_law(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Losses are a parabola around the optimum 0.3 / width^0.75, and high where a training would diverge."""
-    (program,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / "sweep.md").read_text(), re.MULTILINE | re.DOTALL)
-    folders = [tmp_path / str(width) for width in (64, 128, 256)]
-    for folder in folders:
-        best, sweep = 0.3 / int(folder.name) ** 0.75, planted(folder)
-        for rate in np.geomspace(best / 9, best * 7, 12):
-            number = plant_one(sweep, float(rate))
-            loss = 2 + 0.1 * np.log(rate / best) ** 2 + 5 * (rate > 4 * best)
-            sweep.study().tell(number, float(loss))
-            sweep.run(number).mkdir(exist_ok=True)
-            (sweep.run(number) / "facts.json").write_text(json.dumps({"model": {"width": int(folder.name)}}))
-    monkeypatch.setattr(sys, "argv", ["lr_transfer.py", "4096", *map(str, folders)])
-    exec(compile(program, "lr_transfer.py", "exec"), {})
-    printed = capsys.readouterr().out
-    assert "width^-0.75, at most x1.00 off" in printed and f"width 4096: {0.3 / 4096**0.75:.2e}" in printed
-    monkeypatch.setattr(sys, "argv", ["lr_transfer.py", "4096", *map(str, folders[:2]), str(at_the_edge(tmp_path))])
-    with pytest.raises(SystemExit, match="not between the learning rates tried: widen the space"):
-        exec(compile(program, "lr_transfer.py", "exec"), {})
-
-
-def planted(folder: Path) -> Sweep:
-    folder.mkdir()
-    return Sweep(folder, DEFINITION)
-
-
-def plant_one(sweep: Sweep, rate: float) -> int:
-    sweep.study().enqueue_trial({"model.optim.learning_rate": rate})
-    known = {key: distribution(entry) for key, entry in sweep.definition["space"].items()}
-    return sweep.study().ask(known).number
-
-
-def at_the_edge(tmp_path: Path) -> Path:
-    """The lowest learning rate is the best one."""
-    sweep = planted(tmp_path / "edge")
-    for rate in (0.001, 0.002, 0.004, 0.008, 0.016):
-        sweep.study().tell(plant_one(sweep, rate), rate)
-    return sweep.folder
