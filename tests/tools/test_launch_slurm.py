@@ -65,10 +65,13 @@ class Submitted(Launched):
     def until(self, state: str, timeout_s: float = 200) -> None:
         self.slurm.wait(lambda: self.state == state, timeout_s)
 
-    def restart_now(self) -> None:
-        """Slurm waits two minutes before it starts a requeued job again."""
+    def restart_soon(self) -> None:
+        """Slurm waits two minutes before it starts a requeued job again.
+
+        slurmd refuses credentials of the second in which it ended the job ("already killed"), and the job would fail.
+        """
         self.until("PENDING")
-        self.slurm.run("scontrol", "update", f"jobid={self.job}", "StartTime=now")
+        self.slurm.run("scontrol", "update", f"jobid={self.job}", "StartTime=now+2")
 
     def end(self) -> int:
         self.slurm.wait(lambda: bool(ENDED.search(self.log)), 200)
@@ -112,7 +115,7 @@ def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: list[str], tmp_p
     job = Submitted(slurm, tmp_path, "cut", *prepared, *SLOW, FSDP2)
     job.reach(5)
     job.stop(signal.SIGUSR1)
-    job.restart_now()
+    job.restart_soon()
     job.until("COMPLETED")
     assert ENDED.findall(job.log) == [("75", "yes"), ("0", "no")]
     assert logged(job.run, "train/loss") == logged(whole.run, "train/loss")
@@ -153,7 +156,7 @@ def test_a_preempted_job_continues_later(slurm: Slurm, prepared: list[str], tmp_
     wide = ("-p", "urgent", "-N3", "-n3", "--cpus-per-task=2", "--output=/dev/null")
     urgent = slurm.run("sbatch", "--parsable", *wide, "--wrap", "sleep 5")
     slurm.wait(lambda: slurm.state(urgent) == "COMPLETED")
-    job.restart_now()
+    job.restart_soon()
     job.until("COMPLETED")
     assert "SIGTERM: stopped and saved" in job.log or "SIGUSR1: stopped and saved" in job.log
     assert max(logged(job.run, "train/loss")) == 400
