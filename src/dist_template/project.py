@@ -5,12 +5,13 @@ The library does not import a user's package by name: `main` creates a `Project`
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import InputError
 
@@ -54,6 +55,16 @@ class Project:
 def program(verb: str | None = None) -> str:
     """Returns the command line of `verb` of the started project."""
     return f"python -m {_program} {verb or 'VERB'}"
+
+
+class Flags(argparse.ArgumentParser):
+    """Parser of a verb's own flags; it refuses a wrong one in a sentence, as other bad input."""
+
+    def __init__(self, verb: str, **options: Any) -> None:
+        super().__init__(program(verb), allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; `{self.prog} --help` explains every flag")
 
 
 def program_name() -> str:

@@ -178,6 +178,25 @@ def test_of_published_weights(
     assert f"model.pretrained '{folder}' {PRETRAINED[made]}" in error
 
 
+# ---- flags of other verbs --------------------------------------------------------------------------------------------
+
+OF_VERBS = {
+    "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
+    "launch --on=torch": "argument --on: invalid choice: 'torch' (choose from 'torchrun', 'deepspeed', ",
+    "launch --config=x.yaml": "the following arguments are required: --on",
+    "sweep --trials=1": "the following arguments are required: --space",
+    "rehearse --nodes=two": "argument --nodes: invalid int value: 'two'",
+    "compare": "the following arguments are required: runs",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OF_VERBS)
+def test_of_a_verbs_own_flag(words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    verb, *flags = words.split()
+    error = refused(verb, flags, capfd)
+    assert f"error: {OF_VERBS[words]}" in error and f" {verb} --help` explains every flag" in error
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,7 @@ def test_bad_input_is_refused_in_one_sentence(case: str, flags: list[str], tmp_p
     [
         ({"hosts": ["node1", "nowhere.invalid"]}, "nowhere.invalid is not ready: ssh: Could not resolve hostname"),
         ({"hosts": ["down"]}, "down is not ready: ssh: connect to host 127.0.0.1 port 1: Connection refused"),
+        ({"ssh": "shh -q"}, "cluster.ssh 'shh -q' cannot be run: No such file or directory: shh; edit it"),
         ({"port": "the server's"}, "node1 is not ready: OSError: [Errno 98] Address already in use"),
     ],
 )
@@ -147,6 +148,7 @@ def test_a_node_that_is_not_ready_is_named(
     keys = {**keys, "port": hosts.port} if "port" in keys else keys
     assert run("launch", "--on=ssh", *flags, two(hosts, tmp_path, **keys)) == Exit.BAD_INPUT
     assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/*")), "a refused run leaves no folder"
 
 
 def test_data_that_is_not_prepared_and_a_run_that_was_not_launched(
@@ -154,6 +156,13 @@ def test_data_that_is_not_prepared_and_a_run_that_was_not_launched(
 ) -> None:
     assert run("launch", "--on=ssh", *flags, f"--data.cache_dir={tmp_path}/none") == Exit.BAD_INPUT
     assert "run `prepare` first" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/*"))
+    os.environ["DIST_RUN_ID"] = "launched"
+    files = rendered(capsys, tmp_path, "--on=torchrun", *flags)
+    assert run("launch", "--on=ssh", *flags, f"--data.cache_dir={tmp_path}/none") == Exit.BAD_INPUT
+    (launch,) = tmp_path.glob("runs/default/launched/launch*")
+    assert {file.name: file.read_text() for file in launch.iterdir()} == files, "those of the earlier launch are back"
+    capsys.readouterr()
     assert run("launch", "status", str(tmp_path)) == Exit.BAD_INPUT
     assert "give a run that `launch` has started" in capsys.readouterr().err
 

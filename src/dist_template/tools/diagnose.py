@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,7 +12,7 @@ from ..observe.diagnosis.engine import RULES, diagnose
 from ..observe.diagnosis.finding import LEVELS, Finding, as_text
 from ..observe.history.metrics import FILE
 from ..observe.history.run import CONFIG, FACTS, OF_A_RUN, History, is_run, read_run
-from ..project import Project, program
+from ..project import Flags, Project
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -22,7 +21,7 @@ def main(argv: list[str], project: Project) -> None:
     Raises:
         InputError: A run does not exist.
     """
-    parser = argparse.ArgumentParser(program("diagnose"), description=__doc__, allow_abbrev=False)
+    parser = Flags("diagnose", description=__doc__)
     runs = "runs/<name>/<id>, or a folder: its newest run"
     parser.add_argument("runs", nargs="*", type=Path, default=[Path("runs")], help=runs)
     parser.add_argument("--json", action="store_true", help="a list of {run, step, findings}")

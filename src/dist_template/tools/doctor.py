@@ -6,7 +6,6 @@ warning may. With fit's --config files it checks that training's folders, else t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from ..cluster.environment import comparable, driver, normalized, packages
 from ..errors import Exit
-from ..project import Project, program
+from ..project import Flags, Project
 from ..records import GIB
 
 Findings = Iterator[tuple[str, str, str]]
@@ -54,7 +53,7 @@ def main(argv: list[str], project: Project) -> None:
         SystemExit: with 1, if there is a problem.
         InputError: the configuration cannot be read.
     """
-    parser = argparse.ArgumentParser(program("doctor"), description=__doc__, allow_abbrev=False)
+    parser = Flags("doctor", description=__doc__)
     as_json = "findings and environment as JSON, to compare machines"
     parser.add_argument("--json", action="store_true", help=as_json)
     own, flags = parser.parse_known_args(argv[1:])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
 from ..errors import InputError
 from ..observe.report.files import HTML, MARKDOWN, names_of, write
 from ..observe.report.sections import of_several
-from ..project import Project, program
+from ..project import Flags, Project
 from ..table import Table
 
 
@@ -20,7 +19,7 @@ def main(argv: list[str], project: Project) -> None:
         InputError: one is not a run folder, the page cannot be written, or `compare` has one run.
     """
     verb, *flags = argv
-    parser = argparse.ArgumentParser(prog=program(verb), description=__doc__, allow_abbrev=False)
+    parser = Flags(verb, description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="a run's folder, runs/<name>/<id>")
     where = "destination; default: the run's folder, or the folder that contains all runs"
     parser.add_argument("--output", type=Path, help=where)

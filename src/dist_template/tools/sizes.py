@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..project import program
+from ..project import Flags, program
 
 SIZES = (  # flag, key, what it is
     ("nodes", "num_nodes", "nodes"),
@@ -12,14 +12,13 @@ SIZES = (  # flag, key, what it is
 )
 
 
-def parser(verb: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+def parser(verb: str, description: str, epilog: str = "") -> Flags:
     """Returns the parser of `verb`, with --nodes and --devices."""
-    made = argparse.ArgumentParser(
-        prog=program(verb),
+    made = Flags(
+        verb,
         usage=f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
         description=description,
         epilog=f"Every other key is fit's: see `{program('fit')} --help`.{epilog}",
-        allow_abbrev=False,
     )
     for name, key, what in SIZES:
         help = f"{what} of the real run (default: trainer.{key})"

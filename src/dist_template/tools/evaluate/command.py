@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 
 from ...errors import Ended, Exit, InputError, require
-from ...project import Project, program
+from ...project import Flags, Project
 
 BASELINE = "run, checkpoint, folder, hub name, unigram, ngram, compression, start or parent"
 
@@ -19,7 +18,7 @@ def main(argv: list[str], project: Project) -> None:
         InputError: a model, a requirement or the data cannot be used.
         Ended: a requirement is not met.
     """
-    parser = argparse.ArgumentParser(prog=program("evaluate"), allow_abbrev=False)
+    parser = Flags("evaluate")
     runs = "a run's folder, or a checkpoint in one; several: runs that differ in their seed"
     parser.add_argument("runs", nargs="+", help=runs)
     parser.add_argument("--baseline", nargs="+", default=[], help=BASELINE)

@@ -6,15 +6,16 @@ launch status|logs|stop RUN                      RUN is a run's folder, runs/<na
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...cluster.launch import RUN_ID
 from ...errors import Ended, InputError
-from ...project import Project, program
+from ...project import Flags, Project, program
 from ...records import write_atomically
 from .job import Job, describe
 from .targets import ON_HOSTS, TARGETS, target
@@ -50,20 +51,22 @@ def main(argv: list[str], project: Project) -> None:
     except Ended as ended:
         again = f"{RUN_ID}={job.run_id} and the same command resume the run"
         raise Ended(ended.code, f"launch: {ended}; {again}") from ended
+    except InputError:
+        withdraw(job)
+        raise
     if identifier:
         record = {**_read(folder), "id": identifier}
         write_atomically(folder / RECORD, json.dumps(record, indent=2))
         print(f"{own.on} has it as {identifier}: {program('launch')} status {job.run}")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        program("launch"),
+def parser() -> Flags:
+    made = Flags(
+        "launch",
         usage=f"{program('launch')} --config FILE… --on TARGET [--dry-run]\n"
         f"       {program('launch')} status|logs|stop RUN",
         description="Renders a run's files for a launcher or scheduler, and submits them.",
         epilog=f"Every other key is fit's, `cluster` too: see `{program('fit')} --help`.",
-        allow_abbrev=False,
     )
     made.add_argument("--on", choices=TARGETS, required=True, help="launcher or scheduler")
     made.add_argument("--verb", choices=VERBS, default="fit", help="what is started (fit)")
@@ -84,6 +87,15 @@ def write(job: Job, on: str, files: dict[str, str]) -> Path:
     if job.files.exists():
         job.files.rename(job.run / f"launch.{len(list(job.run.glob('launch.*'))) + 1}")
     return temporary.rename(job.files)
+
+
+def withdraw(job: Job) -> None:
+    """Removes the files of a job that was refused; those of an earlier launch are back."""
+    shutil.rmtree(job.files)
+    if earlier := len(list(job.run.glob("launch.*"))):
+        job.run.joinpath(f"launch.{earlier}").rename(job.files)
+    with suppress(OSError):  # the run existed before
+        job.run.rmdir()
 
 
 def _read(folder: Path) -> dict[str, Any]:

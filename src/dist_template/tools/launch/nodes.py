@@ -96,7 +96,11 @@ def _probe(job: Job, node: int) -> None:
         f"cd {shlex.quote(str(job.folder))} && mkdir -p {shlex.quote(str(job.files))} && {python}"
     )
     command = f"{exports(job.environment)}\n{steps}"
-    started = _run_on(job.hosts, job.site.ssh, node, command, stderr=subprocess.PIPE)
+    try:
+        started = _run_on(job.hosts, job.site.ssh, node, command, stderr=subprocess.PIPE)
+    except OSError as error:
+        why = f"cluster.ssh {job.site.ssh!r} cannot be run: {error.strerror}: {error.filename}"
+        raise InputError(f"{why}; edit it") from error
     lines = started.communicate()[1].splitlines()
     if started.returncode:
         host = job.hosts[node] if job.hosts else "this machine"

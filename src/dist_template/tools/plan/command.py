@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
 from ...errors import InputError
-from ...project import Project, program
+from ...project import Flags, Project, program
 
 SHARE = 0.6  # of a datasheet's peak that matrix products reach, where it was not measured
 GPU = "NVIDIA H100 80GB HBM3"
@@ -64,13 +63,12 @@ def main(argv: list[str], project: Project) -> None:
     show(planner(size), machines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog=program("plan"),
+def _parser() -> Flags:
+    made = Flags(
+        "plan",
         usage=f"{program('plan')} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
         description=__doc__,
         epilog=f"Every other key is fit's: see `{program('fit')} --help`.",
-        allow_abbrev=False,
     )
     several = "a number, or a range such as 1:16, whose powers of two are compared"
     made.add_argument("--nodes", help=f"nodes (default: cluster's or trainer's): {several}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 from pathlib import Path
 
 from ...errors import Ended, Exit, InputError, reason, require
-from ...project import Project, program
+from ...project import Flags, Project, program
 from ..diagnose import newest
 from ..evaluate.models import run_verb
 from .registry import Registry
@@ -60,8 +59,8 @@ def main(argv: list[str], project: Project) -> None:
         print(_upload(version, registry.folder.name, given.wandb))
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(program("promote"), description=__doc__, allow_abbrev=False)
+def parser() -> Flags:
+    made = Flags("promote", description=__doc__)
     made.add_argument("run", nargs="?", help="a run's folder, runs/<name>/<id>")
     made.add_argument("--registry", default="registry", help="folder of the versions")
     default = "default: the latest version, or the run's weights before training"

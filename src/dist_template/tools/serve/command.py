@@ -13,7 +13,7 @@ from typing import Any
 
 from ...cluster import signals
 from ...errors import InputError, reason, require
-from ...project import Project, program
+from ...project import Flags, Project, program
 
 NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn")
 FLAGS: dict[str, tuple[Any, str]] = {
@@ -68,7 +68,7 @@ def main(argv: list[str], project: Project) -> None:
 
 def flags(argv: list[str]) -> argparse.Namespace:
     """Returns the parsed flags of the verb."""
-    parser = argparse.ArgumentParser(prog=program("serve"), description=__doc__, allow_abbrev=False)
+    parser = Flags("serve", description=__doc__)
     parser.add_argument("model", help="a run's folder, a checkpoint, or an exported folder")
     names, auto = ("auto", "transformers", "vllm"), "auto: vllm if it and a GPU are there"
     parser.add_argument("--engine", choices=names, default="auto", help=auto)

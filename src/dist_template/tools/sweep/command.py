@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, reason, require
-from ...project import Project, program
+from ...project import Flags, Project
 from ...table import shown
 
 FORMS = "{float: [low, high]}, {log: [low, high]}, {int: [low, high]} or {choice: [a, b]}"
@@ -18,7 +17,7 @@ FORMS = "{float: [low, high]}, {log: [low, high]}, {int: [low, high]} or {choice
 
 def main(argv: list[str], project: Project) -> None:
     """Runs the sweep of `argv`, or resumes it; raises Ended if it was stopped."""
-    made = argparse.ArgumentParser(program("sweep"), epilog="and fit's flags", allow_abbrev=False)
+    made = Flags("sweep", epilog="and fit's flags")
     made.add_argument("--space", required=True, help="YAML of keys of fit with their values")
     made.add_argument("--trials", type=int, default=16, help="in all, of all processes")
     made.add_argument("--workers", type=int, default=1, help="trials at a time on this machine")
