@@ -13,10 +13,13 @@ from trainer_dev.module import LanguageModule
 
 from benchmarks.traffic import STRATEGIES, Setting
 from dist_template.cli.limits.machine import Machine as Described
+from dist_template.cli.main import command
+from dist_template.project import Project
 from dist_template.tools.plan.candidates import Candidate, candidates
 from dist_template.tools.plan.command import _largest
 from dist_template.tools.plan.estimate import STATE, Machine, Planned
 from dist_template.tools.plan.planner import Planner
+from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.memory import Allocated, State
 from tests.support.runs import Workers, run
 from tests.support.strategies import flags_of, settings_of
@@ -186,6 +189,13 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--t
 def test_bad_input_is_one_sentence(given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("plan", *FLAGS, *given) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: {sentence}"
+
+
+@pytest.mark.parametrize("project", [CLASSIFIER, PLAIN], ids=["TrainingModule", "plain"])
+def test_another_kind_of_model_is_refused(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", "--devices=2", "--memory=1GB", "--trainer.accelerator=cpu"], project) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: plan traces language models of transformers, and ") and error.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def withdraw(job: Job) -> None:
     shutil.rmtree(job.files)
     if earlier := len(list(job.run.glob("launch.*"))):
         job.run.joinpath(f"launch.{earlier}").rename(job.files)
-    with suppress(OSError):  # the run existed before
+    if not any(job.run.iterdir()):
         job.run.rmdir()
 
 

@@ -119,8 +119,29 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     setup = (machine, trainer, cli.model, cli.datamodule, model_config(cli), verb == "fit")
     if verb != "prepare" and (found := violations(*setup, saves_asynchronously=asynchronous)):
         raise InputError(found[0])
+    if verb == "fit" and site.memory_bytes:
+        _compare_memory(cli, machine, site.memory_bytes)
     sizes = (nodes, devices, hosts, machine.accelerator)
     return Job(project.package, verb, flags, site, cli.run.absolute(), *sizes, cli.datamodule)
+
+
+def _compare_memory(cli: Any, machine: Any, memory: int) -> None:
+    """Warns if a device has less than `plan` counts, which no GPU has calibrated."""
+    from ..plan import candidates, estimate, planner
+
+    given, trainer = cli.config.fit.trainer.strategy, vars(cli.config_init.fit.trainer)
+    of_class = () if isinstance(given, str) else (type(trainer["strategy"]), vars(given.init_args))
+    candidate = candidates.Candidate("", str(given), {}, *of_class)
+    where = estimate.Machine(machine.num_nodes, machine.devices, memory, 0, 0, 0, 0)
+    try:
+        made = planner.Planner(cli.model, data := cli.datamodule, trainer, machine)
+        sizes = (data.micro_batch_size, cli.model.blocks.checkpointing)
+        needed = made.option(candidate, where, *sizes).total()
+        if needed > memory:
+            text = f"`plan` counts {needed / 1e9:.1f} GB for a device, which has {memory / 1e9:.1f}"
+            print(f"warning: {text} (cluster.device_memory)", flush=True)
+    except Exception as error:
+        print(f"cluster.device_memory is not checked: {reason(error)}", flush=True)
 
 
 def _slots(site: Site) -> dict[str, int | None]:

@@ -99,8 +99,7 @@ def _probe(job: Job, node: int) -> None:
     try:
         started = _run_on(job.hosts, job.site.ssh, node, command, stderr=subprocess.PIPE)
     except OSError as error:
-        why = f"cluster.ssh {job.site.ssh!r} cannot be run: {error.strerror}: {error.filename}"
-        raise InputError(f"{why}; edit it") from error
+        raise InputError(f"cluster.ssh {job.site.ssh!r} cannot be run: {error}") from error
     lines = started.communicate()[1].splitlines()
     if started.returncode:
         host = job.hosts[node] if job.hosts else "this machine"

@@ -35,6 +35,9 @@ class Traced:
     """
 
     def __init__(self, module: Any, data: Any, on_gpu: bool) -> None:
+        if not (hasattr(module, "build_config") and hasattr(data, "seq_len")):
+            kinds = f"{type(module).__name__} with {type(data).__name__}"
+            raise InputError(f"plan traces language models of transformers, and {kinds} is none")
         self._module, self._on_gpu, self._seq_len = module, on_gpu, data.seq_len
         self._masks = getattr(data, "cross_document_attention", None) is False  # documents apart
         self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0)
