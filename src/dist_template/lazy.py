@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
+import gc
+import importlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -13,6 +15,20 @@ def attribute_of(module: str, places: Mapping[str, str]) -> Callable[[str], Any]
     def attribute(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(import_module(f".{places[name]}", __package__), name)
+        return getattr(importlib.import_module(f".{places[name]}", __package__), name)
 
     return attribute
+
+
+@contextmanager
+def without_collections() -> Generator[None]:
+    """For imports, which create a million objects that stay: no garbage collection looks at them.
+
+    It freezes them, so that later collections pass over them. A start takes a fifth less CPU time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

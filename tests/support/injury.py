@@ -193,10 +193,13 @@ def watched(argv: list[str]) -> int:
     from dist_template.cluster import signals
 
     signals.listen()
-    import lightning as L
+    from dist_template.lazy import without_collections
 
-    from dist_template.cli import fit as cli
-    from tests.support.line import command
+    with without_collections():
+        import lightning as L
+
+        from dist_template.cli import fit as cli
+        from tests.support.line import command
 
     class Watch(L.Callback):
         """Before all other callbacks: a step is done, and not yet saved."""

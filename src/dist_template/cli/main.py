@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 from ..cluster import signals
@@ -17,6 +18,7 @@ from ..cluster.exit import exit_process, skip_finalization
 from ..cluster.messages import MESSAGES
 from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
+from ..lazy import without_collections
 from ..project import Project
 
 # Tensors of 2 MiB and more in host memory get huge pages; torch reads this at its first allocation.
@@ -113,7 +115,10 @@ def run(argv: list[str], project: Project) -> int:
             from . import config_file
 
             config_file.check(argv)
-        importlib.import_module(f"{LIBRARY}.{VERBS[verb][0]}").main(argv, project)
+        name = f"{LIBRARY}.{VERBS[verb][0]}"
+        with nullcontext() if name in sys.modules else without_collections():
+            module = importlib.import_module(name)
+        module.main(argv, project)
         return Exit.DONE
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
