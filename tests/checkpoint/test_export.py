@@ -14,7 +14,7 @@ from dist_template.errors import InputError
 from dist_template.tools.export import command as export
 from tests.support.formats import write_distributed
 from tests.support.parity import MODELS
-from tests.support.runs import OURS, SMALL_LLAMA, logged, newest, only_run, run, run_in_subprocess
+from tests.support.runs import OURS, SMALL_LLAMA, Workers, logged, newest, only_run, run
 
 TIED_LLAMA = SMALL_LLAMA[:-1] + ", tie_word_embeddings: true}"
 
@@ -139,8 +139,9 @@ def test_deepspeeds_own_folder_measures_and_exports_as_it_was_trained(
 ) -> None:
     flags = [*quick, f"--model.architecture={MODELS['deepseek_v3']}", "--trainer.limit_val_batches=1.0"]
     zero = ["--trainer.devices=2", "--trainer.strategy=ZeroStrategy", f"--trainer.strategy.stage={stage}"]
-    result = run_in_subprocess("fit", *flags, *zero)
-    assert result.returncode == 0, result.stderr
+    with Workers(2) as workers:
+        workers.run(["prepare", *flags], tmp_path / "prepare").check()
+        workers.run(["fit", *flags, *zero], tmp_path / "fit").check()
     trained = logged(only_run(tmp_path), "eval/loss")[4]
     path = newest(only_run(tmp_path))
     assert format_of(path) == "zero"
