@@ -30,9 +30,9 @@ MOST_ROOMS = 11  # folders; "public" and "ground" are the files beside them
 # Room: (most lines now, aim, what the lines are for). A room that shrinks gets a lower number here.
 BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
-    "ground": (697, 400, "errors, the user's project, tensors of any layout, small files, tables"),
+    "ground": (696, 400, "errors, the user's project, tensors of any layout, small files, tables"),
     "compat": (1_480, 1_000, "private names of other libraries, Lightning's loop"),
-    "cluster": (1_795, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
+    "cluster": (1_797, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_683, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (1_206, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_849, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),

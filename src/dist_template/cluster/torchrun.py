@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from ..errors import DECIDED, Exit
+from ..lazy import without_collections
 from . import signals
 from .launch import LAUNCH
 
@@ -30,14 +31,15 @@ if __name__ == "__main__":
     for _number in signals.STOP:  # nothing to save until torchrun installs its own handler
         signal.signal(_number, lambda *_: os._exit(Exit.REQUEUE))
 
-from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
+with without_collections():
+    from torch.distributed import DistError
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
 
-from ..compat.torchrun import OpenAgent, use
+    from ..compat.torchrun import OpenAgent, use
 
 PEERS_S = 3.0  # for the other workers to print their errors after one has failed
 LOST_S = 20.0  # the rendezvous is lost if it does not answer for so long
