@@ -35,7 +35,8 @@ LLAMAS = {  # width, inner, layers, heads, key-value heads, vocabulary
 }
 RANKS = [2**power for power in range(1, 11)]
 TOKENS, NODE = 4096, 8
-DENSE = [name for name in STRATEGIES if name != "tp" and "ep" not in name]  # tp ends at a node; a Llama has no experts
+# tp and cp end at a node; a Llama has no experts
+DENSE = [name for name in STRATEGIES if name not in ("tp", "cp") and "ep" not in name]
 
 
 def main() -> None:

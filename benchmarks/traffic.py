@@ -33,7 +33,7 @@ class Setting:
         ranks: Processes.
         tokens: Of a micro-batch on one rank.
         accumulation: Micro-batches per optimizer step.
-        node: Ranks that hold one copy under HSDP, and share matrices or experts under tp and ep.
+        node: Ranks that hold one copy under HSDP, and share matrices, experts or sequences under tp, ep and cp.
         half: Precision bf16-mixed in place of 32-true.
         reduces_each: FSDP2's `reduce_each_micro_batch`.
         ddp_bucket_mib: Of DDP's gradients; its first bucket is smaller, to begin early (torch 2.13).
@@ -163,6 +163,18 @@ def fsdp2_ep(model: Any, at: Setting, tp: int = 1) -> Traffic:
             yield Collective("all_gather", routed, wide, tp, times)
 
 
+def cp(model: Any, at: Setting) -> Traffic:
+    """FSDP2, and in each block an all-to-all of queries, keys, values and output, in forward and in backward."""
+    yield from fsdp2(model, at)
+    config, size, wide = text_config(model), min(at.ranks, at.node), 2 if at.half else 4
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys = max(config.num_key_value_heads, size)  # fewer are repeated
+    times = 2 * config.num_hidden_layers * at.accumulation
+    for number in (heads, keys):  # queries and output, keys and values
+        yield Collective("all_to_all", at.tokens * number * width, wide, size, 2 * times)
+
+
 def fsdp2_tp_ep(model: Any, at: Setting) -> Traffic:
     """A node's ranks share each dense matrix and deal out the experts."""
     size = min(at.ranks, at.node)
@@ -197,6 +209,7 @@ STRATEGIES: dict[str, Callable[[Any, Setting], Traffic]] = {  # by their files i
     "fsdp2_tp": fsdp2_tp,
     "fsdp2_ep": fsdp2_ep,
     "fsdp2_tp_ep": fsdp2_tp_ep,
+    "cp": cp,
     "zero1": lambda model, at: zero(model, at, 1),
     "zero2": lambda model, at: zero(model, at, 2),
     "zero3": lambda model, at: zero(model, at, 3),

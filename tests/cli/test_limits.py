@@ -209,7 +209,7 @@ FOUR_KEY_HEADS_AT_MOST = {("tp", 8), ("tp", 64)}  # Llama's tp_size is all proce
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_strategy_fits_every_machine_that_its_sizes_divide(name: str, world_size: int) -> None:
     machine = Machine("cuda", min(world_size, 8), max(1, world_size // 8), "bf16-mixed")
-    too_small = world_size == 1 and name in ("hsdp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep")
+    too_small = world_size == 1 and name in ("cp", "hsdp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep")
     dense = "ep" not in name.split("_")
     deepseek = violations_of(from_file(name), machine, config=DEEPSEEK)
     llama = violations_of(from_file(name), machine, config=LLAMA)

@@ -106,6 +106,7 @@ ATTRIBUTES = {
     "deepspeed.runtime.zero.stage_1_and_2": "_hp_optimizer_states_linked",
     "transformers.configuration_utils": "_attn_implementation",
     "transformers.modeling_utils": "_no_split_modules",
+    "transformers.modeling_utils:PreTrainedModel": "_supports_attention_backend _supports_sdpa _is_stateful",
     "transformers.distributed.fsdp": "CPUOffloadPolicy",
     "peft.tuners.tuners_utils:BaseTunerLayer": "_disable_adapters",
 }

@@ -211,6 +211,7 @@ def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
         ("fsdp2", 4, {"kind": "mesh", "ranks": 4, "shards": 4, "tp": 1}),
         ("hsdp", 8, {"kind": "mesh", "ranks": 8, "shards": 4}),
         ("fsdp2_tp", 8, {"kind": "mesh", "ranks": 4, "shards": 8, "tp": 2}),
+        ("cp", 8, {"kind": "mesh", "ranks": 4, "shards": 8, "cp": 2}),
         ("zero3_offload", 2, {"kind": "zero", "ranks": 2, "stage": 3, "bucket": 200_000_000,
                               "offload_optimizer": True, "offload_parameters": True}),
     ],

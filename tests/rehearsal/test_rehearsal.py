@@ -52,7 +52,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["fsdp2_tp_ep", "hsdp", "zero2_offload", "zero3"])
+@pytest.mark.parametrize("strategy", ["cp", "fsdp2_tp_ep", "hsdp", "zero2_offload", "zero3"])
 def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", *flags_of(strategy)]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")

@@ -93,7 +93,7 @@ class Trainings:
         prelude: Callable[[], None] | None = None,
     ) -> RunRecord:
         num = processes or PROCESSES.get(strategy, 1)
-        data_parallel = num // (2 if "tp" in strategy else 1)
+        data_parallel = num // (2 if "tp" in strategy or "cp" in strategy else 1)
         flags = [] if strategy == "one" else flags_of(strategy)
         if strategy.startswith("zero3"):  # else so small a model would not be sharded
             flags += ["--trainer.strategy.init_args.param_persistence_threshold=16"]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import weights
 from ..compat.lightning import validation_may_follow
+from ..parallel import random_rank
 
 KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
 
@@ -84,8 +85,8 @@ class RandomState(Callback):
     @staticmethod
     def _new_seed(trainer: L.Trainer, step: int) -> int:
         """Returns this rank's seed; tensor-parallel ranks, which share a batch, share it."""
-        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
-        sequence = np.random.SeedSequence([torch.initial_seed(), step, sampler["rank"]])
+        rank = random_rank(trainer.strategy)
+        sequence = np.random.SeedSequence([torch.initial_seed(), step, rank])
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 

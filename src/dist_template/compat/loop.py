@@ -203,11 +203,11 @@ class EpochLoop(ResumableEpochLoop):
         self._batches_that_stepped += not self._should_accumulate()
 
     def batch_to_device(self, batch: Any) -> Any:
-        plugin, (before, transfer, after) = self.trainer.strategy.precision_plugin, self._transfer
-        if type(plugin).convert_input is not Precision.convert_input:
-            batch = plugin.convert_input(batch)
-        batch = before(batch, 0)
-        return after(transfer(batch, self.trainer.strategy.root_device, 0), 0)
+        strategy, (before, transfer, after) = self.trainer.strategy, self._transfer
+        if type(strategy.precision_plugin).convert_input is not Precision.convert_input:
+            batch = strategy.precision_plugin.convert_input(batch)
+        batch = after(transfer(before(batch, 0), strategy.root_device, 0), 0)
+        return getattr(strategy, "shard_batch", lambda unchanged: unchanged)(batch)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
         if not self._steps_schedules:

@@ -8,6 +8,7 @@ transformers is imported when it is needed."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -39,6 +40,20 @@ def names_of_blocks(model: nn.Module) -> set[str]:
     """Returns the class names of the model's repeated layers. If the name is gone: none, and
     ModuleLists are used."""
     return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def reason_against_sequence_shards(model: Any) -> str:
+    """Returns what combines a model's tokens besides an attention kernel with a mask; "" if nothing
+    does. The public `supports_context_parallel` refuses windows, which torch's cannot mask."""
+    kernels = getattr(model, "_supports_attention_backend", False) and model._supports_sdpa
+    if not kernels or attention_of(model) == "eager":  # others may have a bias for each head
+        return "its attention is not one of transformers' kernels (sdpa, flash, flex)"
+    config = model.config.get_text_config()
+    masked = {"full_attention", "sliding_attention", "chunked_attention"}
+    if {*(getattr(config, "layer_types", None) or ())} - masked or model._is_stateful:
+        return "layers other than attention to all tokens combine its tokens"
+    is_dynamic = re.search("longrope|'dynamic'", str(getattr(config, "rope_parameters", None)))
+    return "its rotary embedding depends on a batch's largest position" if is_dynamic else ""
 
 
 def wrappers_of_parameters(module: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..compat import transformers as compat
 from ..errors import InputError
+from ..parallel.sequence import IS_SHARD, WHOLE, masks_of_all
 
 # (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for
 # cross-document attention.
@@ -66,24 +67,26 @@ def known_documents(
             gets a mask too, so that no second version is compiled during training.
 
     Raises:
-        InputError: the batch has no `BOUNDS`, and with this kernel documents would attend to each
-            other.
+        InputError: the batch has no `BOUNDS`, and with this kernel, or in a shard of sequences,
+            documents would attend to each other.
     """
-    bounds, (num_rows, seq_len) = batch.get(BOUNDS), batch["input_ids"].shape
+    bounds, whole = batch.get(BOUNDS), batch.get(WHOLE)
+    num_rows, seq_len = batch.get(WHOLE, batch["input_ids"]).shape
     is_flash = "flash" in (compat.attention_of(model) or "")
     if bounds is None:
-        if is_flash and num_rows > 1:
+        if whole is not None or (is_flash and num_rows > 1):
             raise InputError(
-                f"flash attention needs {BOUNDS} in a batch of yours, as text/batches/rows.py has"
-                " it; see data.py"
+                f"flash attention and cp_size above 1 need {BOUNDS} in a batch of yours, as"
+                " text/batches/rows.py has it; see data.py"
             )
         yield {}
         return
     apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
-    with compat.finding_documents(_documents if apart else _none):
+    find, shard = _documents if apart else _none, {} if whole is None else {IS_SHARD: True}
+    with compat.finding_documents(find) if whole is None else masks_of_all(model, whole, find):
         varlen = {f"cu_seq_lens_{one}": bounds for one in "qk"}
         varlen |= {f"max_length_{one}": seq_len for one in "qk"}
-        yield varlen if is_flash and apart else {}
+        yield shard | (varlen if is_flash and apart else {})
 
 
 def _documents(position_ids: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 place.py                      builds a model and lets the strategy shard it: the only interface
 mesh.py, shard.py             MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
+sequence.py                   sequence parallelism, in MeshStrategy
 zero.py, zero_step.py         ZeroStrategy; deepspeed_config.py completes its DeepSpeed JSON
 ddp.py                        defaults for Lightning's DDPStrategy
 blocks.py, half.py            activation checkpointing, torch.compile; parameters in half precision
@@ -20,3 +21,10 @@ def data_parallel_size(strategy: Any, world_size: int) -> int:
         InputError: the strategy's sizes do not fit this number.
     """
     return strategy.sizes(world_size).data_parallel if hasattr(strategy, "sizes") else world_size
+
+
+def random_rank(strategy: Any) -> int:
+    """Returns the number of this rank's random stream: only tensor-parallel ranks share one."""
+    if hasattr(strategy, "mesh_sizes"):
+        return strategy.global_rank // strategy.mesh_sizes.tp
+    return getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"]

@@ -3,8 +3,9 @@
     dense parameters    (dp_replicate, fsdp, tp)
     experts             (dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
 
-A batch is distributed over dp_replicate x fsdp ranks; ranks that differ only in tp receive the same
-rows. The plans are in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`,
+A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in tp receive the
+same rows, and so do cp neighbours along fsdp, which share each sequence (sequence.py). The plans
+are in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`,
 `base_model_fsdp_plan`), for every model of transformers. A model without plans is sharded block by
 block with torch's `fully_shard`, and so is a plain LightningModule whose layers are made in
 `__init__`.
@@ -43,6 +44,7 @@ from ..checkpoint.resume import load_foreign
 from ..compat.lightning import set_mesh, start_process_group
 from ..errors import InputError
 from ..layout import refuse_scalars
+from .sequence import shard_batch
 from .shard import shard_by_blocks, shard_by_plan
 
 Size = int | Literal["auto"]
@@ -51,17 +53,18 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks along each dimension of the mesh; `ep` divides fsdp x tp and adds no ranks."""
+    """Ranks along each dimension; `ep` divides fsdp x tp, `cp` divides fsdp: both add no ranks."""
 
     dp_replicate: int
     fsdp: int
     tp: int
     ep: int
+    cp: int = 1
 
     @property
     def data_parallel(self) -> int:
         """Number of ranks that read different batches."""
-        return self.dp_replicate * self.fsdp
+        return self.dp_replicate * self.fsdp // self.cp
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -76,6 +79,8 @@ class MeshStrategy(ModelParallelStrategy):
             1: off.
         ep_size: Ranks that hold different experts; a multiple of tp_size that divides fsdp_size x
             tp_size. 1: off. auto: fsdp_size x tp_size.
+        cp_size: Ranks that share each sequence, for sequences that are too long for one device;
+            divides fsdp_size, data.seq_len and the attention heads. 1: off.
         fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight.
             null: none.
         tp_plan: Overrides the model's plan: module or parameter name to a style of transformers.
@@ -96,6 +101,7 @@ class MeshStrategy(ModelParallelStrategy):
         dp_replicate_size: Size = 1,
         tp_size: Size = 1,
         ep_size: Size = 1,
+        cp_size: int = 1,
         fsdp_plan: dict[str, str] | None = None,
         tp_plan: dict[str, str] | None = None,
         ep_plan: dict[str, str] | None = None,
@@ -109,6 +115,7 @@ class MeshStrategy(ModelParallelStrategy):
         self.dp_replicate_size = dp_replicate_size
         self.tp_size = tp_size
         self.ep_size = ep_size
+        self.cp_size = cp_size
         self.fsdp_plan = fsdp_plan
         self.tp_plan = tp_plan
         self.ep_plan = ep_plan
@@ -121,7 +128,8 @@ class MeshStrategy(ModelParallelStrategy):
         """Returns the sizes on `world_size` ranks, with "auto" resolved.
 
         Raises:
-            InputError: their product is not the number of ranks, or more than one is "auto".
+            InputError: their product is not the number of ranks, more than one is "auto", or
+                cp_size does not divide fsdp_size.
         """
         names = ("dp_replicate_size", "fsdp_size", "tp_size")
         given: dict[str, Size] = {name: getattr(self, name) for name in names}
@@ -136,7 +144,10 @@ class MeshStrategy(ModelParallelStrategy):
                 " trainer.num_nodes); edit strategy.init_args, where only one size can be auto"
             )
         replicate, fsdp, tp = (numbers[name] for name in given)
-        return MeshSizes(replicate, fsdp, tp, fsdp * tp if self.ep_size == "auto" else self.ep_size)
+        if self.cp_size < 1 or fsdp % self.cp_size:
+            raise InputError(f"cp_size {self.cp_size} must divide fsdp_size {fsdp}: edit cp_size")
+        ep = fsdp * tp if self.ep_size == "auto" else self.ep_size
+        return MeshSizes(replicate, fsdp, tp, ep, self.cp_size)
 
     def setup_environment(self) -> None:
         # With offload, gradients are in host memory when they are clipped.
@@ -149,12 +160,23 @@ class MeshStrategy(ModelParallelStrategy):
         set_mesh(self, init_device_mesh(device, dense, mesh_dim_names=names))
         names = ("pp", "dp_replicate", "efsdp", "ep")
         self.expert_mesh = init_device_mesh(device, experts, mesh_dim_names=names)
+        if sizes.cp > 1:
+            parts, names = (sizes.data_parallel, sizes.cp, sizes.tp), ("batch", "cp", "tp")
+            mesh = init_device_mesh(device, parts, mesh_dim_names=names)
+            self.sequence_group = mesh.get_group("cp")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the batches this rank reads: ranks that differ only in tp read the same."""
-        sizes = self.mesh_sizes
-        return {"num_replicas": sizes.data_parallel, "rank": self.global_rank // sizes.tp}
+        """Which part of the batches this rank reads: the same if ranks differ only in tp or cp."""
+        sizes, rank = self.mesh_sizes, self.global_rank // self.mesh_sizes.tp
+        return {"num_replicas": sizes.data_parallel, "rank": rank // sizes.cp}
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Returns the rank's part of the sequences of a batch; without cp, the batch."""
+        return batch if self.mesh_sizes.cp == 1 else shard_batch(batch, self.sequence_group)
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        return self.shard_batch(super().batch_to_device(batch, device, dataloader_idx))
 
     # ---- the model -------------------------------------------------------------------------------
 

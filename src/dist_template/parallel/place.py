@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .. import weights
 from ..errors import reason
+from . import random_rank
 from .blocks import BlockConfig, wrap_blocks
 
 
@@ -36,8 +37,8 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
     else:
         model = _skeleton(build)
     model = strategy.precision_plugin.convert_module(model)
-    # Dropout differs between ranks that read different batches, and only between those.
-    torch.manual_seed(seed + getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"])
+    # Dropout differs between ranks that have different tokens, and only between those.
+    torch.manual_seed(seed + random_rank(strategy))
     wrap_blocks(model, blocks)
     if hasattr(strategy, "shard"):
         return strategy.shard(model)

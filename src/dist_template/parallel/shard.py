@@ -22,6 +22,7 @@ from .. import weights
 from ..compat import transformers as compat
 from ..errors import InputError, reason
 from .blocks import find_blocks
+from .sequence import share_attention
 
 
 def shard_by_plan(model: Any, strategy: Any) -> None:
@@ -58,6 +59,8 @@ def shard_by_plan(model: Any, strategy: Any) -> None:
     mesh = TransformersDeviceMesh(strategy.device_mesh, strategy.expert_mesh)
     offload = partial(_offload_policy, strategy)
     with compat.sharding(offload, prepare=lambda: weights.tie(ties)), _refusing(model):
+        if sizes.cp > 1:
+            share_attention(model, strategy.sequence_group)
         model.maybe_distribute_model(model, config, mesh)
     weights.tie(ties)
 
@@ -72,6 +75,8 @@ def shard_by_blocks(model: nn.Module, strategy: Any) -> None:
     with _refusing(model):
         if sizes.tp > 1 or sizes.ep > 1:
             raise ValueError("it has no tensor or expert plan: set tp_size and ep_size to 1")
+        if sizes.cp > 1:
+            share_attention(model, strategy.sequence_group)
         dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)
         options: dict[str, Any] = {
             "mesh": strategy.device_mesh[dimensions],

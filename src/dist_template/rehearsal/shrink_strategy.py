@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ PERSISTENT = 64  # elements: ZeRO-3 then keeps norms unsharded and shards matric
 REPLACED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 REPLACED += ("bf16", "fp16")  # keys of a DeepSpeed file that the Trainer's settings replace
 MESH = ("dp_replicate_size", "fsdp_size", "tp_size")
+SIZES = (*MESH, "ep_size", "cp_size")
 NUM_PROCESSES = (1, 2, 4)
 
 
@@ -54,7 +56,7 @@ def _shrink_mesh(options: Any, strategy: Any, processes: int | None, notes: list
 
     Three kinds would need 8 processes: replication is then dropped.
     """
-    given = {name: options[name] for name in (*MESH, "ep_size")}
+    given = {name: options[name] for name in SIZES}
     choices = {name: [2 if size not in (1, "auto") else size] for name, size in given.items()}
     if choices["fsdp_size"] == [2]:
         choices["fsdp_size"].append(4)
@@ -103,17 +105,19 @@ def halve(spec: Any, strategy: Any, processes: int) -> tuple[Any, int, int]:
         name = next(name for name in MESH if options[name] != 1)
         if options[name] != "auto":  # auto adapts
             options[name] //= 2
-        strategy = with_sizes(strategy, options)
+        shared, options["cp_size"] = options["cp_size"], 1
+        sizes = with_sizes(strategy, options).sizes(num)
+        options["cp_size"] = gcd(shared, sizes.fsdp)
         if options["ep_size"] != "auto":
-            sizes = strategy.sizes(num)
             options["ep_size"] = min(options["ep_size"], sizes.fsdp * sizes.tp)
+        strategy = with_sizes(strategy, options)
     return spec, num, data_parallel_size(strategy, num)
 
 
 def with_sizes(strategy: Any, options: dict[str, Any]) -> Any:
     """Returns a copy of a MeshStrategy with the sizes in `options`."""
     small = copy.copy(strategy)
-    for name in (*MESH, "ep_size"):
+    for name in SIZES:
         setattr(small, name, options[name])
     return small
 

@@ -7,7 +7,7 @@ The libraries refuse most of this too, but on every rank, in the middle of a sta
 name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
     machine.py    what is known before the start
-    mesh.py       sizes, plans, heads, experts, Adafactor
+    mesh.py       sizes, plans, heads, experts, sequences, Adafactor
     options.py    keys and callbacks that are replaced
     training.py   strategies, precision, batches, schedule, the model's sizes, adapters
     values.py     monitored metrics, intervals, the clipping norm
@@ -37,6 +37,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     mesh.plans,
     mesh.heads,
     mesh.experts,
+    mesh.sequences,
     mesh.optimizer,
     zero.zero,
     training.blocks,

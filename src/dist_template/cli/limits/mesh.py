@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import InputError
+from ...model.any_module import own
+from ...model.balance import BalanceConfig
 from ...parallel.mesh import MeshStrategy
 from .machine import ARGS, NOT_READ_YET, Setup
 
@@ -90,6 +92,25 @@ def experts(setup: Setup) -> Iterator[str]:
             f"the model's {name} {number} is not a multiple of ep_size {mesh.ep}, and no expert is"
             f" split: edit {ARGS}.ep_size, or model.architecture"
         )
+
+
+def sequences(setup: Setup) -> Iterator[str]:
+    """Ranks that share sequences divide tokens and heads; some losses need full sequences."""
+    config, mesh, key = setup.model_config, setup.mesh, f"{ARGS}.cp_size"
+    if mesh is None or mesh.cp == 1:
+        return
+    if config is None:
+        yield f"cp_size {mesh.cp} needs a model of transformers: set {key} to 1"
+    if (seq_len := getattr(setup.data, "seq_len", 0)) % mesh.cp:
+        yield f"data.seq_len {seq_len} is not a multiple of cp_size {mesh.cp}: edit one of them"
+    if getattr(getattr(setup.data, "source", None), "pairs", False):
+        yield f"cp_size {mesh.cp} would split pairs of data.source Preferences: set {key} to 1"
+    if getattr(own(setup.module, "balance", BalanceConfig), "sequence_loss_coef", 0):
+        yield f"model.balance.sequence_loss_coef needs full sequences: set it to 0, or {key} to 1"
+    if config in (NOT_READ_YET, None):
+        return
+    if (heads := getattr(config.get_text_config(), "num_attention_heads", 0)) % mesh.cp:
+        yield f"cp_size {mesh.cp} does not divide the model's {heads} attention heads: edit {key}"
 
 
 def optimizer(setup: Setup) -> Iterator[str]:

@@ -60,6 +60,7 @@ class Estimate:
         self._set_strategy(
             FILES.get(self._changes.get("config", "")) or self._key("trainer.strategy")
         )
+        self.tokens //= self.cp
         self.rows = self._key("data.global_batch_size", 0) // self.ranks  # per optimizer step
         # ZeRO stores 16-bit weights under -mixed too, besides a sharded fp32 copy.
         is_small = self.is_half and (self.kind == "zero" or self.precision.endswith("true"))
@@ -81,14 +82,16 @@ class Estimate:
             if key.startswith(STRATEGY):
                 given[key.removeprefix(STRATEGY)] = value
         self.kind, self.ranks = "replicated", self.fact("machine.world_size") or 1
-        self.shards = self.tp = self.ep = 1  # of a mesh: fsdp_size x tp_size, tp_size, ep_size
+        self.shards = self.tp = self.ep = self.cp = 1  # of a mesh; shards: fsdp_size x tp_size
         self.stage = self.bucket = 0  # of ZeRO
         self.offload_optimizer = self.offload_parameters = self.accumulates_full = False
         if name == "MeshStrategy":
             sizes = [given.get(key, default) for key, default in MESH_SIZES.items()]
             rest = max(self.ranks // prod(size for size in sizes if size != "auto"), 1)
             replicate, fsdp, self.tp = (rest if size == "auto" else size for size in sizes)
-            self.kind, self.ranks, self.shards = "mesh", replicate * fsdp, fsdp * self.tp
+            self.cp = given.get("cp_size", 1)
+            self.kind, self.shards = "mesh", fsdp * self.tp
+            self.ranks = max(replicate * fsdp // self.cp, 1)
             self.ep = self.shards if given.get("ep_size") == "auto" else given.get("ep_size", 1)
             self.offload_optimizer = self.offload_parameters = bool(given.get("cpu_offload"))
             self.accumulates_full = given.get("reduce_each_micro_batch") is False

@@ -1,0 +1,134 @@
+"""Sequence parallelism: the ranks of a group share each sequence (DeepSpeed-Ulysses,
+arXiv:2309.14509).
+
+Each of n ranks has T / n consecutive tokens of every sequence of a micro-batch. Only attention
+combines tokens: an all-to-all before it gives each rank all tokens of H / n heads, and one after it
+all heads of the rank's tokens. The kernel in between is the configured one, with the masks of one
+process.
+
+Shapes: B sequences, T tokens of a sequence, H heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..compat import transformers as compat
+from ..compat.attributes import replaced
+from ..errors import InputError
+
+WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
+IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
+
+
+def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
+    """Returns the rank's T / n tokens of each tensor (B, T, …) of a batch that has labels. Other
+    batches, such as a prompt, are returned unchanged.
+
+    Raises:
+        InputError: n does not divide T.
+    """
+    if not isinstance(batch, dict) or not {"input_ids", "position_ids", "labels"} <= batch.keys():
+        return batch
+    shape, num = batch["input_ids"].shape, group.size()
+    if shape[1] % num:
+        raise InputError(f"{shape[1]} tokens cannot be shared by cp_size {num}: edit data.seq_len")
+    sharded = batch | {WHOLE: batch["position_ids"]}
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape[:2] == shape:
+            sharded[name] = value.chunk(num, dim=1)[group.rank()].contiguous()
+    if "tokens_per_micro_batch" in batch:  # a mean over ranks, each of which has 1 / n of its rows
+        sharded["tokens_per_micro_batch"] = batch["tokens_per_micro_batch"] / num
+    return sharded
+
+
+def share_attention(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Makes the model's attention kernel combine the tokens of all ranks of `group`.
+
+    The kernel is replaced in transformers' registry for the process; a forward pass without
+    `IS_SHARD`, such as that of `generate`, still runs the kernel alone.
+
+    Raises:
+        ValueError: not attention alone combines the model's tokens.
+    """
+    if why := compat.reason_against_sequence_shards(model):
+        raise ValueError(f"{why}: set cp_size to 1")
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    kernel = compat.attention_of(model) or ""
+    attend = ALL_ATTENTION_FUNCTIONS[kernel]
+
+    def attend_to_all(
+        module: Any, queries: Tensor, keys: Tensor, values: Tensor, *mask: Any, **options: Any
+    ) -> Any:
+        """Maps (B, H, T / n, W) queries, keys and values to (B, T / n, H, W)."""
+        if not options.pop(IS_SHARD, False):
+            if torch.is_grad_enabled():
+                raise InputError(
+                    "cp_size above 1 needs batches with input_ids, position_ids and labels, and"
+                    " `known_documents` around the model, as in module.py: set cp_size to 1"
+                )
+            return attend(module, queries, keys, values, *mask, **options)
+        options.pop("position_ids", None)  # of the shard, for which flash attention would read them
+        heads, num = queries.shape[1], group.size()
+        if heads % num:
+            raise InputError(f"{heads} attention heads cannot be shared by cp_size {num}")
+        copies = num // gcd(num, keys.shape[1])  # where there are fewer heads of keys than ranks
+        groups = {"num_key_value_groups": heads // keys.shape[1] // copies} if copies > 1 else {}
+        keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
+        of_all = (_AllToAll.apply(each, group, 1, 2) for each in (queries, keys, values))
+        with replaced(module, **groups):
+            attended, *others = attend(module, *of_all, *mask, **options)
+        return _AllToAll.apply(attended, group, 1, 2), *others
+
+    AttentionInterface.register(kernel, attend_to_all)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Shards dimension `split` over the ranks, and gathers dimension `join`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: Any, split: int, join: int) -> Tensor:
+        ctx.reverse = group, join, split
+        parts = torch.stack(local.chunk(group.size(), dim=split))
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return torch.cat(received.unbind(), dim=join)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _AllToAll.apply(*gradients, *ctx.reverse), None, None, None
+
+
+@contextmanager
+def masks_of_all(
+    model: nn.Module, positions: Tensor, find: Callable[[Tensor], Tensor | None]
+) -> Generator[None]:
+    """Inside, transformers makes attention masks of all tokens, not of the rank's, from their
+    `positions` (B, T), which `find` maps to the numbers of their documents."""
+    from transformers import masking_utils
+
+    masks, kernel = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, compat.attention_of(model) or ""
+    make_mask, documents, num_tokens = masks[kernel], find(positions), positions.shape[1]
+
+    def make(mask_function: Any, **options: Any) -> Any:
+        options |= {"q_length": num_tokens, "kv_length": num_tokens}
+        if documents is not None:
+            separated = masking_utils.packed_sequence_compatibility_function
+            mask_function = separated(mask_function, positions, documents)
+            options["allow_is_causal_skip"] = False
+        return make_mask(mask_function=mask_function, **options)
+
+    masks[kernel] = make  # in this object alone, not in what is registered
+    try:
+        with compat.finding_documents(lambda _: None):
+            yield
+    finally:
+        del masks[kernel]

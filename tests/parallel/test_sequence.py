@@ -1,0 +1,232 @@
+"""Ranks that share sequences compute what one process computes, and refuse what they cannot share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from trainer_dev.data import DataModule
+from trainer_dev.module import LanguageModule
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from dist_template.cli.limits import Machine, violations
+from dist_template.compat.transformers import reason_against_sequence_shards
+from dist_template.errors import InputError
+from dist_template.model.balance import BalanceConfig
+from dist_template.model.kernels import known_documents
+from dist_template.parallel.mesh import MeshStrategy
+from dist_template.parallel.sequence import shard_batch, share_attention
+from dist_template.text.sources.preferences import Preferences
+from tests.support.parity import SHORT, Trainings, assert_close
+from tests.support.tiers import tiers
+
+ROWS, SEQ_LEN, VOCAB = 2, 16, 32
+BASE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+LATENT = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0,
+}  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1, "tie_word_embeddings": True}
+MODELS = {
+    "fewer heads of keys than ranks": {"model_type": "llama", **GROUPED, "num_key_value_heads": 1},
+    "a window in one layer": {"model_type": "qwen3", **GROUPED, **WINDOW},
+    "latent attention and experts": {"model_type": "deepseek_v3", **LATENT},
+}
+
+
+def build(**architecture: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASE | architecture))
+
+
+def batch(*ends: int) -> dict[str, Any]:
+    """Rows with documents that end at `ends` and at the end of a row; some labels do not count."""
+    tokens = torch.randint(VOCAB, (2, ROWS, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    tokens[1, :, SEQ_LEN - 5 :] = -100
+    starts = torch.tensor(sorted({0, *ends, *range(0, ROWS * SEQ_LEN + 1, SEQ_LEN)}), dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in starts.diff().tolist()]).view(ROWS, SEQ_LEN)
+    found = {"input_ids": tokens[0], "labels": tokens[1], "position_ids": positions, "cu_seq_lens": starts}
+    return found | {"tokens_per_micro_batch": (tokens[1] != -100).sum()}
+
+
+def loss_and_gradients(architecture: dict[str, Any], batch: dict[str, Any], group: Any = None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = build(**architecture)
+    if group is not None:
+        share_attention(model, group)
+        batch = shard_batch(batch, group)
+    with known_documents(model, batch) as known:
+        tokens, positions = batch["input_ids"], batch["position_ids"]
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **known).logits
+    cross_entropy = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    loss = cross_entropy / batch["tokens_per_micro_batch"]
+    loss.backward()
+    found = [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())]
+    for tensor in found if group is not None else ():
+        dist.all_reduce(tensor)
+        tensor /= group.size()
+    return found
+
+
+def compare(rank: int, num: int, port: int, cases: list[Any], expected: list[list[Tensor]]) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=num)
+    kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    for case, tensors in zip(cases, expected, strict=True):
+        AttentionInterface.register("sdpa", kernel)
+        for got, one in zip(loss_and_gradients(*case, dist.group.WORLD), tensors, strict=True):
+            torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", tiers([2, 4], daily=[2, 4]))
+def test_losses_and_gradients_are_those_of_one_process(num: int) -> None:
+    """Of rows with one document, and with documents that end within a rank's tokens and between two ranks'."""
+    cases = [(model, batch(*ends)) for model in MODELS.values() for ends in [(), (5, 8, 27)]]
+    expected = [loss_and_gradients(*case) for case in cases]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=compare, args=(rank, num, port, cases, expected)) for rank in range(num)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [each.exitcode for each in ranks] == [0] * num
+
+
+PRODUCTS = {  # processes, those that read different batches, flags
+    "tp": (4, 1, ["tp_size=2"]),
+    "ep": (2, 1, ["ep_size=2"]),
+    "replicas": (4, 2, ["dp_replicate_size=2"]),
+    "four": (4, 1, ["cp_size=4"]),
+    "offload": (2, 1, ["cpu_offload=true"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "product"),
+    tiers(
+        [("llama", "tp"), ("llama", "four"), ("llama", "offload"), ("deepseek_v3", "ep"), ("deepseek_v3", "replicas")],
+        daily=[("llama", "tp"), ("deepseek_v3", "ep")],
+    ),
+)
+def test_a_product_trains_to_the_numbers_of_one_process(train: Trainings, model: str, product: str) -> None:
+    processes, batches, sizes = PRODUCTS[product]
+    flags = [f"--trainer.strategy.init_args.{size}" for size in sizes]
+    flags += [f"--data.micro_batch_size={4 // batches}", SHORT]
+    one, many = train(model, "one", SHORT), train(model, "cp", *flags, processes=processes)
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert_close(many.end, one.end, 1e-5)
+
+
+OPTIONS = {
+    "chunks": ["--model.loss_chunk=24"],
+    "recomputed": ["--model.blocks.checkpointing=full"],
+    "recomputed in part": ["--model.blocks.checkpointing=selective"],
+    "compiled": ["--model.blocks.compile=true"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", tiers(OPTIONS, daily=["recomputed in part"]))
+def test_options_of_blocks_and_loss_change_no_number(train: Trainings, options: str) -> None:
+    one, many = train("llama", "one", SHORT), train("llama", "cp", *OPTIONS[options], SHORT)
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+
+
+@pytest.fixture
+def pair() -> Iterator[Any]:
+    """A group of two ranks for what does not send."""
+    kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    yield SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    AttentionInterface.register("sdpa", kernel)
+
+
+def test_only_training_needs_shards(pair: Any) -> None:
+    model, tokens = build(**MODELS["a window in one layer"]), batch()["input_ids"]
+    expected = model(tokens).logits
+    share_attention(model, pair)
+    for grad, answer in ((torch.no_grad(), nullcontext()), (nullcontext(), pytest.raises(InputError, match="as in"))):
+        with grad, answer:
+            assert torch.equal(model(tokens).logits, expected)
+
+
+def test_what_does_not_divide_is_refused(pair: Any) -> None:
+    with pytest.raises(InputError, match="16 tokens cannot be shared by cp_size 3"):
+        shard_batch(batch(), SimpleNamespace(size=lambda: 3, rank=lambda: 0))
+    model = build(model_type="llama", num_attention_heads=1)
+    share_attention(model, pair)
+    with pytest.raises(InputError, match="1 attention heads cannot be shared by cp_size 2"):
+        model(batch()["input_ids"], is_sequence_shard=True)
+
+
+def test_a_prompt_is_not_sharded(pair: Any) -> None:
+    prompt = {"input_ids": torch.ones(1, 3), "prompt": "the"}
+    assert shard_batch(prompt, pair) is prompt
+
+
+REFUSED = {
+    "a state": ({"model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 1}, "transformers' kernels"),
+    "convolutions": (
+        {"model_type": "lfm2", **GROUPED, "layer_types": ["conv", "full_attention"]}, "layers other than attention"
+    ),
+    "attention sinks": ({"model_type": "gpt_oss", **GROUPED}, "transformers' kernels"),
+    "eager attention": ({"model_type": "llama", **GROUPED, "attn_implementation": "eager"}, "transformers' kernels"),
+    "positions of the batch": (
+        {"model_type": "llama", **GROUPED, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0,
+         "rope_theta": 1e4}}, "largest position"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_whose_tokens_are_combined_otherwise_is_refused(case: str) -> None:
+    architecture, fragment = REFUSED[case]
+    with torch.device("meta"):
+        assert fragment in reason_against_sequence_shards(build(**architecture))
+
+
+LLAMA = AutoConfig.for_model("llama", num_attention_heads=12, hidden_size=768)
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "no group": ({"cp_size": 3}, "cp_size 3 must divide fsdp_size 8"),
+    "tokens": ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
+    "heads": ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
+    "pairs": ({"data": DataModule(Preferences(["nowhere"]))}, "would split pairs of data.source Preferences"),
+    "a loss of full sequences": (
+        {"module": LanguageModule(balance=BalanceConfig(sequence_loss_coef=1e-4))}, "coef needs full sequences"
+    ),
+    "an own model": ({"config": None}, "cp_size 4 needs a model of transformers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_the_impossible_is_refused_before_the_start(case: str) -> None:
+    given, fragment = IMPOSSIBLE[case]
+    trainer = {"strategy": MeshStrategy(cp_size=given.get("cp_size", 4)), "max_steps": 1000}
+    data, module = given.get("data", DataModule()), given.get("module", LanguageModule())
+    machine = Machine("cuda", 8, precision="bf16-mixed")
+    (sentence,) = violations(machine, trainer, module, data, given.get("config", LLAMA))
+    assert fragment in sentence
+
+
+def test_an_own_network_is_refused(pair: Any) -> None:
+    with pytest.raises(ValueError, match="set cp_size to 1"):
+        share_attention(torch.nn.Linear(2, 2), pair)
