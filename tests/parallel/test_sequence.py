@@ -32,7 +32,7 @@ from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
 
 ROWS, SEQ_LEN, VOCAB = 2, 16, 32
-BASE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
+BASE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LATENT = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
@@ -152,11 +152,15 @@ def test_options_of_blocks_and_loss_change_no_number(train: Trainings, options: 
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
 
 
+def group_of(num: int) -> Any:
+    return SimpleNamespace(size=lambda: num, rank=lambda: 0)
+
+
 @pytest.fixture
 def pair() -> Iterator[Any]:
     """A group of two ranks for what does not send."""
     kernel = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    yield SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    yield group_of(2)
     AttentionInterface.register("sdpa", kernel)
 
 
@@ -171,7 +175,7 @@ def test_only_training_needs_shards(pair: Any) -> None:
 
 def test_what_does_not_divide_is_refused(pair: Any) -> None:
     with pytest.raises(InputError, match="16 tokens cannot be shared by cp_size 3"):
-        shard_batch(batch(), SimpleNamespace(size=lambda: 3, rank=lambda: 0))
+        shard_batch(batch(), group_of(3))
     model = build(model_type="llama", num_attention_heads=1)
     share_attention(model, pair)
     with pytest.raises(InputError, match="1 attention heads cannot be shared by cp_size 2"):
