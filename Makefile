@@ -12,7 +12,7 @@ PROJECT := {{cookiecutter.project_slug}}
 DEMO := $(OUT)/my-trainer
 READY := .venv/.ready
 JOBS ?= 3
-PARALLEL = -n $(JOBS) --dist loadfile
+PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 TESTS = .venv/bin/python -m pytest $(PARALLEL)
 TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
 export PYTHON TORCH_INDEX TORCH_CUDA

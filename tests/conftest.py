@@ -16,9 +16,15 @@ from dist_template.text.sources.documents import TextFiles
 from dist_template.text.tokenizers import Bytes
 from tests.support.numerics import guarded  # noqa: F401  (a fixture)
 from tests.support.parity import train  # noqa: F401  (a fixture)
-from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, SMALL_LLAMA
+from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, small
 
 torch.set_num_threads(1)  # small tensors; threads would wait for each other
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: a worker takes a whole file, and at the end short ones keep all of them busy."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(autouse=True)
@@ -59,26 +65,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def flags(corpus: Path, cache: Path, tmp_path: Path) -> list[str]:
     """A complete small training on one CPU process, writing into this test's own folder."""
-    return [
-        f"--run.root={tmp_path / 'runs'}",
-        "--run.report=false",  # 5 MB and a second
-        "--data.source=TextFiles",
-        f"--data.source.paths=[{corpus}/*.txt]",
-        "--data.tokenizer=Bytes",
-        f"--data.cache_dir={cache}",
-        "--data.seq_len=32",
-        "--data.global_batch_size=8",
-        "--data.micro_batch_size=2",
-        "--data.validation_share=0.15",
-        "--data.test_share=0.15",
-        f"--model.architecture={SMALL_LLAMA}",
-        "--model.sample_tokens=4",
-        "--trainer.accelerator=cpu",
-        "--trainer.devices=1",
-        "--trainer.max_steps=20",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.val_check_interval=10",
-    ]
+    return small(corpus, cache, tmp_path)
 
 
 @pytest.fixture

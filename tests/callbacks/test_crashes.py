@@ -204,17 +204,20 @@ def test_two_processes_report_a_crash_once(flags: list[str], tmp_path: Path, ran
 
 
 @pytest.mark.slow
-def test_the_launcher_restarts_only_if_a_step_had_fitted(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", tiers([1, 2], daily=[1]))
+def test_the_launcher_restarts_only_if_a_step_had_fitted(flags: list[str], tmp_path: Path, ranks: int) -> None:
+    """The last of the ranks has no memory. How several end together: the test above, and cluster/test_exit_codes.py."""
     run("prepare", *flags)
-    memory = {"error": "OutOfMemoryError", "message": "'Tried to allocate 2.00 GiB'", "rank": 1}
+    last = ranks - 1
+    memory = {"error": "OutOfMemoryError", "message": "'Tried to allocate 2.00 GiB'", "rank": last}
     for step, code, starts in ((0, Exit.OUT_OF_MEMORY, 1), (1, Exit.FAILED, 2)):
         argv = broken([*flags, "--trainer.strategy=ddp"], **memory, step=step)
-        with Training(tmp_path / f"at{step}", argv, NPROC="2", MAX_RESTARTS="1") as training:
+        with Training(tmp_path / f"at{step}", argv, NPROC=str(ranks), MAX_RESTARTS="1") as training:
             assert training.end() == code, training.log.read_text()
         printed = training.log.read_text()
         assert printed.count("ERROR    out of memory") == starts and "Traceback" not in printed, printed
         folder = tmp_path / "runs" / "default" / f"at{step}" / "crash"
-        assert len(list(folder.glob("rank1*.json"))) == starts, "of the attempt before, too"
+        assert len(list(folder.glob(f"rank{last}*.json"))) == starts, "of the attempt before, too"
 
 
 UNDER_A_LIMIT = """

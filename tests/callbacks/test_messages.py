@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
-from lightning.pytorch import Callback
 
-from dist_template import weights
 from dist_template.callbacks.messages import new_lines
-from tests.support.runs import Workers, run_in_subprocess
+from tests.support.runs import Workers
+from tests.support.warns import Warns
 
 
 def test_equal_texts_share_a_line_and_are_printed_once() -> None:
@@ -65,31 +60,6 @@ def test_a_forked_process_prints_its_own_warnings() -> None:
     assert "UserWarning: w" in printed
 
 
-class Warns(Callback):
-    """After step 3 all ranks warn of one thing, rank 1 of two more; the exchanges from there to step 6 are counted."""
-
-    gathers = 0  # since step 3: something may have warned at the start
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        real = weights.from_all_ranks
-
-        def counted(*given: Any) -> Any:
-            self.gathers += 1
-            return real(*given)
-
-        weights.from_all_ranks = counted  # ty: ignore[invalid-assignment]
-
-    def on_before_zero_grad(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == 3:
-            self.gathers = 0
-            warnings.warn("all say this", stacklevel=1)
-            if trainer.global_rank == 1:
-                warnings.warn(f"only rank {trainer.global_rank} says this", stacklevel=1)
-                logging.getLogger("some.library").warning("a library's %s", "log")
-        if trainer.global_step == 6:
-            print(f"gathers: {self.gathers}")
-
-
 @pytest.mark.slow
 def test_two_ranks_print_their_warnings_once_on_rank_0(flags: list[str], tmp_path: Path) -> None:
     flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=8"]
@@ -103,15 +73,3 @@ def test_two_ranks_print_their_warnings_once_on_rank_0(flags: list[str], tmp_pat
     assert first.count("rank 1: some.library: a library's log") == 1
     assert "says this" not in second and "a library" not in second
     assert re.findall("gathers: (.*)", first) == ["1"], "no collective where nothing is new"
-
-
-@pytest.mark.slow
-def test_processes_that_lightning_starts_share_a_terminal_and_print_each_warning_once(
-    flags: list[str], tmp_path: Path
-) -> None:
-    flags = [*flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=8"]
-    ended = run_in_subprocess("fit", *flags, f"--trainer.callbacks+={__name__}.Warns")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("all say this") == 2, "one line, and the source line that Python adds"
-    assert ended.stderr.count("only rank 1 says this") == 1
-    assert len(re.findall(r"^rank 1: ", ended.stderr, re.MULTILINE)) >= 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,10 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _suggested_max_num_threads
-from lightning.pytorch import Callback
 
 from dist_template.cluster import rendezvous
 from dist_template.cluster.environment import comparable, environment, packages
@@ -26,7 +22,7 @@ from dist_template.cluster.hang import rank_ranges
 from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.errors import Ended, Exit
 from dist_template.rehearsal.workers import _free_port
-from tests.support.runs import CONFIGS, OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
+from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
 
 OWN: dict[str, Any] = {
     "python": "3.11.7",
@@ -198,28 +194,6 @@ def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: P
     assert ["config.data.seed", "0", "0"] in rows and ["config.data.seed", "1", "1"] in rows
     assert ["variables.NCCL_ALGO", "1", "Ring"] in rows
     assert "".join(printed).count("the ranks' environments differ") == 1
-
-
-@pytest.mark.slow
-def test_where_nobody_has_set_the_threads_each_process_has_its_share(two: list[str], tmp_path: Path) -> None:
-    """Lightning would do so in the first alone, when it has started the others, and they would have all cores each."""
-    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"}
-    command = [sys.executable, "-m", PACKAGE, *two, f"--config={CONFIGS}/strategy/fsdp2.yaml"]
-    command += [f"--trainer.callbacks+={__name__}.Threads"]
-    env |= {"THREADS_INTO": str(tmp_path)}
-    result = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    share = _suggested_max_num_threads(2)
-    for rank in range(2):
-        assert json.loads((tmp_path / f"rank{rank}").read_text()) == [share, str(share)]
-
-
-class Threads(Callback):
-    """Records torch's number of threads, and OMP_NUM_THREADS for child processes."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"
-        path.write_text(json.dumps([torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]), encoding="utf-8")
 
 
 @pytest.mark.slow

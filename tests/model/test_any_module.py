@@ -65,14 +65,22 @@ class Trainings:
         return self._records[name]
 
 
-@pytest.fixture(scope="module", params=MODULES)
-def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    return Trainings(tmp_path_factory.mktemp(request.param), MODULES[request.param])
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trainings]:
+    return {name: Trainings(tmp_path_factory.mktemp(name), project) for name, project in MODULES.items()}
+
+
+@pytest.fixture
+def trainings(request: pytest.FixtureRequest, both: dict[str, Trainings]) -> Trainings:
+    return both[request.param]
 
 
 def strategies(*names: str) -> Callable:
+    """Of both modules. A TrainingModule under each strategy is daily in parallel/test_parity.py; here one is."""
     names = names or tuple(STRATEGIES)
-    return pytest.mark.parametrize("strategy", tiers(names, daily={*names} - NIGHTLY))
+    cases = list(itertools.product(MODULES, names))
+    daily = [case for case in cases if case[1] not in NIGHTLY and (case[0] == "plain" or case[1] in ("auto", "fsdp2"))]
+    return pytest.mark.parametrize(("trainings", "strategy"), tiers(cases, daily), indirect=["trainings"])
 
 
 @pytest.mark.slow
@@ -121,6 +129,7 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
     assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
 
 
+@pytest.mark.parametrize("trainings", MODULES, indirect=True)
 def test_what_the_module_logs_is_written_at_its_optimizer_step(trainings: Trainings) -> None:
     run = trainings.run("auto", "auto").run
     assert list(logged(run, "train/loss")) == list(logged(run, "perf/samples_per_s")) == list(range(1, STEPS + 1))

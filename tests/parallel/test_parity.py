@@ -70,7 +70,7 @@ def test_every_global_batch_has_the_same_samples(train: Trainings, strategy: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", tiers([1, 2, 4], daily=[2]))
+@pytest.mark.parametrize("processes", tiers([1, 2, 4], daily=[]))  # daily: fsdp2 on 2 and hsdp on 4, above
 def test_the_number_of_processes_does_not_matter(train: Trainings, processes: int) -> None:
     one, many = train("llama", "one"), train("llama", "fsdp2", processes=processes)
     assert many.loss == pytest.approx(one.loss, rel=1e-5)

@@ -7,31 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.parity import MODELS
-from tests.support.runs import logged, newest, only_run, run, run_in_subprocess
+from tests.support.runs import logged, newest, only_run, run
 from tests.support.tiers import tiers
-
-
-@pytest.mark.slow
-def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(flags: list[str], tmp_path: Path) -> None:
-    flags = [
-        *flags, f"--model.architecture={MODELS['deepseek_v3']}", "--model.optim.learning_rate=0.01",
-        "--model.optim.warmup=5", "--trainer.gradient_clip_val=0.5",
-    ]  # fmt: skip
-    # 8 sequences a step: 1 process x 2 x 4 accumulated, 2 processes x 2 x 2 accumulated
-    assert run("fit", *flags, "--run.name=one") == 0
-    result = run_in_subprocess("fit", *flags, "--run.name=two", "--trainer.devices=2", "--trainer.strategy=ddp")
-    assert result.returncode == 0, result.stderr
-
-    one, two = only_run(tmp_path, "one"), only_run(tmp_path, "two")
-    loss = logged(one, "train/loss")
-    assert list(loss) == list(range(1, 21))
-    assert logged(two, "train/loss") == pytest.approx(loss, rel=1e-5)
-    norms = logged(one, "train/grad_norm")
-    assert logged(two, "train/grad_norm") == pytest.approx(norms, rel=1e-4)
-    assert sum(norm > 0.5 for norm in norms.values()) >= 10, "clipping must have been at work"
-    assert len(set(logged(one, "train/learning_rate").values())) > 10, "the schedule must have been at work"
-    assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -32,6 +32,30 @@ SMALL_LLAMA = (
 )
 
 
+def small(corpus: Path, cache: Path, folder: Path) -> list[str]:
+    """A complete small training on one CPU process, writing into `folder`."""
+    return [
+        f"--run.root={folder / 'runs'}",
+        "--run.report=false",  # 5 MB and a second
+        "--data.source=TextFiles",
+        f"--data.source.paths=[{corpus}/*.txt]",
+        "--data.tokenizer=Bytes",
+        f"--data.cache_dir={cache}",
+        "--data.seq_len=32",
+        "--data.global_batch_size=8",
+        "--data.micro_batch_size=2",
+        "--data.validation_share=0.15",
+        "--data.test_share=0.15",
+        f"--model.architecture={SMALL_LLAMA}",
+        "--model.sample_tokens=4",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=1",
+        "--trainer.max_steps=20",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.val_check_interval=10",
+    ]
+
+
 # What a training in this process leaves behind, and a new one would take for its launcher's.
 OF_ANOTHER_RUN = {"DIST_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"}
 OF_ANOTHER_RUN |= {"WANDB_SERVICE"}  # wandb's address of this process's service, which then has both runs

@@ -1,0 +1,82 @@
+"""`fit` as a user types it for two processes: Lightning starts the second one. One training, for several tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
+from lightning.pytorch import Callback
+
+from tests.support.parity import MODELS
+from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, logged, only_run, run, small
+from tests.support.warns import Warns
+
+pytestmark = pytest.mark.slow
+
+
+class Threads(Callback):
+    """Records torch's number of threads, and OMP_NUM_THREADS for child processes."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        path = Path(os.environ["THREADS_INTO"]) / f"rank{trainer.global_rank}"
+        path.write_text(json.dumps([torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")]), encoding="utf-8")
+
+
+class Typed(NamedTuple):
+    folder: Path
+    flags: list[str]
+    printed: str  # on standard error
+
+
+@pytest.fixture(scope="module")
+def typed(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
+    """With clipping; nobody has set the number of threads."""
+    folder = tmp_path_factory.mktemp("typed")
+    flags = [
+        *small(corpus, cache, folder), f"--model.architecture={MODELS['deepseek_v3']}",
+        "--model.optim.learning_rate=0.01", "--model.optim.warmup=5", "--trainer.gradient_clip_val=0.5",
+    ]  # fmt: skip
+    two = ["--run.name=two", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    two += [f"--trainer.callbacks+={each.__module__}.{each.__name__}" for each in (Warns, Threads)]
+    env = {k: v for k, v in os.environ.items() if k not in OF_ANOTHER_RUN and k != "OMP_NUM_THREADS"}
+    env |= {"THREADS_INTO": str(folder)}
+    command = [sys.executable, "-m", PACKAGE, "fit", *flags, *two]
+    result = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    yield Typed(folder, flags, result.stderr)
+
+
+def test_one_and_two_processes_have_the_same_loss_at_each_of_20_steps(typed: Typed) -> None:
+    # 8 sequences a step: 1 process x 2 x 4 accumulated, 2 processes x 2 x 2 accumulated
+    assert run("fit", *typed.flags, "--run.name=one") == 0
+    one, two = only_run(typed.folder, "one"), only_run(typed.folder, "two")
+    loss = logged(one, "train/loss")
+    assert list(loss) == list(range(1, 21))
+    assert logged(two, "train/loss") == pytest.approx(loss, rel=1e-5)
+    norms = logged(one, "train/grad_norm")
+    assert logged(two, "train/grad_norm") == pytest.approx(norms, rel=1e-4)
+    assert sum(norm > 0.5 for norm in norms.values()) >= 10, "clipping must have been at work"
+    assert len(set(logged(one, "train/learning_rate").values())) > 10, "the schedule must have been at work"
+    assert logged(two, "eval/loss") == pytest.approx(logged(one, "eval/loss"), rel=1e-5)
+
+
+def test_they_share_a_terminal_and_print_each_warning_once(typed: Typed) -> None:
+    assert typed.printed.count("all say this") == 2, "one line, and the source line that Python adds"
+    assert typed.printed.count("only rank 1 says this") == 1
+    assert len(re.findall(r"^rank 1: ", typed.printed, re.MULTILINE)) >= 2
+
+
+def test_where_nobody_has_set_the_threads_each_process_has_its_share(typed: Typed) -> None:
+    """Lightning would do so in the first alone, when it has started the others, and they would have all cores each."""
+    share = _suggested_max_num_threads(2)
+    for rank in range(2):
+        assert json.loads((typed.folder / f"rank{rank}").read_text()) == [share, str(share)]
