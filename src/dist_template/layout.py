@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from .errors import InputError
 
 
-def layout(tensor: Tensor) -> Hashable:
+def layout(tensor: Tensor) -> Any:
     """Returns (mesh, placements), which must be equal in one call; None for a plain tensor."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
@@ -59,21 +59,33 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor | None:
+def clip_by_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float | None,
+    norm_of: Callable[[list[nn.Parameter]], Tensor] | None = None,
+) -> Tensor | None:
     """Scales all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0
     only measures.
 
     Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm,
     and fails for parameters on different meshes.
 
+    Args:
+        parameters: Of this rank.
+        max_norm: The largest norm.
+        norm_of: Returns the joint norm, where other ranks have other parameters (a pipeline).
+
     Returns:
         () the norm before clipping, on the gradients' device. None where no parameter has a
         gradient, because the strategy keeps and clips them itself (DeepSpeed).
     """
     parameters = [p for p in parameters if p.grad is not None]
-    if not parameters:
+    if norm_of is not None:
+        norm = norm_of(parameters)
+    elif not parameters:
         return None
-    norm = total_norm(p.grad for p in parameters if p.grad is not None)
+    else:
+        norm = total_norm(p.grad for p in parameters if p.grad is not None)
     if max_norm:
         for group in by_layout(parameters, lambda p: p.grad):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)

@@ -62,21 +62,39 @@ def fill(module: nn.Module, full: dict[str, Tensor], device: torch.device) -> No
 def load(module: nn.Module, full: dict[str, Tensor]) -> None:
     """Copies rank 0's `full` tensors by name into `module`, each rank its shard. Collective.
 
-    Tensors whose names `full` lacks are unchanged; `full` of other ranks is ignored.
+    Tensors whose names `full` lacks are unchanged; those that `module` lacks are not kept, as in a
+    stage of a pipeline. `full` of other ranks is ignored.
     """
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    for name in broadcast([name for name in tensors if name in full]):
-        copy_part(tensors[name], full.get(name))
+    outlines = [(n, outline(each)) for n, each in full.items() if isinstance(each, Tensor)]
+    for name, like in broadcast(outlines):
+        copy_part(tensors.get(name), full.get(name), like)
+
+
+def outline(tensor: Tensor) -> Tensor:
+    """Returns a tensor without values, on the meta device, of `tensor`'s full shape and type."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @torch.no_grad()
 def gather(module: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of full tensors on rank 0's host, {} on other ranks. Collective."""
+    own = module.state_dict(keep_vars=True)
+    first: dict[str, int] = {}  # name: the first rank that has it; in a pipeline not always rank 0
+    for rank, names in enumerate(from_all_ranks(list(own))):
+        first = dict.fromkeys(names, rank) | first
     state = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        full = _full(tensor)
+    for name, tensor in own.items():
+        full = _full(tensor).detach()
         if is_rank_zero():
-            state[name] = full.detach().cpu().clone()
+            state[name] = full.cpu().clone()
+        elif first[name] == dist.get_rank():
+            dist.send_object_list([full.cpu()], 0)
+    for name, rank in first.items():
+        if rank and is_rank_zero():
+            box: list[Any] = [None]
+            dist.recv_object_list(box, rank)
+            state[name] = box[0]
     return state
 
 
@@ -107,14 +125,20 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def copy_part(target: Tensor, full: Tensor | None) -> None:
-    """Copies rank 0's `full` into `target`, which is this rank's shard of it."""
+def copy_part(target: Tensor | None, full: Tensor | None, like: Tensor) -> None:
+    """Copies rank 0's `full` into `target`, which is this rank's shard of it; None: it has none.
+
+    `like` is its outline, on every rank.
+    """
+    if target is None:
+        tensor_from_rank_zero(full, like)
+        return
     if is_partitioned_by_zero(target):
         with _gathered_from_zero(target):
             if full is not None:
                 target.copy_(full)
         return
-    received = tensor_from_rank_zero(full, target)
+    received = tensor_from_rank_zero(full, like)
     if isinstance(target, DTensor):
         target.to_local().copy_(_shard(received, target))
     else:
@@ -135,7 +159,8 @@ def _shard(full: Tensor, like: DTensor) -> Tensor:
 def tensor_from_rank_zero(tensor: Tensor | None, like: Tensor) -> Tensor:
     """Returns rank 0's `tensor` on all ranks, with `like`'s shape and type, on `group`'s device."""
     on_gpu = dist.is_initialized() and "nccl" in dist.get_backend()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else like.device
+    own = torch.device("cpu") if like.is_meta else like.device
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else own
     if tensor is None:
         tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
     tensor = tensor.to(device=device, dtype=like.dtype).contiguous()

@@ -17,7 +17,7 @@ from tests.support.parity import CLIP, PROCESSES, SHORT, STEPS, PauseAfter, Trai
 from tests.support.runs import newest
 from tests.support.tiers import tiers
 
-FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep"}
+FOR_EXPERTS = {"fsdp2_ep", "fsdp2_tp_ep", "pp_ep"}
 SHARDING = ["ddp", "fsdp2", "tp", "fsdp2_ep", "zero2", "zero3"]  # one of each kind
 COMBINED = {"zero2_offload", "zero3_offload", "fsdp2_tp_ep"}  # of strategies that are trained by themselves too
 DAILY = [strategy for strategy in PROCESSES if strategy not in COMBINED]

@@ -35,50 +35,51 @@ class Experts(Callback):
     """
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
+        self._is_on = False
+        self._handles: list[Any] = []  # none in a pipeline's stage without experts
         self._saved: Tensor | None = None  # (L, E) shares of the load, from a checkpoint
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         balancer = own(pl_module, "balancer", Balancer) or Balancer(pl_module, BalanceConfig())
         if not balancer.layers:
             return
-        self._balancer, self._is_first = balancer, True
+        self._balancer, self._is_first, self._is_on = balancer, True, True
         self._handles = balancer.attach(pl_module.device)
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
         self._names = [_layer_name(layer.name, i) for i, layer in enumerate(balancer.layers)]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if self._handles and self._saved is not None:
+        if self._is_on and self._saved is not None:
             if self._saved.shape == self._balancer.shares.shape:
                 self._balancer.shares.copy_(self._saved)
 
     def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if self._handles:
+        if self._is_on:
             is_logged = logs(trainer, trainer.global_step + 1)
             self._balancer.counts_now = self._balancer.needs_loads or self._is_first or is_logged
             self._is_first = False
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
-        if self._handles:
+        if self._is_on:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
             if self._balancer.needs_loads and not accumulates(trainer):
                 self._balancer.begin_reduction()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        if self._handles and self._balancer.needs_loads and not accumulates(trainer):
+        if self._is_on and self._balancer.needs_loads and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
 
     def before_log_step(self, trainer: Any, module: Any) -> None:
-        if self._handles and not self._balancer.needs_loads:
+        if self._is_on and not self._balancer.needs_loads:
             metrics_of(module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.loads.zero_()
 
     def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
-        if not self._handles:
+        if not self._is_on:
             return
         totals, width = metrics_of(module).totals[LOADS], self._balancer.loads.shape[1]
         worst, unused = 0.0, 0
@@ -96,7 +97,7 @@ class Experts(Callback):
         metrics["moe/unused_experts"] = unused
 
     def state_dict(self) -> dict[str, Any]:
-        if self._handles and self._balancer.needs_shares:
+        if self._is_on and self._balancer.needs_shares:
             return {"shares": self._balancer.shares.cpu()}
         return {}
 
@@ -106,7 +107,7 @@ class Experts(Callback):
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._is_on = [], False
 
 
 def _layer_name(module: str, i: int) -> str:

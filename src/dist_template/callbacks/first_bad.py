@@ -74,6 +74,13 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
 def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str] | None:
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+
+    def step(batch: Any) -> Any:
+        if pipeline:
+            return pipeline.forward_only(module.training_step, (batch, 0))
+        return module.training_step(batch, 0)
+
     calls: list[Call] = []  # in the order in which they return
     activations: list[Tensor] = []  # those with a gradient
     with ExitStack() as stack:
@@ -89,7 +96,9 @@ def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str
                 handle = submodule.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         for batch in batches:
-            output = module.training_step(batch, 0)
+            output = step(batch)
+            if output is None:  # of a pipeline; the loss is on the last stage
+                continue
             loss = output["loss"] if isinstance(output, dict) else output
             calls.append(("the loss", torch.tensor(True), _are_finite([loss])))
             # After a backward pass, to the first activation alone, the hooks of FSDP2 and DeepSpeed

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from .. import weights
 from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
-from ..model.any_module import own
+from ..model.any_module import own, size_of
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
@@ -76,7 +76,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     if not trainer.is_global_zero:
         return
     model, balancer = getattr(module, "model", module), own(module, "balancer", Balancer)
-    data, size = trainer.datamodule, Size.of(model)
+    data, size = trainer.datamodule, size_of(trainer, module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
     balance = {}
     if balancer:

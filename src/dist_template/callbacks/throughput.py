@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..model.any_module import metrics_of, samples_of
-from ..model.flops import Size, peak
+from ..model.any_module import metrics_of, samples_of, size_of
+from ..model.flops import peak
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
 
@@ -46,7 +46,7 @@ class Throughput(Callback):
         self._forward = ForwardClock(device)
         self._seq_len = getattr(trainer.datamodule, "seq_len", None)
         if self._seq_len:
-            size = Size.of(getattr(pl_module, "model", pl_module))
+            size = size_of(trainer, pl_module)
             self._flops = size.flops_per_token(self._seq_len)
         self._peak_tflops = peak_of(device, str(trainer.precision))
 

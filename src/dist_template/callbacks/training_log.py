@@ -45,7 +45,9 @@ class TrainingLog(Callback):
         callbacks, buffer = trainer.callbacks, metrics_of(pl_module)
         _call(callbacks, "before_log_step", trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
-        metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks)
+        pipeline = getattr(trainer.strategy, "pipeline", None)
+        agree = pipeline and pipeline.names_of_stages
+        metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
         if tracks_metrics(pl_module):
             pl_module.derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]

@@ -58,7 +58,10 @@ class Watchdog(Callback):
             return f"start-up, {phase}"
         if fetches:
             step, batch = trainer.global_step + 1, batch + 1
-        return f"step {step}, micro-batch {batch % trainer.accumulate_grad_batches + 1}, {phase}"
+        number = batch % trainer.accumulate_grad_batches + 1
+        pipeline: Any = getattr(trainer.strategy, "pipeline", None)
+        stage = f"pipeline {pipeline}, " if pipeline else ""
+        return f"step {step}, {stage}micro-batch {number}, {phase}"
 
     # ---- progress --------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..compat.torch import read_unsharded
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
 from ..layout import full_shape
+from ..weights import from_all_ranks
 from . import zero
 from .frozen import refuse_another_base
 from .optimizer import by_name, by_name_from_flat, is_by_name
@@ -144,6 +145,11 @@ def shapes(state_dict: dict[str, Any]) -> Shapes:
     """Returns the full (unsharded) shape of each tensor."""
     tensors = {name: one for name, one in state_dict.items() if isinstance(one, Tensor)}
     return {name: tuple(full_shape(tensor)) for name, tensor in tensors.items()}
+
+
+def of_all_stages(own: Shapes) -> Shapes:
+    """Returns the shapes on all ranks: in a pipeline, each has those of its stage. Collective."""
+    return {name: shape for each in from_all_ranks(own) for name, shape in each.items()}
 
 
 def refuse_other_shapes(path: Path, saved: Shapes, own: Shapes) -> None:

@@ -25,9 +25,12 @@ from .formats import (
     FILE,
     file_in,
     format_of,
+    of_all_stages,
     read_full,
     refuse_another_models,
+    refuse_other_shapes,
     refusing_unreadable,
+    shapes,
     state_dict_of,
 )
 from .frozen import refuse_another_base
@@ -92,7 +95,7 @@ def load_foreign(strategy: Any, path: Path) -> dict[str, Any]:
         InputError: on every rank, if it cannot be read or is another model's.
     """
     module = strategy.lightning_module
-    full = _read_on_rank_zero(path, module)
+    full = _read_on_rank_zero(path, strategy)
     state_dict, states = full.pop("state_dict", {}), full.pop("optimizer_states", [])
     weights.load(module, state_dict)
     if module.trainer.state.fn == TrainerFn.FITTING:
@@ -106,11 +109,16 @@ def load_foreign(strategy: Any, path: Path) -> dict[str, Any]:
     return weights.broadcast(full)
 
 
-def _read_on_rank_zero(path: Path, module: nn.Module) -> dict[str, Any]:
+def _read_on_rank_zero(path: Path, strategy: Any) -> dict[str, Any]:
     full, refusal = {}, None
+    own = shapes(strategy.lightning_module.state_dict(keep_vars=True))
+    if getattr(strategy, "pipeline", None):
+        own = of_all_stages(own)
     if weights.is_rank_zero():
         try:
-            full = read_full(path, module)
+            full = read_full(path)
+            refuse_another_base(path, full, strategy.lightning_module)
+            refuse_other_shapes(path, shapes(state_dict_of(path, full)), own)
         except InputError as error:
             refusal = str(error)
     if refusal := weights.broadcast(refusal):  # else the other ranks would wait forever
@@ -119,12 +127,13 @@ def _read_on_rank_zero(path: Path, module: nn.Module) -> dict[str, Any]:
 
 
 def _outline(state: State) -> State:
-    """Returns `state` with None for each tensor of its parameter's shape, which is sent later."""
+    """Returns `state` with the outline of each tensor that is no scalar, which is sent later."""
     small: dict[str, dict[str, Any]] = {}
     for name, values in state["state"].items():
         small[name] = {}
         for key, value in values.items():
-            small[name][key] = None if isinstance(value, Tensor) and value.ndim else value
+            is_sent = isinstance(value, Tensor) and value.ndim
+            small[name][key] = weights.outline(value) if is_sent else value
     return {"state": small, "param_groups": state["param_groups"]}
 
 
@@ -134,19 +143,24 @@ def _fill_mesh(strategy: Any, outlines: list[State], states: list[State]) -> Non
         groups = groups_of(strategy.lightning_module, optimizer)
         missing = without_moments(outline, groups)
         strategy.optimizer_state(optimizer)  # creates the moments, as torch does in the first step
+        own: dict[str, nn.Parameter] = {}  # in a pipeline, of this stage
         for names, group in zip(groups, optimizer.param_groups, strict=True):
             group.update(merge(outline, names, group))
-            for name, parameter in zip(names, group["params"], strict=True):
-                if name in missing:
-                    optimizer.state.pop(parameter, None)
-                    continue
-                full = states[index]["state"][name] if states else {}  # on rank 0
-                for key, value in outline["state"][name].items():
-                    target = optimizer.state[parameter][key]
-                    if value is None:
-                        weights.copy_part(target, full.get(key))
-                    else:
-                        target.copy_(value)
+            own |= zip(names, group["params"], strict=True)
+        for name in missing:
+            optimizer.state.pop(own[name], None)
+        for name, values in outline["state"].items():
+            full = states[index]["state"][name] if states else {}  # on rank 0
+            for key, value in values.items():
+                target = optimizer.state[own[name]][key] if name in own else None
+                if _is_outline(value):
+                    weights.copy_part(target, full.get(key), value)
+                elif target is not None:
+                    target.copy_(value)
+
+
+def _is_outline(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _fill_zero(
@@ -161,5 +175,5 @@ def _fill_zero(
         for name in target.parameters:
             full = states[0]["state"].get(name, {}) if states else {}  # on rank 0
             for key, value in outline["state"].get(name, {}).items():
-                if value is None:
+                if _is_outline(value):
                     target.set(name, key, full.get(key))

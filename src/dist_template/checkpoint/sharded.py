@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor, Shard
 from .. import weights
 from ..compat.lightning import torch_optimizer
 from ..compat.torch import tree_map
-from .formats import META, refuse_other_shapes, refusing_unreadable, saved_shapes, shapes
+from .formats import (
+    META,
+    of_all_stages,
+    refuse_other_shapes,
+    refusing_unreadable,
+    saved_shapes,
+    shapes,
+)
 from .frozen import refuse_another_base
 from .optimizer import groups_of, without_moments
 from .untrusted import DataReader, as_data
@@ -71,7 +78,8 @@ def load(
         state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
     with as_data(), refusing_unreadable(path):
         reader = DataReader(path)
-        refuse_other_shapes(path, saved_shapes(reader), shapes(state["state_dict"]))
+        saved, own = saved_shapes(reader), shapes(state["state_dict"])
+        refuse_other_shapes(path, saved, own if own == saved else of_all_stages(own))
         entries = set(reader.read_metadata().state_dict_metadata)
     for index, optimizer in enumerate(optimizers):
         prefix = f"optimizer_{index}"

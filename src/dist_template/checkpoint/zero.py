@@ -242,7 +242,7 @@ class Target:
             steps = {
                 key: value.clone().to(flat.device) if is_torchs else int(value)
                 for key, value in values.items()
-                if value is not None
+                if not (isinstance(value, Tensor) and value.is_meta)
             }
             moments = {key: torch.zeros_like(flat) for key in values if key not in steps}
             optimizer.state[flat] = moments | steps

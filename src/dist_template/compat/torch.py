@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
@@ -79,6 +80,20 @@ def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
     if is_torchs and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer.register_step_pre_hook(hook)
     return None
+
+
+def reduce_pipeline_gradients(model: Any) -> None:
+    """Reduces the gradients that FSDP2 has accumulated in all micro-batches of a pipeline's step.
+
+    A schedule splits the backward pass, so autograd's hooks do not run as FSDP2 expects. torch's
+    stage (2.13, `perform_reduce_grad`) makes the same calls, for a module that is the stage's own.
+    """
+    sharder: Any = fully_shard
+    root = sharder.state(model)
+    for state in root._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+    root._root_post_backward_final_callback()
 
 
 # ---- process groups ------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from .flops import Size
 from .metrics import MetricBuffer
 
 
@@ -45,6 +46,13 @@ def metrics_of(module: Any) -> MetricBuffer:
 def tracks_metrics(module: Any) -> bool:
     """Returns whether the module puts its own training metrics (train/loss …) into the buffer."""
     return own(module, "metrics", MetricBuffer) is not None
+
+
+def size_of(trainer: Any, module: Any) -> Size:
+    """Returns the model's size; in a pipeline, that of all stages."""
+    if getattr(trainer.strategy, "pipeline", None):
+        return module.whole_size
+    return Size.of(getattr(module, "model", module))
 
 
 def results_of(trainer: Any, module: Any) -> dict[str, float]:

@@ -24,6 +24,7 @@ Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least
 from ..layout import full_shape
+from ..weights import from_all_ranks
 from .flops import find_experts, num_experts, text_config
 
 BIAS = "e_score_correction_bias"
@@ -68,7 +70,7 @@ class Layer(NamedTuple):
     """A mixture-of-experts layer."""
 
     name: str  # of the module that holds its router and its experts
-    experts: nn.Module  # stacked, called with the indices of the chosen ones
+    experts: nn.Module | None  # stacked, called with the indices of the chosen; None: elsewhere
     num: int  # of experts, of all ranks
     router: nn.Module | None  # None where it was not found
     bias_owner: nn.Module | None  # the module whose buffer BIAS is; None: the router has none
@@ -94,6 +96,17 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
+def of_all_stages(own: list[Layer], group: Any) -> list[Layer]:
+    """Returns the layers of all stages of a pipeline, in order; those of other ranks are empty."""
+    outlines = [
+        Layer(x.name, None, x.num, x.router and nn.Identity(), x.bias_owner and nn.Identity())
+        for x in own
+    ]
+    found = {layer.name: layer for each in from_all_ranks(outlines, group) for layer in each}
+    found |= {layer.name: layer for layer in own}
+    return sorted(found.values(), key=lambda each: [int(n) for n in re.findall(r"\d+", each.name)])
+
+
 class Kept:
     """Router logits (N, E) of a layer's newest counted forward pass.
 
@@ -112,16 +125,19 @@ class Balancer:
     Args:
         model: Already placed on the machine.
         config: The keys under `model.balance`.
+        group: The ranks of a pipeline. None: the model is whole.
 
     Raises:
         InputError: a coefficient is negative, or set for a model without routers.
     """
 
-    def __init__(self, model: nn.Module, config: BalanceConfig) -> None:
+    def __init__(self, model: nn.Module, config: BalanceConfig, group: Any = None) -> None:
         set_here = {key: value for key, value in vars(config).items() if value is not None}
         check_least("model.balance", **{key: (value, 0.0) for key, value in set_here.items()})
         self.config = config
         self.layers = find_layers(model)
+        if group is not None:
+            self.layers = of_all_stages(self.layers, group)
         self.counts_now = False  # whether the forward pass that runs now is counted
         self._kept = [Kept() for _ in self.layers]
         self._arriving: tuple[Tensor, Any] | None = None
@@ -166,6 +182,8 @@ class Balancer:
         keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
         for i, layer in enumerate(self.layers):
             count = self._counting_hook(self.loads[i])
+            if layer.experts is None:
+                continue
             register = layer.experts.register_forward_pre_hook
             handles.append(register(count, prepend=True, with_kwargs=True))
             if layer.router is not None and (keeps_all or i in self._aux):
@@ -207,7 +225,7 @@ class Balancer:
         if not logits:
             return
         if self._aux:
-            values = [self._aux_loss(i, logits[i]) for i in self._aux]
+            values = [self._aux_loss(i, logits[i]) for i in self._aux if i in logits]
             yield "moe/aux_loss", self.aux_loss_coef * len(values), torch.stack(values).mean()
         if self.config.sequence_loss_coef:
             num, coef = len(batch["input_ids"]), self.config.sequence_loss_coef
@@ -268,4 +286,6 @@ class Balancer:
         self.shares.copy_(shares)
         for i in self._biased:
             layer = self.layers[i]
+            if layer.experts is None:
+                continue
             getattr(layer.bias_owner, BIAS).add_(moves[i, : layer.num])

@@ -25,7 +25,8 @@ FOLD = 64  # values of a metric kept before they are summed; each takes 512 byte
 class MetricBuffer:
     """Collects metrics between two calls of `read`, which returns their means over time and ranks.
 
-    Every rank must add the same names between two reads: they are reduced as one vector.
+    Every rank must add the same names between two reads, which reduce them as one vector, unless
+    the ranks `agree`.
     """
 
     def __init__(self) -> None:
@@ -76,6 +77,7 @@ class MetricBuffer:
         device: torch.device,
         rank: int = 0,
         num_ranks: int = 1,
+        agree: Callable[[list[str]], list[str]] | None = None,
     ) -> dict[str, float]:
         """Returns the mean over ranks and time of every metric, and clears the buffer.
 
@@ -87,20 +89,24 @@ class MetricBuffer:
             device: Device of the collective.
             rank: Rank of this process.
             num_ranks: Number of ranks.
+            agree: Returns the names that any rank has: in a pipeline, only the last stage has a
+                loss. None: all ranks have the same.
         """
         host, self._host = self._host, {}
         own, self._own = self._own, {}
         counts, self._counts = self._counts, {}
-        names = list(self._kept)
+        names = agree(list(self._kept)) if agree else list(self._kept)
         if not (names or own or counts):
             return host
         dtype = _sum_dtype(device)
         nothing = [0.0] * len(own)
-        known = [self._weights[name] for name in names]
+        known = [self._weights.get(name, 0.0) for name in names]
         for each in range(num_ranks):
             known += own.values() if each == rank else nothing
-        sums = self._sums(names)
-        on_device = [sums[name].to(device, non_blocking=True).view(1) for name in names]
+        sums = self._sums([name for name in names if name in self._kept])
+        missing = torch.zeros((), dtype=dtype, device=device)
+        of_names = [sums.get(name, missing) for name in names]
+        on_device = [each.to(device, non_blocking=True).view(1) for each in of_names]
         on_device += [
             torch.tensor(known, dtype=dtype).to(device, non_blocking=True),
             *(each.to(dtype) for each in counts.values()),
@@ -153,7 +159,8 @@ class SplitMeans:
     def read(self, strategy: Any) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         sums = torch.stack([*self._sums.values()])
-        tokens, *totals = strategy.reduce(sums, reduce_op="sum").tolist()
+        group = strategy.group_of_stage if hasattr(strategy, "group_of_stage") else None
+        tokens, *totals = strategy.reduce(sums, group, reduce_op="sum").tolist()
         names = [*self._sums][1:]
         return {n: total / (tokens or math.nan) for n, total in zip(names, totals, strict=True)}
 

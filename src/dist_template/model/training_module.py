@@ -16,6 +16,7 @@ from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
 from .adapters import AdapterConfig, add_adapters
 from .balance import BalanceConfig, Balancer
+from .flops import Size
 from .kernels import cast_experts
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule
@@ -34,6 +35,7 @@ class TrainingModule(L.LightningModule):
     """
 
     model: nn.Module
+    whole_size: Size
 
     def __init__(
         self,
@@ -70,12 +72,13 @@ class TrainingModule(L.LightningModule):
         """Builds the model once, when the data are known, and shards it for the strategy."""
         if not hasattr(self, "model"):
             cast_experts()
-            build = partial(self.build_with_adapters, self.data)
+            build = partial(self._build_and_count, self.data)
             self.model = place(build, self.trainer.strategy, self.blocks).train()
             if self.adapter is not None:
                 self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
                 exclude_frozen(self)
-            self.balancer = Balancer(self.model, self.balance)
+            pipeline = getattr(self.trainer.strategy, "pipeline", None)
+            self.balancer = Balancer(self.model, self.balance, pipeline and pipeline.group)
 
     def build_with_adapters(self, data: Any) -> nn.Module:
         """Returns the network of `build_model`, with the adapters of `model.adapter`."""
@@ -87,6 +90,11 @@ class TrainingModule(L.LightningModule):
         self.frozen_base = describe(model, name)
         if self.adapter.quantize:
             quantize(model)
+        return model
+
+    def _build_and_count(self, data: Any) -> nn.Module:
+        model = self.build_with_adapters(data)
+        self.whole_size = Size.of(model)  # a stage of a pipeline has a part
         return model
 
     # ---- metrics ---------------------------------------------------------------------------------
@@ -129,6 +137,7 @@ class TrainingModule(L.LightningModule):
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
-        norm = clip_by_norm(self.parameters(), gradient_clip_val)
+        norm_of = getattr(self.trainer.strategy, "total_norm", None)
+        norm = clip_by_norm(self.parameters(), gradient_clip_val, norm_of)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)

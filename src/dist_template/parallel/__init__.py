@@ -1,8 +1,10 @@
 """Distributes a model over ranks.
 
 place.py                      builds a model and lets the strategy shard it: the only interface
-mesh.py, shard.py             MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
+mesh.py, mesh_sizes.py        MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
+shard.py                      shards a model over its mesh
 sequence.py                   sequence parallelism, in MeshStrategy
+pipeline/                     its pipeline: division of a model, schedules
 zero.py, zero_step.py         ZeroStrategy; deepspeed_config.py completes its DeepSpeed JSON
 ddp.py                        defaults for Lightning's DDPStrategy
 blocks.py, half.py            activation checkpointing, torch.compile; parameters in half precision

@@ -1,14 +1,14 @@
-"""FSDP2, HSDP, tensor and expert parallelism on one mesh of ranks, by transformers' plans.
+"""FSDP2, HSDP, tensor, expert and pipeline parallelism on one mesh of ranks.
 
-    dense parameters    (dp_replicate, fsdp, tp)
-    experts             (dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
+    dense parameters    (pp, dp_replicate, fsdp, tp)
+    experts             (pp, dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
 
-A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in tp receive the
-same rows, and so do cp neighbours along fsdp, which share each sequence (sequence.py). The plans
-are in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`,
-`base_model_fsdp_plan`), for every model of transformers. A model without plans is sharded block by
-block with torch's `fully_shard`, and so is a plain LightningModule whose layers are made in
-`__init__`.
+A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get
+the same rows, and so do cp neighbours along fsdp, which share each sequence (sequence.py); the
+folder pipeline/ runs the stages of pp. What is sharded how says transformers' plan in the model's
+configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model
+of transformers. A model without plans is sharded block by block with torch's `fully_shard`, and so
+is a plain LightningModule whose layers are made in `__init__`.
 
 Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two
 dimensions only, does not know transformers' plans, cannot save strided shards, and refuses a single
@@ -18,10 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,10 +29,10 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
 from ..checkpoint import sharded
@@ -42,29 +40,12 @@ from ..checkpoint.commit import agreed
 from ..checkpoint.formats import format_of
 from ..checkpoint.resume import load_foreign
 from ..compat.lightning import set_mesh, start_process_group
-from ..errors import InputError
-from ..layout import refuse_scalars
+from ..layout import refuse_scalars, total_norm
+from .mesh_sizes import ADDING, MeshSizes, Size
+from .pipeline.run import Pipeline, divide
+from .pipeline.schedule import Schedule
 from .sequence import shard_batch
-from .shard import shard_by_blocks, shard_by_plan
-
-Size = int | Literal["auto"]
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-@dataclass(frozen=True)
-class MeshSizes:
-    """Ranks along each dimension; `ep` divides fsdp x tp, `cp` divides fsdp: both add no ranks."""
-
-    dp_replicate: int
-    fsdp: int
-    tp: int
-    ep: int
-    cp: int = 1
-
-    @property
-    def data_parallel(self) -> int:
-        """Number of ranks that read different batches."""
-        return self.dp_replicate * self.fsdp // self.cp
+from .shard import shard_by_blocks, shard_by_plan, shard_module
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -81,6 +62,12 @@ class MeshStrategy(ModelParallelStrategy):
             tp_size. 1: off. auto: fsdp_size x tp_size.
         cp_size: Ranks that share each sequence, for sequences that are too long for one device;
             divides fsdp_size, data.seq_len and the attention heads. 1: off.
+        pp_size: Ranks that each hold some of the blocks (pipeline parallelism). 1: off.
+        pp_schedule: The order of micro-batches: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble
+            (pp_stages_per_rank stages on each rank), ZBVZeroBubble or DualPipeV (two stages).
+        pp_stages_per_rank: Stages of each rank in the interleaved schedules.
+        pp_layers: Blocks of each stage, in order. cost: by their weights, the output layer's too.
+            even: equally many.
         fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight.
             null: none.
         tp_plan: Overrides the model's plan: module or parameter name to a style of transformers.
@@ -102,6 +89,10 @@ class MeshStrategy(ModelParallelStrategy):
         tp_size: Size = 1,
         ep_size: Size = 1,
         cp_size: int = 1,
+        pp_size: Size = 1,
+        pp_schedule: Schedule = "1F1B",
+        pp_stages_per_rank: int = 2,
+        pp_layers: Literal["cost", "even"] | list[int] = "cost",
         fsdp_plan: dict[str, str] | None = None,
         tp_plan: dict[str, str] | None = None,
         ep_plan: dict[str, str] | None = None,
@@ -116,6 +107,11 @@ class MeshStrategy(ModelParallelStrategy):
         self.tp_size = tp_size
         self.ep_size = ep_size
         self.cp_size = cp_size
+        self.pp_size = pp_size
+        self.pp_schedule: Schedule = pp_schedule
+        self.pp_stages_per_rank = pp_stages_per_rank
+        self.pp_layers = pp_layers
+        self.pipeline: Pipeline | None = None
         self.fsdp_plan = fsdp_plan
         self.tp_plan = tp_plan
         self.ep_plan = ep_plan
@@ -131,45 +127,33 @@ class MeshStrategy(ModelParallelStrategy):
             InputError: their product is not the number of ranks, more than one is "auto", or
                 cp_size does not divide fsdp_size.
         """
-        names = ("dp_replicate_size", "fsdp_size", "tp_size")
-        given: dict[str, Size] = {name: getattr(self, name) for name in names}
-        numbers: dict[str, int] = {name: size for name, size in given.items() if size != "auto"}
-        automatic = list(given.keys() - numbers.keys())
-        if len(automatic) == 1:
-            numbers[automatic[0]] = world_size // max(1, prod(numbers.values()))
-        if len(automatic) > 1 or min(numbers.values()) < 1 or prod(numbers.values()) != world_size:
-            product = " x ".join(f"{name} {size}" for name, size in given.items())
-            raise InputError(
-                f"{product} does not make {world_size}, the number of processes (trainer.devices x"
-                " trainer.num_nodes); edit strategy.init_args, where only one size can be auto"
-            )
-        replicate, fsdp, tp = (numbers[name] for name in given)
-        if self.cp_size < 1 or fsdp % self.cp_size:
-            raise InputError(f"cp_size {self.cp_size} must divide fsdp_size {fsdp}: edit cp_size")
-        ep = fsdp * tp if self.ep_size == "auto" else self.ep_size
-        return MeshSizes(replicate, fsdp, tp, ep, self.cp_size)
+        given = {name: getattr(self, name) for name in (*ADDING, "ep_size", "cp_size")}
+        return MeshSizes.of(given, world_size)
 
     def setup_environment(self) -> None:
         # With offload, gradients are in host memory when they are clipped.
         start_process_group(self, "cpu:gloo,cuda:nccl" if self.cpu_offload else None)
         sizes = self.mesh_sizes = self.sizes(self.world_size)
-        dense = (1, sizes.dp_replicate, sizes.fsdp, sizes.tp)
-        experts = (1, sizes.dp_replicate, sizes.fsdp * sizes.tp // sizes.ep, sizes.ep)
+        dense = (sizes.pp, sizes.dp_replicate, sizes.fsdp, sizes.tp)
+        experts = (sizes.pp, sizes.dp_replicate, sizes.fsdp * sizes.tp // sizes.ep, sizes.ep)
         device = self.root_device.type  # transformers' own function would use a GPU if there is one
         names = ("pp", "dp_replicate", "fsdp", "tp")
         set_mesh(self, init_device_mesh(device, dense, mesh_dim_names=names))
         names = ("pp", "dp_replicate", "efsdp", "ep")
         self.expert_mesh = init_device_mesh(device, experts, mesh_dim_names=names)
         if sizes.cp > 1:
-            parts, names = (sizes.data_parallel, sizes.cp, sizes.tp), ("batch", "cp", "tp")
-            mesh = init_device_mesh(device, parts, mesh_dim_names=names)
+            parts = (sizes.pp, sizes.data_parallel, sizes.cp, sizes.tp)
+            mesh = init_device_mesh(device, parts, mesh_dim_names=("pp", "batch", "cp", "tp"))
             self.sequence_group = mesh.get_group("cp")
+        if sizes.pp > 1:
+            parts = (sizes.pp, self.world_size // sizes.pp)
+            self.stages = init_device_mesh(device, parts, mesh_dim_names=("pp", "of_stage"))
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the batches this rank reads: the same if ranks differ only in tp or cp."""
-        sizes, rank = self.mesh_sizes, self.global_rank // self.mesh_sizes.tp
-        return {"num_replicas": sizes.data_parallel, "rank": rank // sizes.cp}
+        """Which part of the batches this rank reads: the same if ranks differ in pp, tp or cp."""
+        sizes, rank = self.mesh_sizes, self.global_rank // self.mesh_sizes.tp // self.mesh_sizes.cp
+        return {"num_replicas": sizes.data_parallel, "rank": rank % sizes.data_parallel}
 
     def shard_batch(self, batch: Any) -> Any:
         """Returns the rank's part of the sequences of a batch; without cp, the batch."""
@@ -183,31 +167,15 @@ class MeshStrategy(ModelParallelStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         if not is_overridden("configure_model", model):  # its layers are made in __init__
-            model.configure_model = partial(self._shard_module, model)
+            model.configure_model = partial(shard_module, model, self)
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("configure_model", None)
         super().teardown()
 
-    def _shard_module(self, module: L.LightningModule) -> None:
-        """Shards the layers that a plain LightningModule has made, with rank 0's weights.
-
-        The module itself is the outermost FSDP unit, which its steps gather.
-        """
-        if isinstance(module, FSDPModule) or not self._shards:
-            return
-        refuse_scalars(module, "FSDP2")
-        self.precision_plugin.convert_module(module)
-        module.to("cpu" if self.cpu_offload else self.root_device)
-        weights.load(module, weights.named_tensors(module))
-        shard_by_blocks(module, self)
-        for step in STEPS:
-            if is_overridden(step, module):
-                register_fsdp_forward_method(module, step)
-
     @property
-    def _shards(self) -> bool:
+    def shards(self) -> bool:
         return self.world_size > 1 or self.cpu_offload
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -216,16 +184,19 @@ class MeshStrategy(ModelParallelStrategy):
         Raises:
             InputError: the model's plans do not allow the configured sizes.
         """
-        if not self._shards:
+        if not self.shards:
             return model
         refuse_scalars(model, "FSDP2")
         full = weights.take(model)
+        division = divide(model, self) if self.mesh_sizes.pp > 1 else None
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
         if has_plan and self.world_size > 1:
             shard_by_plan(model, self)
         else:
             shard_by_blocks(model, self)
         weights.fill(model, full, torch.device("cpu") if self.cpu_offload else self.root_device)
+        if division is not None:
+            self.pipeline = Pipeline(model, division, self)
         return model
 
     def model_to_device(self) -> None:
@@ -244,6 +215,9 @@ class MeshStrategy(ModelParallelStrategy):
         HSDP's all-reduce between the replicas is always delayed to the last micro-batch: until then
         only this rank's shard is accumulated.
         """
+        if self.pipeline is not None:  # it reduces by itself
+            yield
+            return
         self._set_reduces(False)
         try:
             yield
@@ -260,6 +234,31 @@ class MeshStrategy(ModelParallelStrategy):
                     unit.set_requires_all_reduce(reduces, recurse=False)
                 else:
                     unit.set_requires_gradient_sync(reduces, recurse=False)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().training_step
+        if self.pipeline is None:
+            return step(*args, **kwargs)
+        return self.pipeline.training_step(step, (*args, *kwargs.values()))
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().validation_step
+        return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().test_step
+        return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
+
+    @property
+    def group_of_stage(self) -> Any:
+        """The ranks that have the same stages as this one; None: all."""
+        return None if self.pipeline is None else self.stages.get_group("of_stage")
+
+    def total_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """Returns () the 2-norm of all gradients, equal on all ranks."""
+        if self.pipeline is not None:
+            return self.pipeline.norm(parameters)
+        return total_norm(p.grad for p in parameters if p.grad is not None)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

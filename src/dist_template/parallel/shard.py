@@ -10,19 +10,42 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from .. import weights
 from ..compat import transformers as compat
 from ..errors import InputError, reason
+from ..layout import refuse_scalars
 from .blocks import find_blocks
 from .sequence import share_attention
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def shard_module(module: L.LightningModule, strategy: Any) -> None:
+    """Shards the layers that a plain LightningModule has made, with rank 0's weights.
+
+    The module itself is the outermost FSDP unit, which its steps gather.
+    """
+    if isinstance(module, FSDPModule) or not strategy.shards:
+        return
+    refuse_scalars(module, "FSDP2")
+    strategy.precision_plugin.convert_module(module)
+    module.to("cpu" if strategy.cpu_offload else strategy.root_device)
+    weights.load(module, weights.named_tensors(module))
+    shard_by_blocks(module, strategy)
+    for step in STEPS:
+        if is_overridden(step, module):
+            register_fsdp_forward_method(module, step)
 
 
 def shard_by_plan(model: Any, strategy: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class TextModule(TrainingModule):
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
         options: See TrainingModule.
     """
+
+    sums_on_last_stage = True  # of a pipeline: validation waits for no other stage
 
     def __init__(
         self,
@@ -117,6 +120,12 @@ class TextModule(TrainingModule):
         self._log_split("test", "test")
 
     def _log_split(self, prefix: str, split: str) -> None:
+        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        compute = partial(self._means, split)
+        means = pipeline.from_last(compute) if pipeline else compute()
+        self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
+
+    def _means(self, split: str) -> dict[str, float]:
         means = self.split_means.read(self.trainer.strategy)
         loss = means["loss"]
         if "rewards/margin" not in means:
@@ -126,7 +135,7 @@ class TextModule(TrainingModule):
         for source, sums in sorted(self.source_means.items()):
             own = sums.read(self.trainer.strategy)
             means |= {f"{source}/{name}": mean for name, mean in own.items()}
-        self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
+        return means
 
     # ---- text out --------------------------------------------------------------------------------
 

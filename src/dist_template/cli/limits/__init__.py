@@ -8,6 +8,7 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
 
     machine.py    what is known before the start
     mesh.py       sizes, plans, heads, experts, sequences, Adafactor
+    pipeline.py   schedule, stages, micro-batches
     options.py    keys and callbacks that are replaced
     training.py   strategies, precision, batches, schedule, the model's sizes, adapters
     values.py     monitored metrics, intervals, the clipping norm
@@ -21,7 +22,7 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, training, values, zero
+from . import mesh, options, pipeline, training, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "violations"]
@@ -39,6 +40,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     mesh.experts,
     mesh.sequences,
     mesh.optimizer,
+    pipeline.pipeline,
     zero.zero,
     training.blocks,
     training.batches,

@@ -12,7 +12,8 @@ import torch
 from ...errors import InputError, reason
 from ...model.any_module import own
 from ...model.optim import OptimConfig
-from ...parallel.mesh import MeshSizes, MeshStrategy
+from ...parallel.mesh import MeshStrategy
+from ...parallel.mesh_sizes import MeshSizes
 
 NOT_READ_YET: Final = object()  # the model's configuration needs the vocabulary of the data
 ARGS = "trainer.strategy.init_args"

@@ -18,7 +18,7 @@ EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_expe
 def sizes(setup: Setup) -> Iterator[str]:
     if not isinstance(strategy := setup.strategy, MeshStrategy):
         return
-    for name in ("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"):
+    for name in ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size"):
         if (size := getattr(strategy, name)) != "auto" and size < 1:
             yield f"{ARGS}.{name} {size} is not a number of processes: set 1 or more, or auto"
             return

@@ -1,0 +1,111 @@
+"""Where a model is cut: its list of blocks, what stands before and after it, how many blocks each
+stage gets."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, Literal, NoReturn
+
+from torch import nn
+
+from ...errors import InputError
+from ..blocks import find_blocks
+
+
+def outline(model: nn.Module) -> tuple[nn.Module, str, list[nn.Module], list[nn.Module]]:
+    """Returns the owner of the list of blocks, its name there, and the outermost other modules that
+    have parameters: those defined before the blocks, and those defined after them.
+
+    Raises:
+        InputError: the model is no sequence of blocks.
+    """
+    blocks = find_blocks(model)
+    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and [*m] == blocks)
+    if not blocks or (found := next(lists, None)) is None:
+        _refuse(model, "its blocks are not the items of one nn.ModuleList")
+    above = [m for m in model.modules() if m is not found and found in m.modules()]
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
+    for owner, on_path in zip(above, [*above[1:], found], strict=True):
+        for name, _ in owner.named_parameters(recurse=False):
+            _refuse(model, f"{name} is a parameter of {type(owner).__name__}: give it a module")
+        side = before
+        for child in owner.children():
+            if child is on_path:
+                side = after
+            elif any(True for _ in child.parameters()):
+                side.append(child)
+    parent = above[-1]
+    return parent, next(n for n, c in parent.named_children() if c is found), before, after
+
+
+def bounds_of(
+    model: nn.Module, num_stages: int, layers: Literal["cost", "even"] | list[int]
+) -> list[tuple[int, int]]:
+    """Returns the first block of each stage and one more than its last.
+
+    Args:
+        model: With all of its modules.
+        num_stages: Of all ranks.
+        layers: Blocks of each stage; "even"; or "cost": the squares of the stages' costs have the
+            least sum. A block's cost is the number of its weights that a token meets, and the
+            output layer's is added to the last stage.
+
+    Raises:
+        InputError: the numbers do not fit the model.
+    """
+    parent, name, _, after = outline(model)
+    blocks = [*getattr(parent, name)]
+    if isinstance(layers, list):
+        if len(layers) != num_stages or sum(layers) != len(blocks) or min(layers) < 1:
+            raise InputError(
+                f"pp_layers {layers} does not divide {len(blocks)} blocks into {num_stages} stages:"
+                " give a number of blocks for each stage, or even, or cost"
+            )
+        counts = layers
+    elif num_stages > len(blocks):
+        raise InputError(
+            f"{len(blocks)} blocks cannot be divided into {num_stages} stages (pp_size x stages per"
+            " rank): set pp_size lower, or another pp_schedule"
+        )
+    elif layers == "even":
+        counts = [len(blocks) // num_stages] * num_stages
+        for number in range(len(blocks) % num_stages):
+            counts[number] += 1
+    else:
+        config = getattr(model, "config", None)
+        last = sum(_cost(module, config) for module in after)
+        counts = _balanced([_cost(block, config) for block in blocks], last, num_stages)
+    ends = [*accumulate(counts)]
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _cost(module: nn.Module, config: Any) -> float:
+    """Weights of `module`; of stacked experts (E, …) those of the chosen ones alone."""
+    text = getattr(config, "get_text_config", lambda: config)()
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return sum(
+        p.numel() * (min(1.0, chosen / len(p)) if chosen and p.dim() == 3 else 1.0)
+        for p in module.parameters()
+    )
+
+
+def _balanced(costs: list[float], last: float, num_stages: int) -> list[int]:
+    """Returns how many blocks each stage gets, so that the sum of squared costs is least."""
+    sums = [0.0, *accumulate(costs)]
+    # best[i]: the least sum of the stages so far over the first i blocks, and their numbers
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for stage in range(num_stages):
+        extra, left = last * (stage == num_stages - 1), num_stages - stage - 1
+        found: dict[int, tuple[float, list[int]]] = {}
+        for start, (total, counts) in best.items():
+            for stop in range(start + 1, len(costs) - left + 1):
+                value = total + (sums[stop] - sums[start] + extra) ** 2
+                if stop not in found or value < found[stop][0]:
+                    found[stop] = value, [*counts, stop - start]
+        best = found
+    return best[len(costs)][1]
+
+
+def _refuse(model: nn.Module, why: str) -> NoReturn:
+    raise InputError(f"{type(model).__name__} cannot be a pipeline: {why}; or set pp_size to 1")

@@ -1,0 +1,121 @@
+"""torch's schedules, with a stage that runs a function of this rank in place of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torchs
+
+SCHEDULES: dict[str, type[Any]] = {
+    "GPipe": torchs.ScheduleGPipe,
+    "1F1B": torchs.Schedule1F1B,
+    "Interleaved1F1B": torchs.ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": torchs.ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": torchs.ScheduleZBVZeroBubble,
+    "DualPipeV": torchs.ScheduleDualPipeV,
+}
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
+ONE_STAGE = {"GPipe", "1F1B"}
+
+
+def stages_per_rank(schedule: str, interleaved: int) -> int:
+    """Returns how many stages each rank has; those of interleaved schedules are configured."""
+    return 1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else interleaved
+
+
+def stages_of_rank(schedule: str, rank: int, size: int, per_rank: int) -> list[int]:
+    """Returns the numbers of a rank's stages, in order."""
+    if schedule in V_SHAPED:
+        return [rank, 2 * size - 1 - rank]
+    return [rank + size * i for i in range(per_rank)]
+
+
+class Stage(PipelineStage):
+    """torch's stage, which runs a function of this rank in place of a module.
+
+    The sizes of its messages are given: torch would run the model twice to find them, hooks and
+    all.
+    """
+
+    run: Callable[[Stage, int, Tensor | None], Tensor]
+
+    def __init__(self, pipeline: Any, number: int, key: Any) -> None:
+        is_last = number == pipeline.num_stages - 1
+        scalar = torch.empty((), device="meta", requires_grad=True)
+        index = torch.empty(1, dtype=torch.int64, device="meta")
+        given = index if number == 0 else pipeline.outline_of(number, key)
+        result = scalar if is_last else pipeline.outline_of(number + 1, key)
+        modules = nn.ModuleList(pipeline.division.parts[number])
+        super().__init__(
+            modules, number, pipeline.num_stages, pipeline.device, given, result,
+            group=pipeline.group,
+        )  # fmt: skip
+        self._number = 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._number = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, self._number, None if self.is_first else args[0])
+
+
+class _AddedLoss(torch.autograd.Function):
+    """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass.
+
+    The idea is Megatron-LM's MoEAuxLossAutoScaler."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], torch.ones((), device=gradients[0].device)
+
+
+def with_losses(hidden: Any, module: Any, batch: Any, num: int) -> Tensor:
+    """Adds the loss terms of this stage's routers, which the last stage does not see."""
+    loss: Any = 0.0
+    for name, weight, value in module.balancer.losses(batch):
+        module.track(name, value)
+        loss = loss + weight * value
+    return _AddedLoss.apply(hidden, (loss / num).float()) if isinstance(loss, Tensor) else hidden
+
+
+@contextmanager
+def unreduced(units: Sequence[FSDPModule]) -> Generator[None]:
+    """Inside, FSDP2 keeps what it has gathered, and accumulates gradients without a reduction."""
+    for unit in units:
+        unit.set_is_last_backward(False)
+        unit.set_requires_gradient_sync(False, recurse=False)
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_is_last_backward(True)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+
+
+@contextmanager
+def own_error() -> Generator[None]:
+    """torch puts the arguments' tensors into a RuntimeError of its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is not None and "failed to run forward" in str(error):
+            raise error.__cause__ from None
+        raise

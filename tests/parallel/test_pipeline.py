@@ -1,0 +1,199 @@
+"""A pipeline trains to the numbers of one process, under every schedule, whatever is inside a stage.
+
+test_parity.py has the files pp.yaml, pp_fsdp2.yaml and pp_ep.yaml among the other strategies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from dist_template.errors import InputError
+from dist_template.parallel.pipeline.division import Division
+from dist_template.parallel.pipeline.partition import bounds_of, outline
+from dist_template.parallel.pipeline.schedule import stages_of_rank
+from tests.support.parity import SHORT, PauseAfter, Trainings, assert_close
+from tests.support.runs import newest
+from tests.support.strategies import ARGS
+from tests.support.tiers import tiers
+
+V_SHAPED = [f"{ARGS}.pp_schedule=ZBVZeroBubble", f"{ARGS}.pp_schedule=DualPipeV"]
+CASES = {
+    "qwen3": ("qwen3_of_4", "pp", 2, []),
+    "4 stages": ("llama_of_4", "pp", 4, [f"{ARGS}.pp_size=4"]),
+    "GPipe": ("llama_of_4", "pp", 2, [f"{ARGS}.pp_schedule=GPipe"]),
+    "Interleaved1F1B": ("llama_of_4", "pp", 2, [f"{ARGS}.pp_schedule=Interleaved1F1B"]),
+    "InterleavedZeroBubble": ("llama_of_4", "pp", 2, [f"{ARGS}.pp_schedule=InterleavedZeroBubble"]),
+    "ZBVZeroBubble": ("llama_of_4", "pp", 2, [V_SHAPED[0]]),
+    "DualPipeV": ("llama_of_4", "pp", 2, [V_SHAPED[1]]),
+    "tensor parallelism": ("llama_of_4", "pp", 4, [f"{ARGS}.tp_size=2"]),
+    "HSDP": ("llama_of_4", "pp", 4, []),
+    "ZBV and FSDP2": ("llama_of_4", "pp_fsdp2", 4, [V_SHAPED[0]]),
+    "uneven stages": ("llama_of_4", "pp", 2, [f"{ARGS}.pp_layers=[3, 1]"]),
+    "checkpointing and zero bubble": ("llama_of_4", "pp", 2, [V_SHAPED[0], "--model.blocks.checkpointing=full"]),
+}  # fmt: skip
+DAILY = [name for name in CASES if name not in ("HSDP", "tensor parallelism", "ZBV and FSDP2", "uneven stages")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", tiers(CASES, DAILY))
+def test_a_pipeline_trains_to_the_numbers_of_one_process(train: Trainings, case: str) -> None:
+    model, strategy, processes, flags = CASES[case]
+    one = train(model, "one", SHORT, accumulation=4)
+    many = train(model, strategy, SHORT, *flags, accumulation=4, processes=processes)
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert many.eval() == {step: pytest.approx(metrics, rel=1e-5) for step, metrics in one.eval().items()}
+    assert_close(many.start, one.start, 0.0)
+    assert_close(many.end, one.end, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_resumed_exactly_and_on_other_numbers_of_stages(train: Trainings) -> None:
+    model, four = "llama_of_4", [f"{ARGS}.pp_size=4"]
+    whole = train(model, "pp", SHORT, accumulation=4, processes=2)
+    legs: list[tuple[str, int, list[str]]] = [("pp", 2, []), ("pp", 2, []), ("fsdp2", 2, []), ("pp", 4, four)]
+    checkpoint: list[str] = []
+    for number, (strategy, processes, flags) in enumerate(legs):
+        options: Any = {"callbacks": [PauseAfter(number + 1)], "accumulation": 4, "processes": processes}
+        leg = train.run("fit", model, strategy, SHORT, *flags, *checkpoint, **options)
+        if number < 2:
+            assert leg.loss[number + 1] == whole.loss[number + 1], "the same stages: the same bits"
+        assert leg.loss == {number + 1: pytest.approx(whole.loss[number + 1], rel=1e-6)}, strategy
+        checkpoint = [f"--ckpt_path={newest(leg.run)}"]
+
+
+class Bytes(Callback):
+    """Writes how many bytes of parameters and of optimizer state each rank has."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        held: list[Any] = list(pl_module.parameters())
+        held += [each for state in trainer.optimizers[0].state.values() for each in state.values()]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        (Path(self.folder) / f"bytes-{trainer.global_rank}.json").write_text(json.dumps(size))
+
+
+@pytest.mark.slow
+def test_parameters_and_optimizer_state_fall_with_the_number_of_stages(train: Trainings, tmp_path: Path) -> None:
+    sizes = {}
+    for stages in (1, 2, 4):
+        folder = tmp_path / str(stages)
+        folder.mkdir()
+        flags = [f"{ARGS}.pp_size={stages}"] if stages > 1 else []
+        options: Any = {"accumulation": 4, "processes": stages, "callbacks": [PauseAfter(1), Bytes(str(folder))]}
+        strategy, model = ("pp" if stages > 1 else "one"), "llama_of_4"
+        train.run("fit", model, strategy, SHORT, *flags, **options)
+        sizes[stages] = [json.loads(path.read_text()) for path in sorted(folder.glob("bytes-*"))]
+    ((whole,),) = (sizes[1],)
+    tied = whole - sum(sizes[2])  # the first and the last stage have a copy each
+    for stages in (2, 4):
+        assert len(sizes[stages]) == stages and sum(sizes[stages]) == whole - tied
+        blocks = [size for size in sizes[stages][1:-1]] or [whole // stages]
+        assert max(blocks) <= whole / stages
+
+
+# ---- the division of a model -----------------------------------------------------------------------------------------
+
+
+class Sequence(nn.Module):
+    """A model of one's own: an embedding, blocks, an output layer."""
+
+    def __init__(self, sizes: tuple[int, ...] = (8, 8, 8, 8)) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in sizes])
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def test_stages_get_blocks_by_their_cost() -> None:
+    assert bounds_of(Sequence(), 2, "even") == [(0, 2), (2, 4)]
+    assert bounds_of(Sequence((64, 8, 8, 8)), 2, "cost") == [(0, 1), (1, 4)]
+    big_head = Sequence()
+    big_head.head = nn.Linear(8, 60)
+    assert bounds_of(big_head, 2, "cost") == [(0, 3), (3, 4)]
+    assert bounds_of(Sequence(), 2, [1, 3]) == [(0, 1), (1, 4)]
+    for layers, sentence in (([1, 2], "does not divide 4 blocks into 2"), ([4], "give a number of blocks for each")):
+        with pytest.raises(InputError, match=sentence):
+            bounds_of(Sequence(), 2, layers)
+    with pytest.raises(InputError, match="4 blocks cannot be divided into 5 stages"):
+        bounds_of(Sequence(), 5, "even")
+
+
+@pytest.mark.parametrize("schedule, expected", [("1F1B", [1]), ("Interleaved1F1B", [1, 3]), ("DualPipeV", [1, 2])])
+def test_a_rank_has_the_stages_of_its_schedule(schedule: str, expected: list[int]) -> None:
+    assert stages_of_rank(schedule, 1, 2, len(expected)) == expected
+
+
+class Residual(Sequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+class Between(Sequence):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+
+class Late(Sequence):
+    """Uses what is defined before the blocks after them."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros(1, 2, 8)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden) + self.embedding(tokens).sum()
+
+
+def test_models_that_are_no_sequence_are_refused() -> None:
+    for model, sentence in (
+        (nn.Linear(1, 1), "its blocks are not the items of one nn.ModuleList"),
+        (Residual(), "scale is a parameter of Residual: give it a module"),
+    ):
+        with pytest.raises(InputError, match=f"cannot be a pipeline: {sentence}.*or set pp_size to 1"):
+            outline(model)
+    for model, stage, sentence in (
+        (Late(), 0, "Embedding is defined before the blocks and called after them"),
+        (Between(), 1, r"given the output of the block before as it is: .* \(a residual sum, a dropout\)"),
+    ):
+        bounds = [(0, 2), (2, 4)]
+        division = Division(model, bounds, [stage])
+        division.gate(model)
+        division.position.enter(bounds[stage], torch.ones(1, 2, 8) if stage else None, raises=False)
+        with pytest.raises(InputError, match=sentence):
+            model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_each_stage_of_a_users_own_model_computes_its_part() -> None:
+    torch.manual_seed(0)
+    whole, tokens = Sequence(), torch.tensor([[1, 2, 3]])
+    expected, hidden = whole(tokens), None
+    for stage, bounds in enumerate([(0, 1), (1, 3), (3, 4)]):
+        torch.manual_seed(0)
+        part = Sequence()
+        division = Division(part, [(0, 1), (1, 3), (3, 4)], [stage])
+        division.gate(part)
+        division.position.enter(bounds, hidden, raises=False)
+        output = part(tokens)
+        hidden = division.position.sent
+        here = sum(parameter.numel() for parameter in part.parameters())
+        assert here < sum(parameter.numel() for parameter in whole.parameters()) / 2
+    assert hidden is None and torch.equal(output, expected)
