@@ -55,7 +55,7 @@ NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 
 PAGE_LINES = 150
 LONG_PAGES = {
-    "reference.md": 465,
+    "reference.md": 468,
 }  # fmt: skip
 
 
