@@ -25,6 +25,7 @@ Schedule = Literal[
 ]
 V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
 ONE_STAGE = {"GPipe", "1F1B"}
+SPLIT_BACKWARD = {"InterleavedZeroBubble", *V_SHAPED}
 
 
 def stages_per_rank(schedule: str, interleaved: int) -> int:
@@ -37,6 +38,31 @@ def stages_of_rank(schedule: str, rank: int, size: int, per_rank: int) -> list[i
     if schedule in V_SHAPED:
         return [rank, 2 * size - 1 - rank]
     return [rank + size * i for i in range(per_rank)]
+
+
+def bubble(
+    schedule: str, stages_of_pipeline: int, stages_per_rank: int, micro_batches: int
+) -> float:
+    """Returns the time in which a rank waits, in parts of the time in which it computes.
+
+    A rank waits for p - 1 passes of one of its stages before it starts or after it ends. In GPipe
+    and the 1F1B schedules (Narayanan et al., arXiv:2104.04473) they are forward and backward
+    passes, 3 units of time each: (p - 1) / (v m). The others compute the gradients of weights
+    meanwhile (Qi et al., arXiv:2401.10241) and wait for 1 unit each: (p - 1) / (3 v m).
+
+    Exact for torch's orders of passes, if a stage's forward pass, its inputs' gradients and its
+    weights' gradients each take the same time, messages take none, and m is p or more
+    (ZBVZeroBubble: 3 p / 2).
+
+    Args:
+        schedule: A key of SCHEDULES.
+        stages_of_pipeline: Of all ranks, p v.
+        stages_per_rank: v.
+        micro_batches: Of an optimizer step, m.
+    """
+    ranks = stages_of_pipeline // stages_per_rank
+    units = 3 if schedule in SPLIT_BACKWARD else 1
+    return (ranks - 1) / (units * stages_per_rank * micro_batches)
 
 
 class Stage(PipelineStage):
