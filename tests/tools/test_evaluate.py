@@ -17,17 +17,28 @@ from dist_template.project import Project
 from dist_template.text.cache.token_cache import Corpus
 from dist_template.tools.evaluate import baselines, models, tasks
 from dist_template.tools.evaluate.paired import Pair, compare
-from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess
+from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
 from tests.support.strategies import flags_of, settings_of
+from tests.support.tiers import tiers
 
 CALLBACK = "dist_template.tools.evaluate.documents.DocumentScores"
 
 
-@pytest.fixture
-def trained(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with two checkpoints and more than 20 test documents; `evaluate` runs `test` in this process."""
+@pytest.fixture(scope="module")
+def fitted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints and more than 20 test documents."""
+    folder = tmp_path_factory.mktemp("fitted")
     more = ["--data.test_share=0.5", "--last_checkpoint.every_n_steps=10", "--model.optim.learning_rate=0.01"]
-    assert run("fit", *flags, *more) == 0
+    assert run("fit", *small(corpus, cache, folder), *more) == 0
+    return folder
+
+
+@pytest.fixture
+def trained(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that run; `evaluate` runs `test` in this process."""
+    shutil.copytree(fitted, tmp_path, dirs_exist_ok=True)
+    config = only_run(tmp_path) / "config.yaml"
+    config.write_text(config.read_text().replace(str(fitted), str(tmp_path)))
 
     def in_this_process(project: Project, argv: list[str]) -> int:
         return run(*argv)
@@ -97,7 +108,7 @@ def test_baselines_without_a_model_and_the_start(trained: Path, cache: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "tp", "zero3"])
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "tp", "zero3"], daily=["fsdp2", "zero3"]))
 def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_path: Path) -> None:
     """Another strategy and micro-batch; the same model is not better."""
     scores = {}
