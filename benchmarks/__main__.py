@@ -19,6 +19,7 @@ PARTS = {
     "data": "reading, tokenizing, packing",
     "chat": "conversations: full rows, packing, training on masked rows",
     "balance": "even work for ranks: the slowest over the mean, time of two processes",
+    "pipeline": "the time in which stages wait; two stages against a loop by hand",
     "checkpoint": "how long saving keeps training waiting",
     "startup": "until help, a refusal, the first step",
     "serving": "latency and tokens per second of the verb serve; failures among 1,000 requests",

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer_dev.module import LanguageModule
 
 import dist_template.cli.fit as cli
+from dist_template.compat.lightning import accumulates
 from tests.support.line import OURS
 
 from .. import ROOT
@@ -33,7 +34,8 @@ class Timer(Callback):
         self.stopwatch = stopwatch
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        self.stopwatch.tick(trainer.global_step)
+        if not accumulates(trainer):
+            self.stopwatch.tick(trainer.global_step)
 
 
 def train(task: Task, records: bool = True, extra_metrics: int = 0) -> Sample:

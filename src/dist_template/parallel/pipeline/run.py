@@ -151,6 +151,8 @@ class Pipeline(ForwardPasses):
         """Sums the gradients of the copies of a tied parameter."""
         for parameter in self.division.shared:
             gradient: Any = parameter.grad
+            if gradient is None:  # it is frozen, on both ranks
+                continue
             # Under tensor parallelism an embedding's is replicated, and its parameter sharded.
             if isinstance(gradient, DTensor):
                 gradient = gradient.redistribute(placements=layout(parameter)[1])
