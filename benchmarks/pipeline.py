@@ -47,7 +47,8 @@ WAITING = [  # ranks, schedule, micro-batches
 def run(options: Options) -> Result:
     result = Result(NAME)
     for ranks, schedule, micro_batches in WAITING[:1] if options.quick else WAITING:
-        predicted = 1 + bubble(schedule, ranks, stages_per_rank(schedule, 2), micro_batches)
+        per_rank = stages_per_rank(schedule, 2)
+        predicted = 1 + bubble(schedule, ranks * per_rank, per_rank, micro_batches)
         measured = [step_over_work(ranks, schedule, micro_batches) for _ in range(min(options.rounds, 3))]
         what = f"{schedule}, {ranks} processes, {micro_batches} micro-batches: bubble {predicted - 1:.3f}; time of a step"
         result.figures.append(Figure(f"{what} over the formula's", [each / predicted for each in measured], at_most=1.1))
