@@ -1,7 +1,7 @@
 """Pipelines: the time in which stages wait, against each schedule's formula; and the library against a loop by hand.
 
-Waiting: blocks that sleep (30 ms forward, 30 ms for the gradient of their input, 30 ms for that of their weight) on 2 and 4
-processes under `MeshStrategy`, so that the machine's cores do not matter. The step's time over the time of a rank's own
+Waiting: blocks that sleep (30 ms forward, 30 ms for the gradient of their input, 30 ms for that of their weight) on 2
+and 4 processes under `MeshStrategy`, so that the machine's cores do not matter. The step's time over the time of a rank's own
 work, minus one, is the bubble; the formulas are those of `parallel/pipeline/schedule.py`.
 
 By hand: torch's 1F1B over two halves of a Llama of 5M parameters, 4 micro-batches of 4 rows, against `fit` with every
@@ -50,8 +50,9 @@ def run(options: Options) -> Result:
         per_rank = stages_per_rank(schedule, 2)
         predicted = 1 + bubble(schedule, ranks * per_rank, per_rank, micro_batches)
         measured = [step_over_work(ranks, schedule, micro_batches) for _ in range(min(options.rounds, 3))]
-        what = f"{schedule}, {ranks} processes, {micro_batches} micro-batches: bubble {predicted - 1:.3f}; time of a step"
-        result.figures.append(Figure(f"{what} over the formula's", [each / predicted for each in measured], at_most=1.1))
+        what = f"{schedule}, {ranks} processes, {micro_batches} micro-batches, bubble {predicted - 1:.3f}"
+        ratios = [each / predicted for each in measured]
+        result.figures.append(Figure(f"{what}: time of a step over the formula's", ratios, at_most=1.1))
         print(f"  {result.figures[-1].what}: {result.figures[-1].median:.3f}", flush=True)
     result.comparisons.append(by_hand(options))
     speeds = result.comparisons[0].speeds("project")
@@ -162,7 +163,8 @@ def by_hand(options: Options) -> Comparison:
     with tempfile.TemporaryDirectory() as folder:
         rows = f"--data.global_batch_size={4 * MICRO_BATCHES}"
         flags = (rows, "--trainer.strategy.init_args.dp_replicate_size=1")
-        task = Task(Path(folder), LARGE, steps=20 + 4 * TURN, warm=20, batch_size=4, seq_len=64, strategy="pp", flags=flags)
+        task = Task(Path(folder), LARGE, steps=20 + 4 * TURN, warm=20, batch_size=4, seq_len=64, strategy="pp")
+        task = replace(task, flags=flags)
         if options.quick:
             task = replace(task, architecture=SMALL, steps=1 + 2 * TURN, warm=1)
         prepare(task)

@@ -36,8 +36,9 @@ class Part(nn.Module):
         hidden = self.embed_tokens(given) if self.embed_tokens else given
         rotations = self.rotary_emb(hidden, position_ids=position_ids)
         mask = create_causal_mask(
-            config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=position_ids
-        )
+            config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None,
+            position_ids=position_ids,
+        )  # fmt: skip
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=rotations)
         return self.lm_head(self.norm(hidden)) if self.norm and self.lm_head else hidden
