@@ -246,7 +246,7 @@ def test_no_two_interruptions_change_anything(limits: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2"], daily=["ddp"]))  # fsdp2: test_exact_resume.py
 def test_a_real_training_too(strategy: str, corpus: Path, cache: Path, tmp_path: Path) -> None:
     """Two epochs of 4 steps, killed at the end of the first, stopped by `max_steps` inside the second."""
     train = saves.Trainings(tmp_path, corpus, cache)

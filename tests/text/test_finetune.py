@@ -40,7 +40,7 @@ def answers(samples: str, step: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2"], daily=["fsdp2"]))
 def test_a_model_learns_the_format_of_conversations_and_is_exported(strategy: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
