@@ -39,7 +39,7 @@ BUDGETS = {
     "text": (3_808, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_571, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_049, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (2_039, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "cli": (2_041, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_911, 1_400, "a cluster's configuration proven on CPU processes"),
     "tools": (4_655, 550, "doctor, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report, prepare"),
 }

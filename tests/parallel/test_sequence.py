@@ -122,7 +122,13 @@ PRODUCTS = {  # processes, those that read different batches, flags
 @pytest.mark.parametrize(
     ("model", "product"),
     tiers(
-        [("llama", "tp"), ("llama", "four"), ("llama", "offload"), ("deepseek_v3", "ep"), ("deepseek_v3", "replicas")],
+        [
+            ("llama", "tp"),
+            ("llama", "four"),
+            ("llama", "offload"),
+            ("deepseek_v3", "ep"),
+            ("deepseek_v3", "replicas"),
+        ],
         daily=[("llama", "tp"), ("deepseek_v3", "ep")],
     ),
 )
@@ -210,6 +216,9 @@ def test_a_model_whose_tokens_are_combined_otherwise_is_refused(case: str) -> No
 
 LLAMA = AutoConfig.for_model("llama", num_attention_heads=12, hidden_size=768)
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "a pipeline": (
+        {"pp_size": 2, "data": DataModule(micro_batch_size=1, global_batch_size=32)}, "does not work in a pipeline"
+    ),
     "no group": ({"cp_size": 3}, "cp_size 3 must divide fsdp_size 8"),
     "tokens": ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
     "heads": ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
@@ -224,7 +233,8 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", IMPOSSIBLE)
 def test_the_impossible_is_refused_before_the_start(case: str) -> None:
     given, fragment = IMPOSSIBLE[case]
-    trainer = {"strategy": MeshStrategy(cp_size=given.get("cp_size", 4)), "max_steps": 1000}
+    strategy = MeshStrategy(cp_size=given.get("cp_size", 4), pp_size=given.get("pp_size", 1))
+    trainer = {"strategy": strategy, "max_steps": 1000}
     data, module = given.get("data", DataModule()), given.get("module", LanguageModule())
     machine = Machine("cuda", 8, precision="bf16-mixed")
     (sentence,) = violations(machine, trainer, module, data, given.get("config", LLAMA))
