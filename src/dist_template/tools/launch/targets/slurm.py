@@ -79,7 +79,7 @@ def _run(*words: str) -> str:
         if "generic resource" in why:
             why += ": it has no such GPUs; give cluster.options.gres as the site spells it, or"
             why += " trainer.accelerator cpu"
-        raise InputError(f"Slurm refuses the job: {why}")
+        raise InputError(f"Slurm refuses {words[0]}: {why}")
     return done.stdout.strip()
 
 
