@@ -23,7 +23,8 @@ def test_the_docs_program_finds_a_planted_power_law(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses are a parabola around the optimum 0.3 / width^0.75, and high where a training would diverge."""
-    (program,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / "learning_rate.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (DOCS / "learning_rate.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     folders = [tmp_path / str(width) for width in (64, 128, 256)]
     for folder in folders:
         best, sweep = 0.3 / int(folder.name) ** 0.75, planted(folder)
