@@ -73,6 +73,8 @@ class Plant:
 
 IN_ONE = ("one", "strategy")
 RESUMED: dict[str, Any] = {"processes": 1, "more": "resumed"}
+PIPELINE: dict[str, Any] = {"strategy": "pp", "processes": 2}
+TIED = LLAMA[:-1] + ", tie_word_embeddings: true}"
 FAULTS, RUNS = "faults.py:", "faults_of_runs.py:"
 PLANTS = [
     Plant(faults.loss_per_rank, ("training_step", FAULTS), more="big", touched=IN_ONE),
@@ -102,6 +104,16 @@ PLANTS = [
         faults_of_ranks.buffer_summed_over_ranks, ("buffer model.model.layers.0.input_layernorm.gain",), touched=IN_ONE
     ),
     Plant(faults_of_ranks.noise_on_a_weight, ("layers.1.mlp.up_proj.weight", "something other than the optimizer")),
+    Plant(
+        faults_of_ranks.block_reads_what_another_stage_has_filled,
+        ("the forward pass of rank 1 differs first in the output of model.model.layers.1",),
+        **PIPELINE,
+        touched=IN_ONE,
+    ),
+    Plant(faults.loss_per_rank, ("training_step", FAULTS), **PIPELINE, more="big", touched=IN_ONE),
+    Plant(
+        faults_of_ranks.tied_gradient_not_summed, ("1 of 20", "model.model.embed_tokens.weight"), **PIPELINE, model=TIED
+    ),
     Plant(faults_of_runs.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
     Plant(faults_of_runs.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
     Plant(faults_of_runs.error_on_one_rank, ("rank 1: ValueError: no such shard", RUNS)),
@@ -126,7 +138,8 @@ IN_NIGHTLY = {  # the same causes as others, under further strategies or in othe
 
 def marks_of(plant: Plant) -> Any:
     name = plant.fault.__name__
-    if name in IN_NIGHTLY or plant.more == "fewer":
+    is_variant = plant.fault is faults.loss_per_rank and plant.strategy == "pp"
+    if name in IN_NIGHTLY or plant.more == "fewer" or is_variant:
         return NIGHTLY
     return () if name in QUICK else pytest.mark.slow
 
@@ -218,7 +231,7 @@ def test_a_source_whose_order_depends_on_hashes_is_named(tmp_path: Path, capsys:
 @pytest.mark.parametrize(
     ("edit", "strategy", "model"),
     [
-        (edits.edits_of_the_module, "ddp_find_unused_parameters_true", LLAMA[:-1] + ", tie_word_embeddings: true}"),
+        (edits.edits_of_the_module, "ddp_find_unused_parameters_true", TIED),
         (edits.plain_module, f"--config={CONFIGS}/strategy/fsdp2.yaml", LLAMA),
     ],
 )

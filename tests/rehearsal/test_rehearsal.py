@@ -12,18 +12,13 @@ from typing import Any, cast
 import pytest
 import torch
 from lightning.pytorch import Callback
-from transformers import AutoConfig
 
 from dist_template.errors import InputError
-from dist_template.parallel.mesh import MeshStrategy
 from dist_template.rehearsal.checks import Check
 from dist_template.rehearsal.compare import gradients, relative_difference
 from dist_template.rehearsal.record import RunRecord
 from dist_template.rehearsal.report import Report, Result
 from dist_template.rehearsal.runs import RunFailed, Runs
-from dist_template.rehearsal.shrink_config import shrink
-from dist_template.rehearsal.shrink_model import dropouts, shrink_architecture
-from dist_template.rehearsal.shrink_strategy import halve, shrink_strategy
 from dist_template.tools.rehearse import main
 from tests.support.runs import CONFIGS, OURS, Workers
 from tests.support.strategies import flags_of
@@ -52,7 +47,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", ["cp", "fsdp2_tp_ep", "hsdp", "zero2_offload", "zero3"])
+@pytest.mark.parametrize("strategy", ["cp", "fsdp2_tp_ep", "hsdp", "pp", "pp_ep", "pp_fsdp2", "zero2_offload", "zero3"])
 def test_the_default_project_passes(strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     files = [f"--config={CONFIGS}/pretrain.yaml", *flags_of(strategy)]
     code = rehearse(*files, "--nodes=8", "--devices=8", f"--output={tmp_path / 'out'}")
@@ -116,82 +111,6 @@ def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, c
 def test_bad_input_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
         main(["rehearse", f"--config={CONFIGS}/quickstart.yaml", *flags, f"--output={tmp_path / 'out'}"], OURS)
-
-
-# ---- what is made of a configuration -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model_type", "kept"),
-    [
-        ("deepseek_v3", {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 2, "num_hidden_layers": 2}),
-        ("mixtral", {"num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2}),
-        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
-        ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 2, "tie_word_embeddings": True}),
-    ],
-)
-def test_a_small_architecture_has_the_structure_of_the_large(model_type: str, kept: dict[str, Any]) -> None:
-    small = shrink_architecture(AutoConfig.for_model(model_type), seq_len=32)
-    assert {name: small[name] for name in kept} == kept
-    rebuilt = AutoConfig.for_model(**small)
-    assert shrink_architecture(rebuilt, seq_len=32) == small  # it is as small as it gets
-    assert dropouts(rebuilt)
-
-
-def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
-    config = AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=1)
-    assert shrink_architecture(config, 32)["num_key_value_heads"] == 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected", "processes"),
-    [
-        ({"fsdp_size": "auto", "tp_size": 8, "ep_size": 8}, ("auto", 1, 2, 2), 4),
-        ({"fsdp_size": 64, "ep_size": 16}, (4, 1, 1, 2), 4),  # experts' own FSDP has 2 ranks
-        ({"fsdp_size": "auto", "ep_size": 2}, ("auto", 1, 1, 2), 4),
-        ({"fsdp_size": 8, "ep_size": 8}, (2, 1, 1, 2), 2),
-        ({"fsdp_size": 8, "dp_replicate_size": 2, "ep_size": 2}, (4, 1, 1, 2), 4),
-        ({"fsdp_size": 8, "dp_replicate_size": "auto"}, (2, "auto", 1, 1), 4),
-        ({"fsdp_size": 8, "dp_replicate_size": 4, "tp_size": 2}, (2, 1, 2, 1), 4),
-    ],
-)
-def test_a_mesh_shrinks_to_two_by_two(sizes: dict[str, Any], expected: tuple, processes: int) -> None:
-    strategy = MeshStrategy(**sizes)
-    names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
-    spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
-    small, num = shrink_strategy(spec, strategy, None, [])
-    assert tuple(small["init_args"][name] for name in names) == expected
-    assert num == processes
-    assert strategy.tp_size == sizes.get("tp_size", 1), "the real strategy is not touched"
-
-
-def test_a_deepspeed_file_shrinks_too() -> None:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 100_000, "offload_param": {"device": "nvme"}}
-    config = {"train_batch_size": 256, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": zero}
-    spec = {"class_path": "ZeroStrategy", "init_args": {"config": config}}
-    small, num = shrink_strategy(spec, object(), None, [])
-    assert num == 2
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 64, "offload_param": {"device": "cpu"}}
-    assert small["init_args"]["config"] == {"gradient_clipping": 1.0, "zero_optimization": zero}
-    assert spec["init_args"]["config"]["train_batch_size"] == 256, "what was given is not touched"
-
-
-def test_half_of_the_processes_have_less_data_parallelism_and_the_same_tensor_parallelism(tmp_path: Path) -> None:
-    names = ("fsdp_size", "dp_replicate_size", "tp_size", "ep_size")
-    strategy = MeshStrategy(fsdp_size=8, tp_size=8, ep_size=8)
-    spec = {"class_path": "MeshStrategy", "init_args": {name: getattr(strategy, name) for name in names}}
-    data = {"seq_len": 2048, "global_batch_size": 256, "micro_batch_size": 4, "source": None, "tokenizer": None}
-    saves = {"dirpath": "/scratch/pretrain", "every_n_steps": 1000, "keep": 2, "asynchronous": True}
-    given = {"run": {}, "trainer": {"strategy": spec}, "data": data, "model": {}, "last_checkpoint": saves}
-    small = shrink(given, None, strategy, tmp_path)
-    assert (small.processes, small.data_parallel) == (4, 2)
-    assert small.config["data"]["global_batch_size"] == 8  # 2 sequences x 2 ranks x 2 accumulated
-    saves = {"dirpath": "{run}/checkpoints", "every_n_steps": 2, "keep": 6, "asynchronous": False}
-    assert small.config["last_checkpoint"] == saves, "nothing is written into the production run's folder"
-    half, num, _ = halve(small.strategy, strategy, small.processes)
-    assert num == 2
-    assert half["init_args"] == {"fsdp_size": 1, "dp_replicate_size": 1, "tp_size": 2, "ep_size": 2}
-    assert given["data"]["seq_len"] == 2048, "what was given is not touched"
 
 
 # ---- workers -------------------------------------------------------------------------------------------------------

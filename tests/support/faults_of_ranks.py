@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
+from dist_template.parallel.pipeline.run import Pipeline
 from tests.support.faults import after_configure_model
 
 
@@ -80,3 +81,32 @@ def noise_on_a_weight() -> None:
         weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
 
     LanguageModule.on_train_batch_end = on_train_batch_end
+
+
+# ---- stages of a pipeline --------------------------------------------------------------------------------------------
+
+SKIPPED: list[Tensor] = []  # of this process
+
+
+def block_reads_what_another_stage_has_filled() -> None:
+    """A connection from the first block to the second, through a list: empty on the second's rank."""
+
+    def change(self: Any) -> None:
+        first, second = (self.model.model.layers[number] for number in (0, 1))
+        run_first, run_second = first.forward, second.forward
+
+        def fill(hidden: Tensor, **options: Any) -> Tensor:
+            SKIPPED[:] = [hidden]
+            return run_first(hidden, **options)
+
+        def read(hidden: Tensor, **options: Any) -> Tensor:
+            return run_second(hidden, **options) + 0.1 * sum(SKIPPED)
+
+        first.forward, second.forward = fill, read
+
+    after_configure_model(change)
+
+
+def tied_gradient_not_summed() -> None:
+    """The first and the last stage have a copy each of a tied weight, and each keeps its own gradient."""
+    Pipeline._sum_shared = lambda self: None

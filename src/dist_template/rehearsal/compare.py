@@ -82,7 +82,7 @@ def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int]
         events = record.events(kind, rank)
         ranks.append({event.get("step", 1): event["tensors"] for event in events})
     for step in sorted(ranks[0]):
-        for name in ranks[0][step]:
+        for name in dict.fromkeys(name for steps in ranks for name in steps.get(step, {})):
             holders: dict[str, tuple[int, str]] = {}  # part -> (rank, hash)
             for rank, steps in enumerate(ranks):
                 part, value = steps.get(step, {}).get(name, ("?", ""))

@@ -16,7 +16,8 @@ from ..compat.deepspeed import is_partitioned_in_half
 from ..compat.hooks import own
 from ..compat.lightning import accumulates
 from ..compat.torch import on_optimizer_step
-from ..weights import is_partitioned_by_zero
+from ..parallel.pipeline.division import Elsewhere, Position
+from ..weights import from_all_ranks, is_partitioned_by_zero
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
 from .recorder import fingerprint, samples_in
@@ -39,7 +40,8 @@ class Details(Callback):
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
     logits.pt          (batch, logits) of the trained module
 
-    Rank 0 writes all but the first. An error in the first forward pass gets a note with its module.
+    Rank 0 writes all but the first, in a pipeline with those of all stages. An error in the first
+    forward pass gets a note with its module.
 
     Args:
         folder: Destination.
@@ -59,10 +61,13 @@ class Details(Callback):
             _turn_dropout_off(lambda: self._hooks and self._hooks.note("dropout"))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._hooks, self._call = _Draws(pl_module), ForwardCall(pl_module)
+        pipeline = getattr(trainer.strategy, "pipeline", None)
+        self._group = pipeline and pipeline.group
+        self._hooks = _Draws(pl_module, self._passes, pipeline and pipeline.position)
+        self._call = ForwardCall(pl_module)
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
-        modules = pl_module.named_modules()
+        modules = [(n, m) for n, m in pl_module.named_modules() if not isinstance(m, Elsewhere)]
         places = {name: code_locations.of_module(module) for name, module in modules}
         for name in ("training_step", "forward"):
             places[name] = code_locations.of_function(getattr(pl_module, name))
@@ -81,9 +86,7 @@ class Details(Callback):
     ) -> None:
         self._batch = batch if self._batch is None else self._batch
         if self._hooks:
-            self._hooks.begin()
-            rows = [fingerprint(sample) for sample in samples_in(batch)]
-            self._passes.append({"rows": rows, "tensors": self._hooks.tensors})
+            self._hooks.begin([fingerprint(sample) for sample in samples_in(batch)])
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if self._hooks:
@@ -122,6 +125,9 @@ class Details(Callback):
             self._save(trainer, "logits", (self._batch, full(logits)))
 
     def _save(self, trainer: L.Trainer, name: str, value: Any) -> None:
+        if self._group and isinstance(value, dict):
+            stages = from_all_ranks(value, self._group)
+            value = {key: part[key] for part in reversed(stages) for key in part}
         if trainer.is_global_zero:
             torch.save(value, self.folder / f"{name}.pt")
 
@@ -129,14 +135,25 @@ class Details(Callback):
 class _Draws(ForwardHooks):
     """Also records which modules advance the random generator in their own code."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(
+        self, root: nn.Module, passes: list[dict[str, Any]], position: Position | None
+    ) -> None:
         self.draws: dict[str, str] = {}
+        self.passes, self._position = passes, position
         super().__init__(root)
 
-    def begin(self) -> None:
+    def begin(self, rows: list[str]) -> None:
         """Called at the start of a micro-batch."""
         self.tensors, self.inside = {}, []
+        self.passes.append({"rows": rows, "tensors": self.tensors})
         self._state = torch.get_rng_state()
+
+    def _keep(self, key: str, value: Any) -> None:
+        if self._position is not None:  # all micro-batches run after the last one's start
+            if not self._position.is_inside:
+                return
+            self.tensors = self.passes[self._position.micro_batch]["tensors"]
+        super()._keep(key, value)
 
     def note(self, what: str) -> None:
         self.draws.setdefault(self.inside[-1] if self.inside else "training_step", what)

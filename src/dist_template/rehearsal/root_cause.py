@@ -84,7 +84,7 @@ def first_gradient(expected: RunRecord, got: RunRecord) -> str:
             " batch['tokens_per_micro_batch'], the counted tokens of the global batch"
             f" (training_step, {got.places.get('training_step', 'module.py')})"
         )
-    passes = got.forward_passes(0)
+    passes = expected.forward_passes(0)
     order = {name: number for number, name in enumerate(passes[0]["tensors"] if passes else ())}
     # The module that comes last in forward is the first in backward.
     name = max(differing, key=lambda each: order.get(each.rpartition(".")[0], -1))

@@ -16,7 +16,7 @@ from typing import Any
 from ..model.architecture_keys import EXTRA
 from ..parallel import data_parallel_size
 from .shrink_model import dropouts, shrink_architecture
-from .shrink_strategy import shrink_strategy, with_sizes
+from .shrink_strategy import num_stages, shrink_strategy, with_sizes
 
 SEQ_LEN, MICRO_BATCH_SIZE, ACCUMULATION = 32, 2, 2
 DROPOUT = 0.1  # for kill and resume, so that a lost random state has an effect
@@ -32,6 +32,7 @@ class Small:
         processes: Ranks of the chosen strategy.
         data_parallel: Data-parallel ranks among them.
         steps: Optimizer steps of an uninterrupted training.
+        stages: Stages of the pipeline; a micro-batch and a block for each.
         dropouts: Fields of `model.architecture` that are dropout probabilities.
         notes: Differences from production, a sentence each.
     """
@@ -40,12 +41,17 @@ class Small:
     processes: int
     data_parallel: int
     steps: int
+    stages: int = 1
     dropouts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def strategy(self) -> Any:
         return self.config["trainer"]["strategy"]
+
+    @property
+    def accumulation(self) -> int:
+        return max(ACCUMULATION, self.stages)
 
     @property
     def is_text(self) -> bool:
@@ -65,7 +71,7 @@ class Small:
         """
         config = copy.deepcopy(self.config)
         config["trainer"] |= {"devices": processes, "strategy": strategy}
-        data, batches = config["data"], ACCUMULATION * self.data_parallel
+        data, batches = config["data"], self.accumulation * self.data_parallel
         if self.is_text:
             data["micro_batch_size"] = data["global_batch_size"] if is_big else MICRO_BATCH_SIZE
         elif is_big:
@@ -111,13 +117,14 @@ def shrink(
     spec, num = shrink_strategy(config["trainer"]["strategy"], strategy, processes, notes)
     if hasattr(strategy, "sizes"):
         strategy = with_sizes(strategy, spec["init_args"])
-    small = Small(config, num, data_parallel_size(strategy, num), steps, notes=notes)
+    stages = num_stages(spec["init_args"]) if hasattr(strategy, "sizes") else 1
+    small = Small(config, num, data_parallel_size(strategy, num), steps, stages, notes=notes)
     config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
     _shrink_trainer(config["trainer"], spec, num, steps)
     if small.is_text:
         _shrink_data(small, folder, keep_data)
     else:
-        config["trainer"]["accumulate_grad_batches"] = ACCUMULATION
+        config["trainer"]["accumulate_grad_batches"] = small.accumulation
         notes.append("data has no micro_batch_size: its samples and batches stay as they are")
     _shrink_model(small, model_config)
     chunk = given["model"].get("loss_chunk")
@@ -157,7 +164,7 @@ def _shrink_trainer(trainer: dict[str, Any], spec: Any, num: int, steps: int) ->
 
 def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     data = small.config["data"]
-    global_batch_size = MICRO_BATCH_SIZE * small.data_parallel * ACCUMULATION
+    global_batch_size = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation
     values: dict[str, Any] = {
         "seq_len": min(data["seq_len"], SEQ_LEN),
         "global_batch_size": global_batch_size,
@@ -202,7 +209,7 @@ def _shrink_model(small: Small, model_config: Any) -> None:
         seq_len = small.config["data"].get("seq_len", SEQ_LEN)
         own = {k: v for k, v in (model.get("architecture") or {}).items() if k == EXTRA}
         small.dropouts = dropouts(model_config)
-        model["architecture"] = shrink_architecture(model_config, seq_len) | own
+        model["architecture"] = shrink_architecture(model_config, seq_len, small.stages) | own
         model["architecture"] |= dict.fromkeys(small.dropouts, 0.0)
         if any(getattr(model_config, name) for name in small.dropouts):
             small.notes.append("dropout is off except for resume: masks differ between ranks")

@@ -25,14 +25,14 @@ NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "trans
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 
 
-def shrink_architecture(config: Any, seq_len: int) -> dict[str, Any]:
+def shrink_architecture(config: Any, seq_len: int, min_layers: int = 2) -> dict[str, Any]:
     """Returns the fields of a small architecture with the structure of `config`."""
     known = {field.name for field in dataclasses.fields(config)}
     fields = {k: v for k, v in config.to_diff_dict().items() if k in known and k not in NOT_KEPT}
     small: dict[str, Any] = {
         name: min(getattr(config, name), size) for name, size in SIZES.items() if _has(config, name)
     }
-    small |= _heads(config) | _experts(config) | _layers(config)
+    small |= _heads(config) | _experts(config) | _layers(config, max(2, min_layers))
     if _has(config, "sliding_window"):
         small["sliding_window"] = min(config.sliding_window, max(1, seq_len // 4))
     if _has(config, "max_position_embeddings"):
@@ -80,8 +80,8 @@ def _experts(config: Any) -> dict[str, int]:
     return found
 
 
-def _layers(config: Any) -> dict[str, Any]:
-    """Returns one layer of each kind, in order, and at least two layers."""
+def _layers(config: Any, least: int) -> dict[str, Any]:
+    """Returns one layer of each kind, in order, and at least `least` layers."""
     if not _has(config, "num_hidden_layers"):
         return {}
     depth = config.num_hidden_layers
@@ -100,7 +100,7 @@ def _layers(config: Any) -> dict[str, Any]:
         kind = (*(values[i] for values in per_layer.values()), i < (num_dense or 0), i in dense)
         kinds.setdefault(kind, i)
     kept = sorted(kinds.values())
-    kept += [i for i in range(depth - 1, 0, -1) if i not in kept][: max(0, 2 - len(kept))]
+    kept += [i for i in range(depth - 1, 0, -1) if i not in kept][: max(0, least - len(kept))]
     kept = sorted(kept)
 
     found: dict[str, Any] = {"num_hidden_layers": len(kept)}

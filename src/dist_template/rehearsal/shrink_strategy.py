@@ -11,11 +11,12 @@ from typing import Any
 
 from ..errors import InputError
 from ..parallel import data_parallel_size
+from ..parallel.pipeline.schedule import stages_per_rank
 
 PERSISTENT = 64  # elements: ZeRO-3 then keeps norms unsharded and shards matrices, as at full size
 REPLACED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 REPLACED += ("bf16", "fp16")  # keys of a DeepSpeed file that the Trainer's settings replace
-MESH = ("dp_replicate_size", "fsdp_size", "tp_size")
+MESH = ("dp_replicate_size", "fsdp_size", "tp_size", "pp_size")
 SIZES = (*MESH, "ep_size", "cp_size")
 NUM_PROCESSES = (1, 2, 4)
 
@@ -47,27 +48,35 @@ def shrink_strategy(
             options[name] = "cpu"
             notes.append(f"{name} is host memory here, not NVMe")
     if hasattr(strategy, "sizes"):
-        return spec, _shrink_mesh(options, strategy, processes, notes)
+        num = _shrink_mesh(options, strategy, processes, notes)
+        if num_stages(options) > 1:
+            options["pp_stages_per_rank"] = min(options["pp_stages_per_rank"], 2)
+            if isinstance(options["pp_layers"], list):
+                options["pp_layers"] = "even"
+                notes.append("pp_layers is even: the small model has fewer blocks")
+        return spec, num
     return ("ddp" if spec == "auto" else spec), processes or 2
 
 
 def _shrink_mesh(options: Any, strategy: Any, processes: int | None, notes: list[str]) -> int:
     """Sets the smallest sizes that keep each kind of parallelism; returns the number of ranks.
 
-    Three kinds would need 8 processes: replication is then dropped.
+    Three kinds would need 8 processes: replication is then dropped, in a pipeline FSDP first.
     """
     given = {name: options[name] for name in SIZES}
     choices = {name: [2 if size not in (1, "auto") else size] for name, size in given.items()}
     if choices["fsdp_size"] == [2]:
         choices["fsdp_size"].append(4)
-    if given["dp_replicate_size"] != 1:
-        choices["dp_replicate_size"].append(1)
+    may_drop = ["dp_replicate_size"] + ["fsdp_size"] * (given["pp_size"] != 1)
+    for name in may_drop:
+        choices[name] += [1] * (given[name] != 1)
     for sizes in itertools.product(*choices.values()):
         options |= zip(choices, sizes, strict=True)
         for num in (processes,) if processes else NUM_PROCESSES:
             if _keeps_parallelism(given, options, strategy, num):
-                if options["dp_replicate_size"] == 1 != given["dp_replicate_size"]:
-                    notes.append("dp_replicate_size is 1: the mesh would need 8 processes")
+                for name in may_drop:
+                    if options[name] == 1 != given[name]:
+                        notes.append(f"{name} is 1: the mesh would need 8 processes")
                 return num
     options |= {name: sizes[0] for name, sizes in choices.items()}
     num = processes or NUM_PROCESSES[-1]
@@ -81,12 +90,24 @@ def _keeps_parallelism(given: Any, options: Any, strategy: Any, num: int) -> boo
         small = with_sizes(strategy, options).sizes(num)
     except InputError:
         return False
-    for name, size in zip(MESH, (small.dp_replicate, small.fsdp, small.tp), strict=True):
-        if options[name] == "auto" and size == 1:
-            return False
+    if any(options[name] == "auto" and size == 1 for name, size in _resolved(small).items()):
+        return False
     fsdp, tp, ep = (given[name] for name in ("fsdp_size", "tp_size", "ep_size"))
+    if small.pp > 1:  # experts that FSDP shards too would need 8 processes
+        return ep == 1 or 1 < small.ep <= small.fsdp * small.tp
     shards_experts = ep not in (1, "auto") and ("auto" in (fsdp, tp) or fsdp * tp > ep)
     return not shards_experts or small.fsdp * small.tp > small.ep
+
+
+def _resolved(sizes: Any) -> dict[str, int]:
+    return dict(zip(MESH, (sizes.dp_replicate, sizes.fsdp, sizes.tp, sizes.pp), strict=True))
+
+
+def num_stages(options: Any) -> int:
+    """Returns the stages of the pipeline of a MeshStrategy with `options`, of 2 ranks; 1: none."""
+    if options.get("pp_size", 1) == 1:
+        return 1
+    return 2 * stages_per_rank(options["pp_schedule"], min(options["pp_stages_per_rank"], 2))
 
 
 def halve(spec: Any, strategy: Any, processes: int) -> tuple[Any, int, int]:
@@ -102,7 +123,8 @@ def halve(spec: Any, strategy: Any, processes: int) -> tuple[Any, int, int]:
     num, spec = processes // 2, copy.deepcopy(spec)
     if hasattr(strategy, "sizes"):
         options = spec["init_args"]
-        name = next(name for name in MESH if options[name] != 1)
+        whole = _resolved(with_sizes(strategy, options).sizes(processes))
+        name = next(name for name in MESH if whole[name] > 1)
         if options[name] != "auto":  # auto adapts
             options[name] //= 2
         shared, options["cp_size"] = options["cp_size"], 1

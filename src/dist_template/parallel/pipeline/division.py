@@ -40,11 +40,12 @@ class Position:
         received: The output of the stage before, (B, T, D); None for the first.
         sent: The output of the stage, once it has run; None for the last.
         is_active: Whether a forward pass runs one stage; else all modules work as they are.
+        micro_batch: Its number in the optimizer step.
         raises: Whether the model's end is the end of a step, unless the stage is the last.
     """
 
     def __init__(self) -> None:
-        self.num_blocks = self.start = self.stop = 0
+        self.num_blocks = self.start = self.stop = self.micro_batch = 0
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
         self.is_active = self.raises = self.has_begun = False
@@ -52,6 +53,11 @@ class Position:
     @property
     def is_last(self) -> bool:
         return self.stop == self.num_blocks
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the module that runs is one of the stage, and not passed over."""
+        return (self.has_begun or not self.start) and (self.is_last or self.sent is None)
 
     def enter(self, bounds: tuple[int, int], received: Tensor | None, raises: bool) -> None:
         self.start, self.stop = bounds

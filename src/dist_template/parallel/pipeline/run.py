@@ -95,7 +95,7 @@ class Pipeline(ForwardPasses):
         schedule, stages = self._schedule_of(step, steps)
 
         def forward(stage: Stage, number: int, received: Tensor | None) -> Tensor:
-            balancer.counts_now = counts
+            balancer.counts_now, self.position.micro_batch = counts, number
             try:
                 with self._at(stage.stage_index, received, raises=True):
                     output = step(*steps[number])
