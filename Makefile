@@ -27,6 +27,9 @@ demo: $(OUT)/.my-trainer  ## generate a project with the default answers under b
 	$(MAKE) --no-print-directory -C '$(DEMO)' train RUN='$(CURDIR)/.venv/bin/python'
 	@echo "demo: to go on, cd $(DEMO) and type one of the commands above"
 
+# Threads of several processes on few cores wait for each other, spinning.
+test test-all test-quick: export OMP_NUM_THREADS = 1
+
 test: $(READY)  ## the tests of the library and the template, then those of the default project
 	$(TESTS) tests
 	@rm -rf build/test && mkdir -p build/test

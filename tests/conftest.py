@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.support.parity import train  # noqa: F401  (a fixture)
 from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, small
 
 torch.set_num_threads(1)  # small tensors; threads would wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # in started processes too, where they spin meanwhile
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
