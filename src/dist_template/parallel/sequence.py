@@ -40,7 +40,7 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     shape, num = batch["input_ids"].shape, group.size()
     if shape[1] % num:
         raise InputError(f"{shape[1]} tokens cannot be shared by cp_size {num}: edit data.seq_len")
-    sharded = batch | {WHOLE: batch["position_ids"]}
+    sharded = batch | {WHOLE: batch["position_ids"], "whole_input_ids": batch["input_ids"]}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.shape[:2] == shape:
             sharded[name] = value.chunk(num, dim=1)[group.rank()].contiguous()

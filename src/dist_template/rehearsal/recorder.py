@@ -130,10 +130,10 @@ class Recorder(Callback):
 
 
 def samples_in(batch: Any) -> Tensor:
-    """Returns the tensor whose rows are the samples: `input_ids` of text, else the first tensor."""
+    """Returns the tensor whose rows are the samples: of text its tokens, else the first tensor."""
     if isinstance(batch, Mapping):
         first = next(iter(batch.values()))
-        return samples_in(batch.get("input_ids", first))
+        return samples_in(batch.get("whole_input_ids", batch.get("input_ids", first)))
     return samples_in(batch[0]) if isinstance(batch, list | tuple) else batch
 
 
