@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ class Setting:
         tokens: Of a micro-batch on one rank.
         accumulation: Micro-batches per optimizer step.
         node: Ranks that hold one copy under HSDP, and share matrices, experts or sequences under tp, ep and cp.
+        stages: Of a pipeline, one per rank.
         half: Precision bf16-mixed in place of 32-true.
         reduces_each: FSDP2's `reduce_each_micro_batch`.
         ddp_bucket_mib: Of DDP's gradients; its first bucket is smaller, to begin early (torch 2.13).
@@ -47,6 +48,7 @@ class Setting:
     tokens: int
     accumulation: int = 1
     node: int = 8
+    stages: int = 2
     half: bool = True
     reduces_each: bool = True
     ddp_bucket_mib: int = 25
@@ -63,22 +65,23 @@ class Collective(NamedTuple):
         elements: Of the whole tensor: after it is gathered, before it is scattered or dealt out.
         size: Bytes of an element.
         ranks: That take part.
-        times: Calls in an optimizer step.
+        times: Calls in an optimizer step; the mean over ranks, which differ in a pipeline.
     """
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     elements: int
     size: int
     ranks: int
-    times: int
+    times: float
 
     @property
     def sent(self) -> float:
         """Bytes that a rank sends in an optimizer step."""
-        return self._ways * self.elements * self.size * (self.ranks - 1) / self.ranks * self.times
+        share = 1 if self.kind == "send" else (self.ranks - 1) / self.ranks
+        return self._ways * self.elements * self.size * share * self.times
 
     @property
-    def messages(self) -> int:
+    def messages(self) -> float:
         """That a rank sends in an optimizer step."""
         return self._ways * (self.ranks - 1) * self.times
 
@@ -102,7 +105,7 @@ def ddp(model: Any, at: Setting) -> Traffic:
         yield Collective("all_reduce", filled, 4, at.ranks, 1)
 
 
-def fsdp2(model: Any, at: Setting, copies: int = 1, tp: int = 1, ep: int = 1) -> Traffic:
+def fsdp2(model: Any, at: Setting, copies: int = 1, tp: int = 1, ep: int = 1, gathers: int = 2) -> Traffic:
     """Units gathered in forward and, unless they are kept, again in backward; gradients scattered in each or the last.
 
     Copies add up their shards once per optimizer step. Parameters are padded to a multiple of the ranks along their
@@ -116,7 +119,7 @@ def fsdp2(model: Any, at: Setting, copies: int = 1, tp: int = 1, ep: int = 1) ->
             mine = [(name, p) for name, p in unit.items() if (id(p) in experts) == inside]
             elements = sum(_padded(p, cut if inside else _cut(model, name, tp), over) for name, p in mine)
             if elements and over > 1:
-                yield Collective("all_gather", elements, wide, over, at.accumulation * (1 if kept else 2))
+                yield Collective("all_gather", elements, wide, over, at.accumulation * (1 if kept else gathers))
                 yield Collective("reduce_scatter", elements, 4, over, at.accumulation if at.reduces_each else 1)
             if elements and copies > 1:
                 yield Collective("all_reduce", elements // over, 4, copies, 1)  # waits for the last micro-batch
@@ -152,8 +155,13 @@ def fsdp2_ep(model: Any, at: Setting, tp: int = 1) -> Traffic:
     Of `tp` ranks, which have the same tokens, each sends a part; what comes back is gathered, and in backward the
     gradients of hidden states and routing weights (transformers' `AllToAllEP`).
     """
-    experts, size, wide = find_experts(model), min(at.ranks, at.node), 2 if at.half else 4
+    size = min(at.ranks, at.node)
     yield from fsdp2(model, at, tp=tp, ep=size)
+    yield from _routed(model, at, size, tp)
+
+
+def _routed(model: Any, at: Setting, size: int, tp: int = 1) -> Traffic:
+    experts, wide = find_experts(model), 2 if at.half else 4
     if experts:
         config, times = text_config(model), len(experts) * at.accumulation
         routed, hidden = at.tokens * config.num_experts_per_tok, config.hidden_size
@@ -173,6 +181,40 @@ def cp(model: Any, at: Setting) -> Traffic:
     times = 2 * config.num_hidden_layers * at.accumulation
     for number in (heads, keys):  # queries and output, keys and values
         yield Collective("all_to_all", at.tokens * number * width, wide, size, 2 * times)
+
+
+def pp(model: Any, at: Setting, fsdp: int = 1, ep: int = 1) -> Traffic:
+    """Hidden states from stage to stage and their gradients back, for every micro-batch.
+
+    Inside a stage `fsdp` ranks gather weights and reduce gradients once per optimizer step, of every stage a share;
+    other ranks are replicas, which sum gradients. The first and the last stage add up the gradients of tied weights.
+    """
+    stages, wide = at.stages, 2 if at.half else 4
+    inside = replace(at, ranks=at.ranks // stages, accumulation=1)
+    tied, table = model.config.tie_word_embeddings, model.get_input_embeddings().weight
+    hidden = at.tokens * text_config(model).hidden_size
+    yield Collective("send", hidden, wide, 2, 2 * (stages - 1) / stages * at.accumulation)
+    for one in fsdp2(model, inside, copies=inside.ranks // fsdp, ep=ep, gathers=1):
+        yield one._replace(times=one.times / stages)
+    if tied:
+        elements = _padded(table, 1, fsdp)
+        yield Collective("all_reduce", elements // fsdp, 4, 2, 2 / stages)
+        if fsdp > 1:  # the last stage's copy
+            yield Collective("all_gather", elements, wide, fsdp, 1 / stages)
+            yield Collective("reduce_scatter", elements, 4, fsdp, 1 / stages)
+
+
+def pp_fsdp2(model: Any, at: Setting) -> Traffic:
+    """FSDP2 inside of the stages."""
+    yield from pp(model, at, fsdp=at.ranks // at.stages)
+
+
+def pp_ep(model: Any, at: Setting) -> Traffic:
+    """Experts are dealt out inside of the stages."""
+    size = min(at.ranks // at.stages, at.node)
+    yield from pp(model, at, fsdp=at.ranks // at.stages, ep=size)
+    for one in _routed(model, at, size):
+        yield one._replace(times=one.times / at.stages)
 
 
 def fsdp2_tp_ep(model: Any, at: Setting) -> Traffic:
@@ -210,6 +252,9 @@ STRATEGIES: dict[str, Callable[[Any, Setting], Traffic]] = {  # by their files i
     "fsdp2_ep": fsdp2_ep,
     "fsdp2_tp_ep": fsdp2_tp_ep,
     "cp": cp,
+    "pp": pp,
+    "pp_fsdp2": pp_fsdp2,
+    "pp_ep": pp_ep,
     "zero1": lambda model, at: zero(model, at, 1),
     "zero2": lambda model, at: zero(model, at, 2),
     "zero3": lambda model, at: zero(model, at, 3),

@@ -83,6 +83,17 @@ def test_the_slow_rank_is_reported_with_its_host() -> None:
     assert found.ranks == [5] and "node2" in found.title
 
 
+def test_the_remedies_of_a_pipeline_are_computed_from_the_run() -> None:
+    waits = CASES["pipeline_waits"][0]
+    assert proposed("data.micro_batch_size", "pipeline_waits", **waits) == 2  # 32 micro-batches: 18 %
+    assert proposed("trainer.strategy.init_args.pp_schedule", "pipeline_waits", **waits) == "ZBVZeroBubble"
+    uneven = CASES["uneven_stages"][0]
+    # 0.1 s a block of the first stage, 0.067 s of the others, and 0.117 s the output layer
+    layers = proposed("trainer.strategy.init_args.pp_layers", "uneven_stages", **uneven)
+    assert layers == [3, 3, 4, 2]
+    assert "stage 1" in finding("uneven_stages", **uneven).title
+
+
 def test_slurms_limit_counts_and_the_proposed_limit_is_long_enough() -> None:
     slurm = finding("time_limit_too_short", upto=0.3, environment={"job_ends": 3000.0})
     assert "around step 5880" in slurm.evidence  # 0.5 s a step, from second 60 on

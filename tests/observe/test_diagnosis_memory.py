@@ -49,6 +49,11 @@ CONFIG = {
 
 ADAPTERS = ["--model.adapter.rank=8"]
 FOUR_BITS = [*ADAPTERS, "--model.adapter.quantize=nf4"]
+STATE = ("weights", "gradients", "optimizer state")
+PIPELINES: list[Any] = [
+    ("pp", 2, []), ("pp_fsdp2", 4, []), ("pp", 2, ["--trainer.strategy.init_args.pp_schedule=ZBVZeroBubble"]),
+    ("pp_ep", 4, []), ("cp", 2, []),
+]  # fmt: skip
 QUICKEST = [("ddp", "32-true"), ("fsdp2", "bf16-mixed"), ("zero2", "bf16-mixed"), ("zero3", "32-true")]
 OTHERS = [
     ("ddp", "bf16-true"), ("fsdp2", "bf16-true"), ("tp", "32-true"), ("zero1", "32-true"), ("zero1", "bf16-mixed"),
@@ -78,6 +83,29 @@ def test_the_estimate_of_weights_gradients_and_optimizer_state_is_exact(
     for rank in range(2):
         measured = json.loads((tmp_path / f"state{rank}.json").read_text())
         assert measured == pytest.approx(expected, rel=0.02), {k: v / PARAMETERS for k, v in counted.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "processes", "more"), tiers(PIPELINES, PIPELINES[:1]), ids=["pp", "pp_fsdp2", "ZBV", "pp_ep", "cp"]
+)
+def test_the_estimate_of_a_stage_is_within_5_percent(
+    flags: list[str], tmp_path: Path, strategy: str, processes: int, more: list[str]
+) -> None:
+    """The rank with most parameters counts."""
+    run("prepare", *flags)
+    flags = [*flags, *flags_of(strategy), f"--trainer.devices={processes}", "--data.global_batch_size=16"]
+    flags += ["--data.micro_batch_size=1", "--trainer.max_steps=2", "--trainer.limit_val_batches=0"]
+    if strategy != "pp_ep":
+        flags.append(f"--model.architecture={ARCHITECTURE}")
+    with Workers(processes) as workers:
+        options: Any = {"callbacks": [State(tmp_path)]}
+        record = workers.run(["fit", *flags, *more], tmp_path / "record", **options).check()
+    counted = Estimate(read_run(record.run)).state()
+    measured = max(json.loads((tmp_path / f"state{rank}.json").read_text()) for rank in range(processes))
+    assert sum(counted[part] for part in STATE) == pytest.approx(measured, rel=0.05)
+    in_ranks = processes > 2 and strategy != "cp"
+    assert ("unsharded gradients" in counted) == in_ranks
 
 
 @pytest.mark.slow
@@ -192,6 +220,24 @@ def test_savings_follow_from_the_formulas() -> None:
     assert found["trainer.strategy.init_args.offload_optimizer"].saves_gib == pytest.approx(gib * 16 / 8, 0.01)
 
 
+def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
+    """32 blocks on 4 ranks and 16 micro-batches: the figures of the schedules' papers, in blocks of a micro-batch."""
+    kept = {}
+    for schedule, per_rank in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)):
+        history = llama_7b(mesh(pp_size=4, pp_schedule=schedule), 4, data__global_batch_size=128)
+        stages = [[rank, rank + 4][:per_rank] for rank in range(4)]
+        number = 4 * per_rank
+        pipeline = {"schedule": schedule, "stages": stages, "blocks": [32 // number] * number}
+        history.facts["pipeline"] = pipeline | {"parameters": [LLAMA_7B / number] * number}
+        kept[schedule] = Estimate(history).layers_kept
+    assert kept == {"GPipe": 8 * 16, "1F1B": 8 * 4, "Interleaved1F1B": 8 * 5.5, "ZBVZeroBubble": 8 * 4}
+    replicated = llama_7b(mesh(pp_size=4), 8, data__global_batch_size=128)
+    stages = {"stages": [[0], [1], [2], [3]], "blocks": [8] * 4, "parameters": [10**9, 10**9, 10**9, 2 * 10**9]}
+    replicated.facts["pipeline"] = {"schedule": "1F1B"} | stages
+    stage = Estimate(replicated).state()
+    assert stage["weights"] == 4 * 10**9 and stage["unsharded gradients"] == 8 * 10**9, "of the largest, on two ranks"
+
+
 def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
     """4 bytes a parameter, and none without an accumulation (docs/strategies/ddp.md and fsdp2.md)."""
     accumulating: Any = {"data__global_batch_size": 512}
@@ -212,6 +258,7 @@ def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:
         ("hsdp", 8, {"kind": "mesh", "ranks": 8, "shards": 4}),
         ("fsdp2_tp", 8, {"kind": "mesh", "ranks": 4, "shards": 8, "tp": 2}),
         ("cp", 8, {"kind": "mesh", "ranks": 4, "shards": 8, "cp": 2}),
+        ("pp_ep", 16, {"kind": "mesh", "ranks": 8, "shards": 8, "ep": 2, "pp": 2}),
         ("zero3_offload", 2, {"kind": "zero", "ranks": 2, "stage": 3, "bucket": 200_000_000,
                               "offload_optimizer": True, "offload_parameters": True}),
     ],

@@ -23,6 +23,7 @@ OPERATORS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
     "all_reduce": ("all_reduce", 0),
     "all_gather_into_tensor": ("all_gather", 0),  # a part of it: times the number of ranks, its second argument
     "reduce_scatter_tensor": ("reduce_scatter", 0),

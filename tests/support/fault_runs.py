@@ -38,6 +38,9 @@ RATE, CLIP, VALIDATE = "--model.optim.learning_rate", "--trainer.gradient_clip_v
 EACH_STEP = "--trainer.log_every_n_steps=1"
 DDP = ["--data.micro_batch_size=8", "--trainer.strategy=ddp"]
 EXPORTED = "--model.pretrained={llama}"  # the weights of the healthy training of that name
+PP = [f"--config={CONFIGS}/strategy/pp.yaml"]
+LAYERS = "--trainer.strategy.init_args.pp_layers"
+SIX = LLAMA.replace("num_hidden_layers: 2", "num_hidden_layers: 6")
 FSDP2 = ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/fsdp2.yaml"]
 LONG = ["--data.global_batch_size=64", "--data.micro_batch_size=64", "--data.seq_len=256"]
 FOUR = ["--data.global_batch_size=4", "--data.micro_batch_size=4"]
@@ -133,6 +136,11 @@ FAULTS = [
     Training("schedule_x1000", [], "loss_diverges", RATE[2:], plant=partial(plants.overshoot_schedule, 50, 1000.0)),
     Training("unclipped", [f"{CLIP}=0", EACH_STEP], "gradient_explodes", CLIP[2:],
              plant=partial(plants.burst_gradients, 1e4, (60, 61, 80))),
+    # pipeline
+    Training("few_micro_batches", [*PP, "--data.micro_batch_size=8"], "pipeline_waits", "data.micro_batch_size",
+             ranks=2),
+    Training("uneven_stages", [SIX, *PP, "--data.micro_batch_size=1", f"{RATE}=1e-3", f"{LAYERS}=[5,1]"],
+             "uneven_stages", LAYERS[2:], ranks=2),
     # model
     Training("frozen", [], "loss_not_decreasing", says="frozen", plant=plants.freeze_all_but_norms),
     Training("detached_loss", [], "gradient_zero", says=".detach()", plant=plants.detach_loss),

@@ -178,6 +178,14 @@ def _norm(peak: float) -> dict[str, Any]:
     return _metric("train/grad_norm", lambda done: noisy(np.where(np.isclose(done, 0.5), peak, 0.5), 0.1))
 
 
+def _stages(*seconds: float) -> dict[str, Any]:
+    facts = {"pipeline.stages": [[0], [1], [2], [3]], "pipeline.blocks": [4, 3, 3, 2], "pipeline.schedule": "1F1B"}
+    columns = {f"pipeline/stage{number}_s": flat(value) for number, value in enumerate(seconds, start=1)}
+    return {"facts": facts, "columns": columns}
+
+
+_PIPELINE = {"pipeline.stages": [[n] for n in range(8)], "pipeline.blocks": [2] * 8, "pipeline.bubble": 7.0,
+             "pipeline.schedule": "1F1B"}  # fmt: skip
 _CPU = {"machine.device": "cpu", "machine.supports_bf16": False}
 _OFTEN = {"last_checkpoint.every_n_steps": 10}
 _FP32 = {"trainer.precision": "32-true"}
@@ -231,6 +239,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"columns": {"rank/slowest": flat(5.0), "rank/slowest_over_median": flat(1.8)}},
         _metric("rank/slowest_over_median", flat(1.8)),  # another rank each time
     ),
+    "pipeline_waits": (
+        {"facts": _PIPELINE | {"data.accumulation": 8}},  # 7 / 8 waits per pass, 47 %
+        {"facts": _PIPELINE | {"data.accumulation": 64}},
+    ),
+    "uneven_stages": (_stages(0.4, 0.2, 0.2, 0.25), _stages(0.22, 0.2, 0.2, 0.23)),
     "fp32_on_gpu": ({"config": _FP32}, {"config": _FP32, "facts": _CPU}),
     "checkpoint_overhead_high": (
         {"config": _OFTEN, "goodput": {"productive": 5000.0, "checkpoint": 2000.0}},

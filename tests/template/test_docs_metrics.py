@@ -17,7 +17,8 @@ from tests.support import read_back
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 PACKAGE = "{{cookiecutter.package_name}}"
-NOT_HERE = ("With hardware whose peak is known", "With an NVIDIA GPU", "With several sources")  # sections
+# sections
+NOT_HERE = ("With hardware whose peak is known", "With an NVIDIA GPU", "With several sources", "In a pipeline")
 LOGGERS = """
 trainer:
   logger:

@@ -34,12 +34,15 @@ CASES = {  # (processes, ranks of a node, architecture)
     "fsdp2_ep": (2, 2, EXPERTS),
     "fsdp2_tp_ep": (4, 2, EXPERTS),
     "cp": (2, 2, LLAMA | {"num_key_value_heads": 2}),
+    "pp": (2, 2, LLAMA | {"tie_word_embeddings": True}),
+    "pp_fsdp2": (4, 2, LLAMA),
+    "pp_ep": (4, 2, EXPERTS),
     "zero1": (2, 2, LLAMA),
     "zero2": (2, 2, LLAMA),
     "zero3": (2, 2, LLAMA),
 }
 SETTINGS = [*((name, {}) for name in CASES), ("fsdp2", {"reduces_each": False})]
-DAILY = [("ddp", {}), ("fsdp2", {}), ("tp", {}), ("fsdp2_ep", {}), ("cp", {}), ("zero3", {})]
+DAILY = [("ddp", {}), ("fsdp2", {}), ("tp", {}), ("fsdp2_ep", {}), ("cp", {}), ("pp", {}), ("zero3", {})]
 MICRO_BATCH, SEQ_LEN, WHOLE = 2, 32, 16
 
 
@@ -81,7 +84,7 @@ def test_a_training_sends_what_the_model_says(
 ) -> None:
     """Calls and elements of each kind of collective, in a step of two micro-batches; gathered tensors may be padded."""
     processes, node, architecture = CASES[strategy]
-    data_parallel = processes // (shared := node if "tp" in strategy or "cp" in strategy else 1)
+    data_parallel = processes // (shared := node if strategy[:2] in ("tp", "cp", "pp") or "_tp" in strategy else 1)
     zero = ["--trainer.strategy.init_args.param_persistence_threshold=16"] if strategy == "zero3" else []
     zero += ["--trainer.strategy.init_args.prefetch_bucket_size=0"] if strategy == "zero3" else []
     more = [f"--trainer.strategy.init_args.reduce_each_micro_batch={each}" for each in setting.values()]

@@ -78,7 +78,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     model, balancer = getattr(module, "model", module), own(module, "balancer", Balancer)
     data, size = trainer.datamodule, size_of(trainer, module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
-    balance = {}
+    balance, pipeline = {}, getattr(trainer.strategy, "pipeline", None)
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
     counts = ("total", "trainable", "in_4_bits", "active", "embedding")
@@ -88,6 +88,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
         "balance": balance,
         "data": _data(data),
         "machine": _machine(trainer, hosts),
+        "pipeline": pipeline.division.facts if pipeline else {},
         "training": _training(trainer, module) | {"flops_per_token": flops},
     }
     folder.mkdir(parents=True, exist_ok=True)

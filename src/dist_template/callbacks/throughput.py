@@ -16,6 +16,7 @@ from ..model.any_module import metrics_of, samples_of, size_of
 from ..model.flops import peak
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
+STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
 
 
 class Throughput(Callback):
@@ -29,6 +30,8 @@ class Throughput(Callback):
     gradients are reduced. On a GPU, CUDA events measure forward. If forward contains collectives
     (FSDP, tensor and expert parallelism, ZeRO-3), ranks wait for each other in it and look alike:
     then the loader's part shows a slow host, and gpu/throttled a slow GPU.
+
+    pipeline/stage*_s is the time in a stage's forward and backward passes, per optimizer step.
     """
 
     def __init__(self) -> None:
@@ -44,6 +47,9 @@ class Throughput(Callback):
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
+        self._pipeline = getattr(trainer.strategy, "pipeline", None)
+        if self._pipeline:
+            self._pipeline.clocks.update((n, ForwardClock(device)) for n in self._pipeline.own)
         self._seq_len = getattr(trainer.datamodule, "seq_len", None)
         if self._seq_len:
             size = size_of(trainer, pl_module)
@@ -84,6 +90,8 @@ class Throughput(Callback):
         if trainer.world_size > 1:
             forward_s = self._forward.mean_s() * trainer.accumulate_grad_batches
             metrics.put_of_rank(OWN, self._own_wait_s / steps + forward_s)
+        for number, clock in enumerate(self._pipeline.clocks.values() if self._pipeline else ()):
+            metrics.put_of_rank(STAGE.format(number), sum(clock.seconds()) / steps)
         self._window_s = self._wait_s = self._own_wait_s = 0.0
         self._window_step = trainer.global_step
 
@@ -108,6 +116,13 @@ class Throughput(Callback):
             metrics["rank/slowest_step_s"] = slowest
             metrics["rank/slowest"] = own.index(slowest)
             metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
+        stages = self._pipeline.division.facts["stages"] if self._pipeline else []
+        replicas = trainer.world_size // max(len(stages), 1)
+        for rank, numbers in enumerate(stages):
+            for number, stage in enumerate(numbers):
+                seconds = metrics_of(module).of_ranks[STAGE.format(number)]
+                seconds = seconds[rank * replicas : (rank + 1) * replicas]
+                metrics[f"pipeline/stage{stage + 1}_s"] = statistics.fmean(seconds)
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
         self._last_end = None
@@ -139,6 +154,11 @@ class ForwardClock:
 
     def mean_s(self) -> float:
         """Returns the mean of the finished passes; NaN if there is none."""
+        seconds = self.seconds()
+        return statistics.fmean(seconds) if seconds else math.nan
+
+    def seconds(self) -> list[float]:
+        """Returns the times of the passes that have finished since the last call."""
         if self._in_stream:  # unfinished ones count the next time
             done = [each for each in self._passes if each[1].query()]
             seconds = [start.elapsed_time(end) / 1e3 for start, end in done]
@@ -146,7 +166,7 @@ class ForwardClock:
             done = self._passes
             seconds = [end - start for start, end in done]
         self._passes = self._passes[len(done) :]
-        return statistics.fmean(seconds) if seconds else math.nan
+        return seconds
 
     def _now(self) -> Any:
         if not self._in_stream:

@@ -25,7 +25,8 @@ ADAMW_BYTES = 8  # per parameter in fp32: two moments
 LIVE_PARAMETERS = 10**9  # stage3_max_live_parameters of DeepSpeed: what ZeRO-3 gathers at most
 SELECTIVE = 0.5  # share of a block's activations that selective checkpointing keeps
 BUCKET = 200_000_000  # elements of DeepSpeed's reduce bucket
-MESH_SIZES = {"dp_replicate_size": 1, "fsdp_size": "auto", "tp_size": 1}  # and their defaults
+# and their defaults
+MESH_SIZES = {"pp_size": 1, "dp_replicate_size": 1, "fsdp_size": "auto", "tp_size": 1}
 STRATEGY = "trainer.strategy.init_args."
 FILES = {  # of configs/strategy: what remedies.py proposes as a change of "config"
     "configs/strategy/fsdp2.yaml": {"class_path": "MeshStrategy"},
@@ -62,6 +63,8 @@ class Estimate:
         )
         self.tokens //= self.cp
         self.rows = self._key("data.global_batch_size", 0) // self.ranks  # per optimizer step
+        self.accumulation = max(1, self.rows // self.micro_batch_size)
+        self._set_stages()
         # ZeRO stores 16-bit weights under -mixed too, besides a sharded fp32 copy.
         is_small = self.is_half and (self.kind == "zero" or self.precision.endswith("true"))
         self.weight_bytes = 2 if is_small else 4
@@ -82,13 +85,13 @@ class Estimate:
             if key.startswith(STRATEGY):
                 given[key.removeprefix(STRATEGY)] = value
         self.kind, self.ranks = "replicated", self.fact("machine.world_size") or 1
-        self.shards = self.tp = self.ep = self.cp = 1  # of a mesh; shards: fsdp_size x tp_size
+        self.shards = self.tp = self.ep = self.cp = self.pp = 1  # of a mesh; shards: fsdp x tp
         self.stage = self.bucket = 0  # of ZeRO
         self.offload_optimizer = self.offload_parameters = self.accumulates_full = False
         if name == "MeshStrategy":
             sizes = [given.get(key, default) for key, default in MESH_SIZES.items()]
             rest = max(self.ranks // prod(size for size in sizes if size != "auto"), 1)
-            replicate, fsdp, self.tp = (rest if size == "auto" else size for size in sizes)
+            self.pp, replicate, fsdp, self.tp = (rest if size == "auto" else size for size in sizes)
             self.cp = given.get("cp_size", 1)
             self.kind, self.shards = "mesh", fsdp * self.tp
             self.ranks = max(replicate * fsdp // self.cp, 1)
@@ -104,6 +107,26 @@ class Estimate:
             self.offload_optimizer = bool(optimizer) or _offloads(zero, "optimizer")
             self.offload_parameters = bool(parameters) or _offloads(zero, "param")
 
+    def _set_stages(self) -> None:
+        """Sets of a pipeline the share of the parameters on the rank that has most, the mean share,
+        the layers whose activations a rank keeps, and the micro-batches of which it does."""
+        self.share = self.mean_share = self.in_flight = 1.0
+        self.layers_kept = float(self.layers)
+        names = ("schedule", "stages", "blocks", "parameters")
+        schedule, stages, blocks, sizes = (self._history.fact(f"pipeline.{n}") for n in names)
+        if self.pp == 1 or not stages:
+            return
+        self.share = max(sum(sizes[n] for n in own) for own in stages) / self.parameters
+        self.mean_share = sum(sizes) / self.parameters / self.pp
+        # Narayanan et al., arXiv:2104.04473, section 2.2: what runs before the first backward pass
+        v, most = len(stages[0]), self.accumulation
+        if schedule in ("ZBVZeroBubble", "DualPipeV"):  # DeepSeek-V3, arXiv:2412.19437, table 2
+            most = self.pp + (schedule == "DualPipeV")
+        elif schedule != "GPipe":
+            most = self.pp if v == 1 else (2 * self.pp - 1 + (v - 1) * self.pp) / v
+        self.in_flight = min(most, self.accumulation)
+        self.layers_kept = self.in_flight * max(sum(blocks[n] for n in own) for own in stages)
+
     def parts(self) -> dict[str, float]:
         """Returns all parts; in backward, the gradients of one block's activations are added."""
         activations = self.kept() + self.tokens * self._block()
@@ -111,7 +134,7 @@ class Estimate:
 
     def state(self) -> dict[str, float]:
         """Returns weights, gradients, optimizer state and their buffers."""
-        w, accumulates = self.weight_bytes, self.rows > self.micro_batch_size
+        w, accumulates = self.weight_bytes, self.accumulation > 1
         part = self.part()
         parts = {
             "weights": self.all_weights * part,
@@ -120,6 +143,9 @@ class Estimate:
         }
         if self.kind == "zero":
             parts = self._zero()
+        elif self.pp > 1 and self.ranks * self.cp > 1:  # ZeRO-1
+            parts["gathered weights"] = self.of_stage() * (2 if self.is_half else w)
+            parts["unsharded gradients"] = self.of_stage() * self.trainable / self.parameters * w
         elif self.kind == "mesh" and self.shards > self.tp:
             # The running block, the next one, and the embedding or the head.
             gathered = 2 * self.block() + self.vocab_size * self.width / self.tp
@@ -137,7 +163,12 @@ class Estimate:
     def part(self) -> float:
         """Returns a rank's share of the parameters; tensor parallelism replicates some."""
         whole = self.fact("parameters.tp_replicates") if self.tp > 1 else 0
-        return (1 + whole / self.parameters * (self.tp - 1)) / self.shards
+        return (1 + whole / self.parameters * (self.tp - 1)) / self.shards * self.share
+
+    def of_stage(self) -> float:
+        """Returns the parameters of a pipeline's rank, gathered."""
+        experts = self.fact("parameters.experts") if self.ep > 1 else 0
+        return ((self.parameters - experts) / self.tp + experts / self.ep) * self.share
 
     def block(self) -> float:
         """Returns the parameters of the largest block, gathered by FSDP2: other ranks' experts of
@@ -166,12 +197,13 @@ class Estimate:
     def kept(self) -> float:
         """Returns the activations that the blocks keep from forward to backward."""
         casts = self.is_half and self.weight_bytes == 4  # autocast keeps 16-bit copies of matrices
-        cast = 2 * self.in_blocks / self.shards if casts else 0
+        cast = 2 * self.in_blocks / self.shards * self.share if casts else 0
         if self.checkpointing == "none":
-            return self.tokens * self.layers * self._block() + cast
+            return self.tokens * self.layers_kept * self._block() + cast
         block_input = self.width * (2 if self.is_half and self.precision.endswith("true") else 4)
         kept = block_input if self.checkpointing == "full" else self._block() * SELECTIVE
-        return self.tokens * (self._block() + self.layers * kept) + cast  # one block is recomputed
+        # one block is recomputed
+        return self.tokens * (self._block() + self.layers_kept * kept) + cast
 
     def _block(self) -> float:
         """Returns the activations of one block, per token."""

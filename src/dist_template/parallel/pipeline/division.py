@@ -139,6 +139,7 @@ class Division:
     Attributes:
         position: Which stage a forward pass runs.
         parts: Of each of this rank's stages, the modules with its parameters.
+        facts: What facts.json has of the stages.
 
     Raises:
         InputError: the model cannot be divided.
@@ -146,6 +147,7 @@ class Division:
 
     def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], own: list[int]) -> None:
         self.position, self.bounds = Position(), bounds
+        self.facts: dict[str, Any] = {}
         position = self.position
         parent, name, before, after = outline(model)
         blocks: Any = getattr(parent, name)

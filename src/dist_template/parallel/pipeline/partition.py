@@ -10,6 +10,8 @@ from torch import nn
 
 from ...errors import InputError
 from ..blocks import find_blocks
+from .balance import balanced
+from .schedule import bubble, stages_of_rank, stages_per_rank
 
 
 def outline(model: nn.Module) -> tuple[nn.Module, str, list[nn.Module], list[nn.Module]]:
@@ -75,9 +77,31 @@ def bounds_of(
     else:
         config = getattr(model, "config", None)
         last = sum(_cost(module, config) for module in after)
-        counts = _balanced([_cost(block, config) for block in blocks], last, num_stages)
+        counts = balanced([_cost(block, config) for block in blocks], last, num_stages)
     ends = [*accumulate(counts)]
     return list(zip([0, *ends], ends, strict=False))
+
+
+def facts_of(
+    model: nn.Module, size: int, schedule: str = "1F1B", interleaved: int = 2, layers: Any = "cost"
+) -> dict[str, Any]:
+    """Returns what facts.json has of `model`, with all of its modules, on `size` ranks.
+
+    Raises:
+        InputError: the model cannot be divided.
+    """
+    per_rank = stages_per_rank(schedule, interleaved)
+    bounds = bounds_of(model, size * per_rank, layers)
+    parent, name, before, after = outline(model)
+    parts = [[*getattr(parent, name)[start:stop]] for start, stop in bounds]
+    parts[0], parts[-1] = parts[0] + before, parts[-1] + after
+    return {
+        "schedule": schedule,
+        "stages": [stages_of_rank(schedule, rank, size, per_rank) for rank in range(size)],
+        "blocks": [stop - start for start, stop in bounds],
+        "parameters": [sum(p.numel() for p in nn.ModuleList(part).parameters()) for part in parts],
+        "bubble": bubble(schedule, size * per_rank, per_rank, 1),  # divided by the micro-batches
+    }
 
 
 def _cost(module: nn.Module, config: Any) -> float:
@@ -88,23 +112,6 @@ def _cost(module: nn.Module, config: Any) -> float:
         p.numel() * (min(1.0, chosen / len(p)) if chosen and p.dim() == 3 else 1.0)
         for p in module.parameters()
     )
-
-
-def _balanced(costs: list[float], last: float, num_stages: int) -> list[int]:
-    """Returns how many blocks each stage gets, so that the sum of squared costs is least."""
-    sums = [0.0, *accumulate(costs)]
-    # best[i]: the least sum of the stages so far over the first i blocks, and their numbers
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-    for stage in range(num_stages):
-        extra, left = last * (stage == num_stages - 1), num_stages - stage - 1
-        found: dict[int, tuple[float, list[int]]] = {}
-        for start, (total, counts) in best.items():
-            for stop in range(start + 1, len(costs) - left + 1):
-                value = total + (sums[stop] - sums[start] + extra) ** 2
-                if stop not in found or value < found[stop][0]:
-                    found[stop] = value, [*counts, stop - start]
-        best = found
-    return best[len(costs)][1]
 
 
 def _refuse(model: nn.Module, why: str) -> NoReturn:

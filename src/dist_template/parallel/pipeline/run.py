@@ -31,7 +31,7 @@ from ...errors import InputError
 from ...layout import layout, total_norm
 from .division import Division, StageEnd
 from .forward import ForwardPasses, shapes_of
-from .partition import bounds_of
+from .partition import bounds_of, facts_of
 from .schedule import (
     ONE_STAGE,
     SCHEDULES,
@@ -54,7 +54,10 @@ def divide(model: nn.Module, strategy: Any) -> Division:
     per_rank = stages_per_rank(name, strategy.pp_stages_per_rank)
     bounds = bounds_of(model, size * per_rank, strategy.pp_layers)
     own = stages_of_rank(name, strategy.stages.get_local_rank("pp"), size, per_rank)
-    return Division(model, bounds, own)
+    facts = facts_of(model, size, name, strategy.pp_stages_per_rank, strategy.pp_layers)
+    division = Division(model, bounds, own)
+    division.facts = facts
+    return division
 
 
 class Pipeline(ForwardPasses):
@@ -72,6 +75,7 @@ class Pipeline(ForwardPasses):
         self._schedules: dict[Any, tuple[Any, list[Stage]]] = {}
         ranks = dist.get_process_group_ranks(self.group)
         self._ends = None
+        self.clocks: dict[int, Any] = {}  # by own stage: what times its passes, if anything does
         for pair in strategy.stages.mesh[[0, -1]].T.tolist() if self.last != ranks[0] else ():
             group = dist.new_group(pair)  # of all ranks, in one order
             self._ends = group if dist.get_rank() in pair else self._ends

@@ -85,11 +85,28 @@ class Stage(PipelineStage):
             modules, number, pipeline.num_stages, pipeline.device, given, result,
             group=pipeline.group,
         )  # fmt: skip
-        self._number = 0
+        self._number, self._clocks = 0, pipeline.clocks
+
+    @contextmanager
+    def _timed(self) -> Generator[None]:
+        if clock := self._clocks.get(self.stage_index):
+            clock.start()
+        yield
+        if clock:
+            clock.stop()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._number = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._timed():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timed():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timed():
+            return super().backward_weight_one_chunk(*args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self, self._number, None if self.is_first else args[0])

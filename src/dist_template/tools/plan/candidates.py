@@ -1,6 +1,6 @@
 """The strategies that a model and a machine allow, with the flags that select them.
 
-Each is checked as `fit` checks it. Pipelines are added here when the library has them.
+Each is checked as `fit` checks it.
 """
 
 from __future__ import annotations
@@ -43,18 +43,24 @@ class Candidate:
         return (self.arguments or {}).get("tp_size", 1)
 
     @property
+    def pp(self) -> int:
+        return (self.arguments or {}).get("pp_size", 1)
+
+    @property
     def spec(self) -> Any:
         """Returns trainer.strategy."""
         name, arguments = getattr(self.kind, "__name__", ""), self.arguments
         return {"class_path": name, "init_args": arguments} if name else self.file
 
-    def refusal(self, setup: Setup) -> str:
+    def refusal(self, setup: Setup, traced: Any) -> str:
         """Returns why `fit` would refuse it; "" if it would not."""
         try:
             strategy = self.kind(**self.arguments) if self.kind else self.file
             setup = replace(setup, trainer={**setup.trainer, "strategy": strategy})
+            if self.pp > 1:
+                traced.pipeline(self.pp)
             return next((why for check in CHECKS for why in check(setup)), "")
-        except InputError as error:  # deepspeed is not installed
+        except InputError as error:  # deepspeed is not installed, too few blocks
             return str(error)
 
 
@@ -72,15 +78,22 @@ def candidates(nodes: int, devices: int) -> Iterator[Candidate]:
             for ep in _powers(world // replicas):
                 if ep % tp == 0 or ep == 1:
                     yield _of_mesh(replicas, world // replicas // tp, tp, ep)
+    for pp in _powers(nodes if nodes > 1 else devices)[1:]:
+        for ep in _powers(world // pp):
+            yield _of_mesh(1, world // pp, 1, ep, pp)
 
 
-def _of_mesh(replicas: int, fsdp: int, tp: int, ep: int) -> Candidate:
+def _of_mesh(replicas: int, fsdp: int, tp: int, ep: int, pp: int = 1) -> Candidate:
     sizes = {"dp_replicate_size": replicas, "tp_size": tp, "ep_size": ep}
+    sizes |= {"pp_size": pp} if pp > 1 else {}
     file = "tp" if fsdp == 1 else "fsdp2_tp" if tp > 1 else "fsdp2_ep" if ep > 1 else "fsdp2"
     outer = f"hsdp {replicas} x {fsdp}" if replicas > 1 else f"fsdp2 {fsdp}" if fsdp > 1 else ""
-    name = " x ".join(filter(None, [outer, f"tp {tp}" * (tp > 1), f"ep {ep}" * (ep > 1)]))
+    stages = f"pp {pp}" * (pp > 1)
+    name = " x ".join(filter(None, [stages, outer, f"tp {tp}" * (tp > 1), f"ep {ep}" * (ep > 1)]))
     options = {key: size for key, size in sizes.items() if size > 1}
     file = "hsdp" if replicas > 1 else file
+    if pp > 1:
+        file = "pp_ep" if ep > 1 else "pp_fsdp2" if fsdp > 1 else "pp"
     return Candidate(name, file, options, MeshStrategy, sizes | {"fsdp_size": fsdp})
 
 

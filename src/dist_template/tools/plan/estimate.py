@@ -46,7 +46,6 @@ class Planned(Estimate):
     ) -> None:
         super().__init__(history)
         self._traced, self.machine, self.candidate = traced, machine, candidate
-        self.accumulation = max(1, self.rows // self.micro_batch_size)
         self.wide = 2 if self.is_half else self.weight_bytes  # bytes of a weight that is used
 
     def parts(self) -> dict[str, float]:
@@ -58,11 +57,15 @@ class Planned(Estimate):
         kept, most = self._traced.activations(rows, half, casts, self.tp, mode)
         state = self.state()
         buffers = sum(size for name, size in state.items() if name not in STATE)
-        reduced = self.block() * (self.wide + self.weight_bytes) if sharded else 0
+        one_block = sharded and self.pp == 1  # of a pipeline, a whole stage's are buffers
+        reduced = self.block() * (self.wide + self.weight_bytes) if one_block else 0
         in_chunks = self.loss_chunk and self.loss_chunk < self.tokens
         sums = in_chunks and self.trainable == self.parameters  # gradients of the output layer
         of_head = 4 * self.vocab_size * self.width if sums else 0
         logits, backward = self.logits() + of_head, most - kept + reduced
+        if self.pp > 1:  # the last stage keeps one micro-batch, the first most
+            kept *= self.layers_kept / self.layers
+            logits = max(0.0, logits - kept * (1 - 1 / self.in_flight))
         moving = kept + max(logits, backward) + buffers
         sizes = [kept, logits, backward, buffers, CONTEXT + FRAGMENTATION * moving]
         return dict(zip(COLUMNS, [*(state[name] for name in STATE), *sizes], strict=True))
@@ -74,7 +77,8 @@ class Planned(Estimate):
     @property
     def is_allowed(self) -> bool:
         """Whether `fit` accepts the checkpointing with the strategy."""
-        return self.checkpointing != "selective" or not (self.stage == 3 or self.ep > 1)
+        has_recompute = self.checkpointing != "selective" or not (self.stage == 3 or self.ep > 1)
+        return has_recompute and self.accumulation >= self.pp
 
     @property
     def fits(self) -> bool:
@@ -106,23 +110,33 @@ class Planned(Estimate):
     def _sent_by_mesh(self) -> Iterator[tuple[float, int, bool]]:
         """FSDP2 keeps norm and head gathered; experts of expert parallelism are other units."""
         fsdp, share = self.shards // self.tp, self.trainable / self.parameters
-        experts = self.fact("parameters.experts") / self.ep if self.ep > 1 else 0
-        dense = self.part() * self.parameters * fsdp - experts * self.ep / self.tp
-        reduces = 1 if self.accumulates_full else self.accumulation
-        head = self.vocab_size * self.width / self.tp
-        for number, ranks, once in ((dense, fsdp, head), (experts, self.shards // self.ep, 0)):
-            gathered = self.accumulation * self.wide * (2 * number - once)
+        mean = self.mean_share / self.share  # of the stages of a pipeline, over the largest
+        experts = self.fact("parameters.experts") / self.ep / self.pp if self.ep > 1 else 0
+        dense = self.part() * mean * self.parameters * fsdp - experts * self.ep / self.tp
+        once = self.pp > 1
+        reduces = 1 if self.accumulates_full or once else self.accumulation
+        gathers = 1 if once else 2 * self.accumulation
+        head = 0 if once else self.accumulation * self.vocab_size * self.width / self.tp
+        for number, ranks, less in ((dense, fsdp, head), (experts, self.shards // self.ep, 0)):
+            gathered = self.wide * (gathers * number - less)
             reduced = reduces * self.weight_bytes * number * share
             yield (gathered + reduced) * _ring(ranks), self.shards, False
-        replicas, own = self.ranks // fsdp, self.part() * self.trainable
+        replicas, own = self.ranks * self.cp // fsdp, self.part() * mean * self.trainable
         yield 2 * self.weight_bytes * own * _ring(replicas), replicas * self.shards, False
         bytes_ = self.accumulation * self.tokens * self.wide
+        if self.pp > 1:  # hidden states and their gradients; gradients of tied weights, in fp32
+            passed = 2 * bytes_ * self.width * (self.pp - 1)
+            tied = self.mean_share * self.pp * self.parameters - self.parameters
+            of_stage = self.machine.nodes * self.machine.devices // self.pp
+            yield (passed + 2 * 4 * tied / self.shards) / self.pp, of_stage + 1, False
         blocks, chosen = self.fact("model.moe_layers"), self.fact("model.experts_per_token")
         if self.tp > 1:
             widths = 2 * self.fact("model.tp_widths") + self.vocab_size
             again = blocks * (2 * self.width + chosen) if self.ep > 1 else 0
-            yield bytes_ * (widths + again) * _ring(self.tp), self.tp, True
-        moved = 4 * blocks * chosen * self.width / self.tp
+            yield bytes_ * (widths + again) / self.pp * _ring(self.tp), self.tp, True
+        exchanged = 8 * self.layers * self.width / self.tp / self.pp  # less with grouped heads
+        yield bytes_ * exchanged * _ring(self.cp), self.cp, True
+        moved = 4 * blocks * chosen * self.width / self.tp / self.pp
         yield bytes_ * moved * _ring(self.ep), self.ep, True
 
     def seconds(self) -> float:
@@ -136,6 +150,9 @@ class Planned(Estimate):
             is_near = span <= self.machine.devices
             took = sent / (self.machine.within if is_near else self.machine.between)
             hidden, exposed = hidden + took * (not waits), exposed + took * waits
+        bubble = (self._history.fact("pipeline.bubble") or 0.0) / self.accumulation
+        slowest = self.layers_kept / self.in_flight * self.pp / self.layers
+        compute *= (1 + bubble) * slowest
         part = 1 / self.ranks if self.kind == "zero" else self.part()
         if self.offload_optimizer:  # gradients to the host, weights back
             exposed += self.trainable * part * (2 * self.weight_bytes / HOST + 1 / UPDATED)

@@ -52,10 +52,10 @@ class Planner:
         setup = Setup(described, self._trainer, self._module, self.data, self._config, trains=True)
         refused, accepted = [], {}
         for candidate in candidates(nodes, devices):
-            rows, left = divmod(batch * candidate.tp, nodes * devices)
-            if why := candidate.refusal(setup):
+            rows, left = divmod(batch * candidate.tp * candidate.pp, nodes * devices)
+            if why := candidate.refusal(setup, self.traced):
                 refused.append(why)
-            elif rows and not left:
+            elif rows >= candidate.pp and not left:
                 accepted[candidate] = rows
         if not accepted:
             which = f"data.global_batch_size {batch} is not a multiple of {nodes} x {devices}"
@@ -73,5 +73,6 @@ class Planner:
         }
         ranks, device = machine.nodes * machine.devices, self._described.accelerator
         facts = self.traced.facts | {"machine": {"world_size": ranks, "device": device}}
+        facts["pipeline"] = self.traced.pipeline(candidate.pp) if candidate.pp > 1 else {}
         history = History(Path(), config=config, facts=facts)
         return Planned(history, self.traced, machine, candidate)

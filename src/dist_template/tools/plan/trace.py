@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ...model.head import without_head
 from ...model.kernels import BOUNDS, cast_experts
 from ...model.quantize import quantize
 from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
+from ...parallel.pipeline.partition import facts_of
 
 
 class Traced:
@@ -63,6 +64,7 @@ class Traced:
         self.size = Size.of(packed)
         self.facts = self._facts()
         self._peaks = cache(self._trace)
+        self.pipeline = cache(partial(facts_of, self.model))
         cast_experts()
 
     def _facts(self) -> dict[str, Any]:
