@@ -34,14 +34,14 @@ BUDGETS = {
     "compat": (1_510, 1_000, "private names of other libraries, Lightning's loop"),
     "cluster": (1_797, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_711, 1_300, "three formats, the commit protocol, loading into any strategy"),
-    "parallel": (2_317, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
+    "parallel": (2_370, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_896, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (3_808, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
-    "observe": (3_571, 2_500, "history, loggers, diagnosis, report with its page's styles"),
-    "callbacks": (3_049, 1_300, "what is measured, saved and guarded during training"),
+    "observe": (3_676, 2_500, "history, loggers, diagnosis, report with its page's styles"),
+    "callbacks": (3_062, 1_300, "what is measured, saved and guarded during training"),
     "cli": (2_041, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_957, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (4_655, 550, "doctor, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report, prepare"),
+    "tools": (4_688, 550, "doctor, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report, prepare"),
 }
 AIM = 13_500
 
