@@ -183,38 +183,26 @@ def cp(model: Any, at: Setting) -> Traffic:
         yield Collective("all_to_all", at.tokens * number * width, wide, size, 2 * times)
 
 
-def pp(model: Any, at: Setting, fsdp: int = 1, ep: int = 1) -> Traffic:
-    """Hidden states from stage to stage and their gradients back, for every micro-batch.
+def pp(model: Any, at: Setting, shards: bool = False, ep: bool = False) -> Traffic:
+    """Hidden states to the next stage and their gradients back, for every micro-batch.
 
-    Inside a stage `fsdp` ranks gather weights and reduce gradients once per optimizer step, of every stage a share;
-    other ranks are replicas, which sum gradients. The first and the last stage add up the gradients of tied weights.
+    Inside, ranks are replicas, or with `shards` gather weights and reduce gradients once per optimizer step. The first
+    and the last stage add up the gradients of tied weights.
     """
-    stages, wide = at.stages, 2 if at.half else 4
-    inside = replace(at, ranks=at.ranks // stages, accumulation=1)
-    tied, table = model.config.tie_word_embeddings, model.get_input_embeddings().weight
-    hidden = at.tokens * text_config(model).hidden_size
+    stages, wide, inside = at.stages, 2 if at.half else 4, at.ranks // at.stages
+    fsdp, size = inside if shards else 1, min(inside, at.node) if ep else 1
+    hidden, table = at.tokens * text_config(model).hidden_size, model.get_input_embeddings().weight
     yield Collective("send", hidden, wide, 2, 2 * (stages - 1) / stages * at.accumulation)
-    for one in fsdp2(model, inside, copies=inside.ranks // fsdp, ep=ep, gathers=1):
-        yield one._replace(times=one.times / stages)
-    if tied:
+    once = replace(at, ranks=inside, accumulation=1)
+    of_stages = [*fsdp2(model, once, copies=inside // fsdp, ep=size, gathers=1)]
+    if model.config.tie_word_embeddings:
         elements = _padded(table, 1, fsdp)
         yield Collective("all_reduce", elements // fsdp, 4, 2, 2 / stages)
         if fsdp > 1:  # the last stage's copy
-            yield Collective("all_gather", elements, wide, fsdp, 1 / stages)
-            yield Collective("reduce_scatter", elements, 4, fsdp, 1 / stages)
-
-
-def pp_fsdp2(model: Any, at: Setting) -> Traffic:
-    """FSDP2 inside of the stages."""
-    yield from pp(model, at, fsdp=at.ranks // at.stages)
-
-
-def pp_ep(model: Any, at: Setting) -> Traffic:
-    """Experts are dealt out inside of the stages."""
-    size = min(at.ranks // at.stages, at.node)
-    yield from pp(model, at, fsdp=at.ranks // at.stages, ep=size)
-    for one in _routed(model, at, size):
-        yield one._replace(times=one.times / at.stages)
+            of_stages.append(Collective("all_gather", elements, wide, fsdp, 1))
+            of_stages.append(Collective("reduce_scatter", elements, 4, fsdp, 1))
+    for one in (*of_stages, *(_routed(model, at, size) if ep else ())):
+        yield one._replace(times=one.times / stages)
 
 
 def fsdp2_tp_ep(model: Any, at: Setting) -> Traffic:
@@ -253,8 +241,8 @@ STRATEGIES: dict[str, Callable[[Any, Setting], Traffic]] = {  # by their files i
     "fsdp2_tp_ep": fsdp2_tp_ep,
     "cp": cp,
     "pp": pp,
-    "pp_fsdp2": pp_fsdp2,
-    "pp_ep": pp_ep,
+    "pp_fsdp2": lambda model, at: pp(model, at, shards=True),
+    "pp_ep": lambda model, at: pp(model, at, shards=True, ep=True),
     "zero1": lambda model, at: zero(model, at, 1),
     "zero2": lambda model, at: zero(model, at, 2),
     "zero3": lambda model, at: zero(model, at, 3),
