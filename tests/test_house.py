@@ -39,7 +39,7 @@ BUDGETS = {
     "text": (3_808, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_676, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_062, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (2_041, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "cli": (2_044, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_957, 1_400, "a cluster's configuration proven on CPU processes"),
     "tools": (4_688, 550, "doctor, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report, prepare"),
 }
@@ -49,7 +49,7 @@ AIM = 13_500
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
-PROJECT_FILES, PROJECT_LINES = 52, 1_453  # without licences and lock; one CI file more than a generated project has
+PROJECT_FILES, PROJECT_LINES = 52, 1_454  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
 

@@ -209,12 +209,12 @@ FOUR_KEY_HEADS_AT_MOST = {("tp", 8), ("tp", 64)}  # Llama's tp_size is all proce
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_strategy_fits_every_machine_that_its_sizes_divide(name: str, world_size: int) -> None:
     machine = Machine("cuda", min(world_size, 8), max(1, world_size // 8), "bf16-mixed")
-    too_small = world_size == 1 and name in ("cp", "hsdp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep")
-    dense = "ep" not in name.split("_")
+    least = {"pp_ep": 4} | dict.fromkeys(("cp", "hsdp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "pp", "pp_fsdp2"), 2)
+    too_small = world_size < least.get(name, 1)
     deepseek = violations_of(from_file(name), machine, config=DEEPSEEK)
     llama = violations_of(from_file(name), machine, config=LLAMA)
     assert bool(deepseek) == too_small, deepseek
-    assert bool(llama) == (too_small or (not dense) or (name, world_size) in FOUR_KEY_HEADS_AT_MOST), llama
+    assert bool(llama) == (too_small or "ep" in name.split("_") or (name, world_size) in FOUR_KEY_HEADS_AT_MOST), llama
 
 
 POSSIBLE: dict[str, Mapping[str, Any]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...parallel.pipeline.schedule import stages_per_rank
+from ...parallel.pipeline.schedule import bubble, stages_per_rank
 from .machine import ARGS, NOT_READ_YET, Setup
 
 
@@ -57,9 +57,12 @@ def _micro_batches(setup: Setup, mesh: Any, stages: int) -> Iterator[str]:
     is_uneven = name.startswith("Interleaved") and num % max(1, num // mesh.pp)
     if num < least or is_uneven:
         needs = f"a multiple of {mesh.pp}" if is_uneven else f"{least} or more, one for each stage"
+        fits = num - num % mesh.pp if is_uneven else least
+        share = bubble(name, stages, stages // mesh.pp, fits)
         yield (
             f"an optimizer step has {num} micro-batches (global_batch_size / micro_batch_size /"
-            f" data-parallel ranks), and {name} needs {needs}: edit data.micro_batch_size,"
+            f" data-parallel ranks), and {name} needs {needs} (with {fits}, a rank"
+            f" waits {share:.0%} of the time in which it computes): edit data.micro_batch_size,"
             f" data.global_batch_size or {ARGS}.pp_schedule"
         )
 
