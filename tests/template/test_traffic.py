@@ -36,7 +36,7 @@ CASES = {  # (processes, ranks of a node, architecture)
     "cp": (2, 2, LLAMA | {"num_key_value_heads": 2}),
     "pp": (2, 2, LLAMA | {"tie_word_embeddings": True}),
     "pp_fsdp2": (4, 2, LLAMA),
-    "pp_ep": (4, 2, EXPERTS),
+    "pp_ep": (4, 2, EXPERTS | {"first_k_dense_replace": 0}),  # every stage has experts
     "zero1": (2, 2, LLAMA),
     "zero2": (2, 2, LLAMA),
     "zero3": (2, 2, LLAMA),
