@@ -124,6 +124,7 @@ def prepared(flags: list[str]) -> list[str]:
 
 
 STEP, LOADER, START, STOP = "training_step", "loader", "setup", "stop"
+STAGE = "stage"  # in the schedule of the second step, which runs all of its 8 micro-batches
 CASES = [
     ("ddp", 2, 1, LOADER),
     ("ddp", 2, 0, STEP),
@@ -135,6 +136,7 @@ CASES = [
     ("zero2", 2, 0, STOP),  # rank 0's process holds the store that the ranks talk through
     ("zero3", 2, 0, STEP),
     ("zero3", 2, 1, STOP),
+    ("pp", 2, 1, STAGE),
 ]
 
 
@@ -152,6 +154,8 @@ def test_a_rank_that_hangs_is_named_and_all_end(
     limits = []
     if where == LOADER:
         options = {"prelude": functools.partial(hang_in_data, rank, 10, tmp_path)}
+    if where == STAGE:
+        options = {"callbacks": [HangAt(rank, STEP, tmp_path, 14)]}
     if where == START:
         limits = [f"--watchdog.start_timeout_s={LIMIT_S}"]
     record = train(prepared, tmp_path, *limits, strategy=strategy, num=num, **options)
@@ -162,6 +166,7 @@ def test_a_rank_that_hangs_is_named_and_all_end(
         STEP: "step 2, micro-batch 2, forward, .*test_hangs.py:",
         LOADER: "step 2, micro-batch 1, in its data loader, .*test_hangs.py:",
         START: "start-up, in a callback, .*test_hangs.py:",
+        STAGE: "step 2, pipeline stage 2 of 2, micro-batch 8, forward, .*test_hangs.py:",
         STOP: "is unresponsive: its process is stopped or its node is lost",
     }
     assert re.search(f": rank {rank} .*{place[where]}", named)

@@ -54,6 +54,28 @@ def test_a_pipeline_trains_to_the_numbers_of_one_process(train: Trainings, case:
     assert_close(many.end, one.end, 1e-5)
 
 
+FEATURES = {  # model, flags, tolerance of the loss
+    "losses of routers": (
+        "deepseek_v3", [f"--model.balance.{name}_coef=0.01" for name in ("aux_loss", "sequence_loss", "z_loss")], 1e-6,
+    ),
+    "adapters": ("llama_of_4", ["--model.adapter={rank: 4}"], 1e-6),
+    "chunks": ("llama_of_4", ["--model.loss_chunk=16"], 1e-6),
+    "compile": ("llama_of_4", ["--model.blocks.compile=true"], 1e-5),
+    "selective": ("llama_of_4", ["--model.blocks.checkpointing=selective"], 1e-6),
+    "bf16-mixed": ("llama_of_4", ["--trainer.precision=bf16-mixed"], 3e-2),
+    "bf16-true": ("llama_of_4", ["--trainer.precision=bf16-true"], 3e-2),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", tiers(FEATURES, ["losses of routers", "adapters"]))
+def test_what_a_training_step_can_have_works_in_stages(train: Trainings, feature: str) -> None:
+    model, flags, tolerance = FEATURES[feature]
+    one, many = (train(model, strategy, SHORT, *flags, accumulation=4) for strategy in ("one", "pp"))
+    assert many.loss == pytest.approx(one.loss, rel=tolerance)
+    assert many.grad_norm == pytest.approx(one.grad_norm, rel=10 * tolerance)
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_resumed_exactly_and_on_other_numbers_of_stages(train: Trainings) -> None:
     model, four = "llama_of_4", [f"{ARGS}.pp_size=4"]

@@ -137,7 +137,7 @@ class TrainingModule(L.LightningModule):
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
-        norm_of = getattr(self.trainer.strategy, "total_norm", None)
-        norm = clip_by_norm(self.parameters(), gradient_clip_val, norm_of)
+        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        norm = clip_by_norm(self.parameters(), gradient_clip_val, pipeline and pipeline.norm)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)

@@ -29,7 +29,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -40,7 +40,7 @@ from ..checkpoint.commit import agreed
 from ..checkpoint.formats import format_of
 from ..checkpoint.resume import load_foreign
 from ..compat.lightning import set_mesh, start_process_group
-from ..layout import refuse_scalars, total_norm
+from ..layout import refuse_scalars
 from .mesh_sizes import ADDING, MeshSizes, Size
 from .pipeline.run import Pipeline, divide
 from .pipeline.schedule import Schedule
@@ -253,12 +253,6 @@ class MeshStrategy(ModelParallelStrategy):
     def group_of_stage(self) -> Any:
         """The ranks that have the same stages as this one; None: all."""
         return None if self.pipeline is None else self.stages.get_group("of_stage")
-
-    def total_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """Returns () the 2-norm of all gradients, equal on all ranks."""
-        if self.pipeline is not None:
-            return self.pipeline.norm(parameters)
-        return total_norm(p.grad for p in parameters if p.grad is not None)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
