@@ -57,6 +57,8 @@ FUNCTIONS = {
     ),
     "torch.distributed.checkpoint:FileSystemReader._get_metadata_path": "self rank",
     "torch.distributed.distributed_c10d:_set_pg_timeout": "timeout group",
+    "torch.distributed.pipelining:PipelineStage._setup_forward_recv_info": "self num_microbatches has_backward",
+    "torch.distributed.pipelining:PipelineStage._setup_backward_recv_info": "self num_microbatches",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback": "self",
     "torch.utils.data.dataloader:_BaseDataLoaderIter._next_data": "self",
     "torch.amp:GradScaler._get_scale_async": "self",

@@ -114,6 +114,8 @@ PLANTS = [
     Plant(
         faults_of_ranks.tied_gradient_not_summed, ("1 of 20", "model.model.embed_tokens.weight"), **PIPELINE, model=TIED
     ),
+    Plant(faults_of_ranks.last_stage_halves_gradients, ("on_before_optimizer_step", "faults_of_ranks"), **PIPELINE),
+    Plant(faults_of_ranks.last_stage_counts_in_python, ("holds num_losses",), **PIPELINE, more="resumed"),
     Plant(faults_of_runs.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
     Plant(faults_of_runs.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
     Plant(faults_of_runs.error_on_one_rank, ("rank 1: ValueError: no such shard", RUNS)),

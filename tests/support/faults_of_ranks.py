@@ -110,3 +110,25 @@ def block_reads_what_another_stage_has_filled() -> None:
 def tied_gradient_not_summed() -> None:
     """The first and the last stage have a copy each of a tied weight, and each keeps its own gradient."""
     Pipeline._sum_shared = lambda self: None
+
+
+def last_stage_halves_gradients() -> None:
+    """The output layer, which only the last stage has, gets half of its gradient."""
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        for parameter in self.model.lm_head.parameters():
+            parameter.grad.mul_(0.5)
+
+    LanguageModule.on_before_optimizer_step = on_before_optimizer_step
+
+
+def last_stage_counts_in_python() -> None:
+    """The loss's weight grows with an attribute that is set where the loss is, on the last stage."""
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = step(self, batch, batch_idx)
+        self.num_losses = getattr(self, "num_losses", 0) + 1
+        return loss * min(1.0, self.num_losses / 100)
+
+    LanguageModule.training_step = training_step

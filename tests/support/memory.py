@@ -12,6 +12,8 @@ from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from dist_template.compat.fake import LiveBytes
+
 ZERO = ("averaged_gradients", "fp32_groups_gradients_flat", "single_partition_of_fp32_groups",
         "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer")  # fmt: skip
 
@@ -51,6 +53,26 @@ def kept(parameter: Any) -> Any:
 def flat(value: Any) -> list[torch.Tensor]:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [value] if isinstance(value, torch.Tensor) else [tensor for each in values for tensor in flat(each)]
+
+
+class Live(Callback):
+    """Records the most bytes of new tensors that live at once in the third step's last batch: in a pipeline, in the
+    whole step, at whose end torch's profiler (2.13) has crashed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._counter = folder, None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 2 and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            gc.collect()
+            self._counter: Any = LiveBytes([each for each in gc.get_objects() if isinstance(each, torch.Tensor)])
+            self._counter.__enter__()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            (self.folder / f"live{trainer.global_rank}.json").write_text(json.dumps(self._counter.peak))
+            self._counter = None
 
 
 class Allocated(Callback):

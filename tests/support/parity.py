@@ -24,11 +24,10 @@ MODELS = {
     "llama": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
     " num_key_value_heads: 2, tie_word_embeddings: true}",
 }
-PIPELINED = {  # four blocks, for up to four stages; tied weights, so that the first and the last stage share one
+MODELS |= {  # four blocks, for up to four stages; tied weights, so that the first and the last stage share one
     "llama_of_4": MODELS["llama"].replace("num_hidden_layers: 2", "num_hidden_layers: 4"),
     "qwen3_of_4": MODELS["llama"].replace("num_hidden_layers: 2", "num_hidden_layers: 4").replace("llama", "qwen3"),
 }
-MODELS |= PIPELINED
 PROCESSES = dict.fromkeys(NAMES, 2)
 PROCESSES |= {"hsdp": 4, "fsdp2_tp": 4, "fsdp2_tp_ep": 4, "pp_fsdp2": 4, "pp_ep": 4}
 del PROCESSES["zero3_nvme"]  # needs an NVMe device and the libaio library

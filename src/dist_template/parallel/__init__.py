@@ -25,6 +25,11 @@ def data_parallel_size(strategy: Any, world_size: int) -> int:
     return strategy.sizes(world_size).data_parallel if hasattr(strategy, "sizes") else world_size
 
 
+def pipeline_of(strategy: Any) -> Any:
+    """Returns the strategy's Pipeline, once the model is divided; None without one."""
+    return getattr(strategy, "pipeline", None)
+
+
 def random_rank(strategy: Any) -> int:
     """Returns the number of this rank's random stream: only tensor-parallel ranks share one."""
     if hasattr(strategy, "mesh_sizes"):

@@ -16,6 +16,7 @@ from ..compat.deepspeed import is_partitioned_in_half
 from ..compat.hooks import own
 from ..compat.lightning import accumulates
 from ..compat.torch import on_optimizer_step
+from ..parallel import pipeline_of
 from ..parallel.pipeline.division import Elsewhere, Position
 from ..weights import from_all_ranks, is_partitioned_by_zero
 from . import code_locations
@@ -61,7 +62,7 @@ class Details(Callback):
             _turn_dropout_off(lambda: self._hooks and self._hooks.note("dropout"))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        pipeline = getattr(trainer.strategy, "pipeline", None)
+        pipeline = pipeline_of(trainer.strategy)
         self._group = pipeline and pipeline.group
         self._hooks = _Draws(pl_module, self._passes, pipeline and pipeline.position)
         self._call = ForwardCall(pl_module)
@@ -208,6 +209,8 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
 class GradientHooks(Callback):
     """Writes factors.pt: `Factors` in the order of execution; the last is the optimizer's step.
 
+    They are those of the norm over all stages of a pipeline.
+
     Args:
         folder: Destination.
     """
@@ -236,16 +239,16 @@ class GradientHooks(Callback):
         def measured(*args: Any, **kwargs: Any) -> Any:
             if trainer.global_step or accumulates(trainer):
                 return hook(*args, **kwargs)
-            before = _norm(module)
+            before = _norm(trainer, module)
             result = hook(*args, **kwargs)
-            self._add(label, before, _norm(module), code_locations.of_function(hook))
+            self._add(label, before, _norm(trainer, module), code_locations.of_function(hook))
             return result
 
         return measured
 
     def _at_step(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == 0 and self._factors:
-            self._add("the optimizer's step", self._norm, _norm(module), "")
+            self._add("the optimizer's step", self._norm, _norm(trainer, module), "")
 
     def _add(self, label: str, before: float, after: float, location: str) -> None:
         self._factors[label] = (after / before if before else 1.0, location)
@@ -257,8 +260,10 @@ class GradientHooks(Callback):
             self._factors = {}
 
 
-def _norm(module: Any) -> float:
+def _norm(trainer: Any, module: Any) -> float:
     """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
+    if pipeline := pipeline_of(trainer.strategy):
+        return pipeline.norm([*module.parameters()]).item()
     total = 0.0
     for parameter in module.parameters():
         gradient = gradient_of(parameter) if parameter.requires_grad else None

@@ -154,8 +154,15 @@ class RunRecord:
         """Returns {optimizer step: hash of the rank's random state before its last micro-batch}."""
         return {event["step"]: event["random"] for event in self.events("rows", rank)}
 
-    def after(self, step: int, kind: str, rank: int = 0) -> Any:
-        """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}."""
+    def after(self, step: int, kind: str, rank: int | None) -> Any:
+        """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}.
+
+        Rank None: of all ranks, each entry from the first rank that has it; stages of a pipeline
+        have different ones.
+        """
+        if rank is None:
+            states = [self.after(step, kind, each) for each in reversed(range(self.size))]
+            return {name: value for state in states for name, value in state.items()}
         events = self.events("step", rank)
         found = next((event[kind] for event in events if event["step"] == step), {})
         return events[0][kind] | found if found and kind == "python" else found
@@ -163,7 +170,7 @@ class RunRecord:
     @property
     def buffers(self) -> set[str]:
         """The names of the buffers among the recorded tensors."""
-        return set(next(iter(self.events("step")), {}).get("buffers", ()))
+        return {name for rank in self.ranks for e in rank for name in e.get("buffers", ())}
 
     @cached_property
     def places(self) -> dict[str, str]:

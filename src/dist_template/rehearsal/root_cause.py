@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .compare import (
     FORWARD,
     first_difference,
@@ -43,9 +45,11 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
     if name := first_difference(buffers, other_buffers, FORWARD):
         why = f"it depends on the rank's own data ({got.owner(name)})"
         return f"buffer {name} differs after the first step: {why}"
-    rates, other_rates = expected.after(1, "rates"), got.after(1, "rates")
-    if rates != other_rates:
-        return f"learning rates differ after the first step: {rates}, {other_rates}"
+    rates = expected.after(1, "rates", 0)
+    for rank in range(got.size):
+        if (other_rates := got.after(1, "rates", rank)) != rates:
+            what = f"{rates}, {other_rates} on rank {rank}"
+            return f"learning rates differ after the first step: {what}"
     return (
         "outputs, gradients and learning rate of the first step agree, the update differs: inspect"
         f" {got.places.get('optimizer', '?')}"
@@ -105,19 +109,19 @@ def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     same_ranks = uninterrupted.size == resumed.size
     if same_ranks and (text := _other_random_state(uninterrupted, resumed, first)):
         return text
-    want, have = (run.after(first - 1, "tensors") for run in (uninterrupted, resumed))
-    for name, value in have.items():
-        is_comparable = same_ranks or want.get(name, "?")[0] == value[0] == ""
-        if name in want and want[name] != value and is_comparable:
-            text = f"is not restored as it was after step {first - 1}"
-            return f"{_kind(resumed, name)}{name} {text} ({resumed.owner(name)})"
+    for want, have in _states(uninterrupted, resumed, first - 1, "tensors"):
+        for name, value in have.items():
+            is_comparable = same_ranks or want.get(name, "?")[0] == value[0] == ""
+            if name in want and want[name] != value and is_comparable:
+                text = f"is not restored as it was after step {first - 1}"
+                return f"{_kind(resumed, name)}{name} {text} ({resumed.owner(name)})"
     if same_ranks and (text := _lost(uninterrupted, resumed, first - 1, "optimizer")):
         optimizer = places.get("optimizer", "?")
         return f"the optimizer ({optimizer}) does not restore its state of {text}"
     if text := _lost(uninterrupted, resumed, first - 1, "python"):
         return f"no checkpoint holds {text}: {NOT_SAVED}"
     for step in range(first - 1, max(resumed.loss)):
-        expected, got = uninterrupted.after(step, "rates"), resumed.after(step, "rates")
+        expected, got = (run.after(step, "rates", 0) for run in (uninterrupted, resumed))
         if expected != got and len(expected) == len(got):
             rates = f"{got[0]:.4g} instead of {expected[0]:.4g}"
             why = "the schedule's state is not restored"
@@ -141,8 +145,8 @@ def _other_random_state(uninterrupted: RunRecord, resumed: RunRecord, first: int
 def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes a tensor, such as an average, that differs after a resume with equal losses."""
     last = max(uninterrupted.loss, default=0)
-    want, have = uninterrupted.after(last, "tensors"), resumed.after(last, "tensors")
-    if name := next((name for name in want if want[name] != have.get(name)), ""):
+    states = _states(uninterrupted, resumed, last, "tensors")
+    if name := next((n for want, have in states for n in want if want[n] != have.get(n)), ""):
         why = "it changes after the checkpoint is written, as in on_train_batch_end:"
         why += " change it in optimizer_step"
         if name not in uninterrupted.end:
@@ -154,6 +158,12 @@ def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     return ""
 
 
+def _states(one: RunRecord, other: RunRecord, step: int, kind: str) -> list[tuple[Any, Any]]:
+    """Returns what each rank recorded in two trainings; of different sizes, that of all ranks."""
+    ranks = range(one.size) if one.size == other.size else [None]
+    return [(one.after(step, kind, rank), other.after(step, kind, rank)) for rank in ranks]
+
+
 def _kind(record: RunRecord, name: str) -> str:
     return "buffer " if name in record.buffers else ""
 
@@ -162,18 +172,19 @@ def _lost(
     uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = ""
 ) -> str:
     """Names state that changed during training and differs after the resume, or returns ""."""
-    want, have = uninterrupted.after(step, kind), resumed.after(step, kind)
-    start = uninterrupted.after(0, kind)
-    lost: list[str] = []
-    for name, value in want.items():
-        if value.startswith(prefix) and value not in (have.get(name), start.get(name)):
-            lost.append(name)
+    lost: dict[str, tuple[str, str | None]] = {}  # name: value, value after the resume
+    starts = [start for start, _ in _states(uninterrupted, resumed, 0, kind)]
+    states = _states(uninterrupted, resumed, step, kind)
+    for (want, have), start in zip(states, starts, strict=True):
+        for name, value in want.items():
+            if value.startswith(prefix) and value not in (have.get(name), start.get(name)):
+                lost.setdefault(name, (value, have.get(name)))
     if not lost:
         return ""
-    name = lost[0]
+    name, (value, other) = next(iter(lost.items()))
     text = name
-    if len(want[name]) < 12:  # a number, not a hash
-        text += f" ({have.get(name)} instead of {want[name]})"
+    if len(value) < 12:  # a number, not a hash
+        text += f" ({other} instead of {value})"
     if kind == "python" and resumed.owner(name) != "?":
         text += f" of {resumed.owner(name)}"
     return text + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")

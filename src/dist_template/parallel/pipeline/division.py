@@ -79,6 +79,15 @@ class Elsewhere(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("a module of another pipeline stage was called outside of a forward pass")
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"a module of another pipeline stage has no {name!r} on this rank: use it inside"
+                " the model's forward pass, or set pp_size to 1"
+            ) from None
+
 
 class _Seen:
     """What a forward pass calls in place of a block."""
@@ -135,6 +144,7 @@ class Division:
         model: On the meta device.
         bounds: First block of each stage and one more than its last, in order.
         own: Numbers of this rank's stages.
+        facts: What `partition.facts_of` returns.
 
     Attributes:
         position: Which stage a forward pass runs.
@@ -145,9 +155,15 @@ class Division:
         InputError: the model cannot be divided.
     """
 
-    def __init__(self, model: nn.Module, bounds: list[tuple[int, int]], own: list[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        bounds: list[tuple[int, int]],
+        own: list[int],
+        facts: dict[str, Any] | None = None,
+    ) -> None:
         self.position, self.bounds = Position(), bounds
-        self.facts: dict[str, Any] = {}
+        self.facts = facts or {}
         position = self.position
         parent, name, before, after = outline(model)
         blocks: Any = getattr(parent, name)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ...compat.torch import tree_leaves, tree_map
 from ...weights import from_all_ranks
 from .division import Division, StageEnd
-from .schedule import stages_of_rank
 
 
 class ForwardPasses:
@@ -34,12 +33,8 @@ class ForwardPasses:
         self.own = list(division.parts)
         self.group = strategy.stages.get_group("pp")
         ranks = dist.get_process_group_ranks(self.group)
-        per_rank = self.num_stages // len(ranks)
-        self.rank_of = {
-            stage: rank
-            for i, rank in enumerate(ranks)
-            for stage in stages_of_rank(self.schedule, i, len(ranks), per_rank)
-        }
+        pairs = zip(ranks, division.facts["stages"], strict=True)
+        self.rank_of = {stage: rank for rank, stages in pairs for stage in stages}
         self.last = self.rank_of[self.num_stages - 1]
         self._outlines: dict[Any, tuple[Any, torch.dtype]] = {}  # of what a stage receives
         self._sending: list[Any] = []
@@ -110,14 +105,15 @@ class ForwardPasses:
 
     def _replicated(self, output: Any) -> Any:
         """Returns the last stage's `output`: the other ranks' have tensors of other shapes."""
-        source = self.last
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         outlines = self.from_last(lambda: [(t.shape, t.dtype) for t in tensors])
         if self.has_last:
-            received = iter([tensor.contiguous() for tensor in tensors])
+            sent = [tensor.contiguous() for tensor in tensors]
         else:
-            received = iter([torch.empty(s, dtype=d, device=self.device) for s, d in outlines])
-        received = iter([_broadcast(tensor, source, self.group) for tensor in received])
+            sent = [torch.empty(s, dtype=d, device=self.device) for s, d in outlines]
+        for tensor in sent:
+            dist.broadcast(tensor, self.last, self.group)
+        received = iter(sent)
         return tree_map(lambda leaf: next(received) if isinstance(leaf, Tensor) else leaf, output)
 
     def _receive(self, stage: int, key: Any) -> Tensor | None:
@@ -137,14 +133,14 @@ class ForwardPasses:
 
     def _send(self, stage: int, key: Any, hidden: Any) -> None:
         hidden = hidden.detach().contiguous()
+        is_known = (stage + 1, key) in self._outlines
+        self._outlines[stage + 1, key] = found = hidden.shape, hidden.dtype
         if stage + 1 in self.own:
             self._kept = hidden
-            self._outlines[stage + 1, key] = hidden.shape, hidden.dtype
             return
         target = self.rank_of[stage + 1]
-        if (stage + 1, key) not in self._outlines:
-            self._outlines[stage + 1, key] = hidden.shape, hidden.dtype
-            dist.send_object_list([(hidden.shape, hidden.dtype)], target, self.group)
+        if not is_known:
+            dist.send_object_list([found], target, self.group)
         for work, _ in self._sending:  # the one before
             work.wait()
         self._sending = [(dist.isend(hidden, target, self.group), hidden)]
@@ -170,8 +166,3 @@ def shapes_of(args: Any) -> tuple[Any, ...]:
     """
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return tuple(tuple(tensor.shape) for tensor in tensors if tensor.dim() > 1)
-
-
-def _broadcast(tensor: Tensor, source: int, group: Any) -> Tensor:
-    dist.broadcast(tensor, source, group)
-    return tensor

@@ -78,6 +78,11 @@ def bounds_of(
         config = getattr(model, "config", None)
         last = sum(_cost(module, config) for module in after)
         counts = balanced([_cost(block, config) for block in blocks], last, num_stages)
+    return bounds_between(counts)
+
+
+def bounds_between(counts: list[int]) -> list[tuple[int, int]]:
+    """Returns the first block of each stage and one more than its last, of numbers of blocks."""
     ends = [*accumulate(counts)]
     return list(zip([0, *ends], ends, strict=False))
 

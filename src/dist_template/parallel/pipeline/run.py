@@ -28,17 +28,15 @@ from torch.distributed.tensor import DTensor
 from ...compat.lightning import accumulates
 from ...compat.torch import reduce_pipeline_gradients
 from ...errors import InputError
-from ...layout import layout, total_norm
+from ...layout import layout, local_shard, total_norm
 from .division import Division, StageEnd
 from .forward import ForwardPasses, shapes_of
-from .partition import bounds_of, facts_of
+from .partition import bounds_between, facts_of
 from .schedule import (
     ONE_STAGE,
     SCHEDULES,
     Stage,
     own_error,
-    stages_of_rank,
-    stages_per_rank,
     unreduced,
     with_losses,
 )
@@ -50,14 +48,10 @@ def divide(model: nn.Module, strategy: Any) -> Division:
     Raises:
         InputError: it has too few blocks, or cannot be divided.
     """
-    size, name = strategy.mesh_sizes.pp, strategy.pp_schedule
-    per_rank = stages_per_rank(name, strategy.pp_stages_per_rank)
-    bounds = bounds_of(model, size * per_rank, strategy.pp_layers)
-    own = stages_of_rank(name, strategy.stages.get_local_rank("pp"), size, per_rank)
-    facts = facts_of(model, size, name, strategy.pp_stages_per_rank, strategy.pp_layers)
-    division = Division(model, bounds, own)
-    division.facts = facts
-    return division
+    keys = strategy.pp_schedule, strategy.pp_stages_per_rank, strategy.pp_layers
+    facts = facts_of(model, strategy.mesh_sizes.pp, *keys)
+    own = facts["stages"][strategy.stages.get_local_rank("pp")]
+    return Division(model, bounds_between(facts["blocks"]), own, facts)
 
 
 class Pipeline(ForwardPasses):
@@ -73,10 +67,10 @@ class Pipeline(ForwardPasses):
         super().__init__(model, division, strategy)
         self._steps: list[Any] = []  # the arguments of `training_step`, one micro-batch each
         self._schedules: dict[Any, tuple[Any, list[Stage]]] = {}
-        ranks = dist.get_process_group_ranks(self.group)
-        self._ends = None
         self.clocks: dict[int, Any] = {}  # by own stage: what times its passes, if anything does
-        for pair in strategy.stages.mesh[[0, -1]].T.tolist() if self.last != ranks[0] else ():
+        self._ends = None
+        ends = strategy.stages.mesh[[0, -1]].T.tolist()
+        for pair in ends if self.last != self.rank_of[0] else ():
             group = dist.new_group(pair)  # of all ranks, in one order
             self._ends = group if dist.get_rank() in pair else self._ends
 
@@ -161,7 +155,7 @@ class Pipeline(ForwardPasses):
             if isinstance(gradient, DTensor):
                 gradient = gradient.redistribute(placements=layout(parameter)[1])
                 parameter.grad = gradient
-            dist.all_reduce(_local(gradient), group=self._ends)
+            dist.all_reduce(local_shard(gradient), group=self._ends)
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Returns () the 2-norm of the gradients of all stages, a tied parameter's once."""
@@ -172,10 +166,6 @@ class Pipeline(ForwardPasses):
             square = total_norm(gradients).float().square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _generators(device: torch.device) -> list[torch.device]:

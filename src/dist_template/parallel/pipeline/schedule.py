@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torchs
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.utils.checkpoint import GraphExecGroup
 
-SCHEDULES: dict[str, type[Any]] = {
-    "GPipe": torchs.ScheduleGPipe,
-    "1F1B": torchs.Schedule1F1B,
-    "Interleaved1F1B": torchs.ScheduleInterleaved1F1B,
-    "InterleavedZeroBubble": torchs.ScheduleInterleavedZeroBubble,
-    "ZBVZeroBubble": torchs.ScheduleZBVZeroBubble,
-    "DualPipeV": torchs.ScheduleDualPipeV,
-}
+from ...compat.torch import FrugalStage
+
 Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
+SCHEDULES: dict[str, type[Any]] = {name: get_schedule_class(name) for name in get_args(Schedule)}
 V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
 ONE_STAGE = {"GPipe", "1F1B"}
 SPLIT_BACKWARD = {"InterleavedZeroBubble", *V_SHAPED}
@@ -65,7 +60,7 @@ def bubble(
     return (ranks - 1) / (units * stages_per_rank * micro_batches)
 
 
-class Stage(PipelineStage):
+class Stage(FrugalStage):
     """torch's stage, which runs a function of this rank in place of a module.
 
     The sizes of its messages are given: torch would run the model twice to find them, hooks and
@@ -105,7 +100,8 @@ class Stage(PipelineStage):
             return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._timed():
+        # Checkpointing recomputes a block once here, and not for each group of its weights.
+        with self._timed(), GraphExecGroup():
             return super().backward_weight_one_chunk(*args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...cli.limits import mesh, training, zero
+from ...cli.limits import mesh, pipeline, training, zero
 from ...cli.limits.machine import Setup
 from ...errors import InputError
 from ...parallel.mesh import MeshStrategy
@@ -20,6 +20,7 @@ CHECKS = (
     mesh.experts, mesh.optimizer, zero.zero,
 )  # fmt: skip
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True}
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 ZERO = ((1, {}), (2, {}), (2, OFFLOAD), (3, {}), (3, OFFLOAD | {"offload_parameters": True}))
 
 
@@ -35,7 +36,8 @@ class Candidate:
 
     @property
     def flags(self) -> str:
-        values = [f"--trainer.strategy.{k} {str(v).lower()}" for k, v in self.options.items()]
+        options = {k: str(v).lower() if v is True else v for k, v in self.options.items()}
+        values = [f"--trainer.strategy.{key} {value}" for key, value in options.items()]
         return " ".join([f"--config configs/strategy/{self.file}.yaml", *values])
 
     @property
@@ -45,6 +47,15 @@ class Candidate:
     @property
     def pp(self) -> int:
         return (self.arguments or {}).get("pp_size", 1)
+
+    @property
+    def schedule(self) -> str:
+        return (self.arguments or {}).get("pp_schedule", "")
+
+    @property
+    def sizes(self) -> str:
+        """Returns its name without the schedule."""
+        return self.name.removesuffix(f", {self.schedule}")
 
     @property
     def spec(self) -> Any:
@@ -58,8 +69,10 @@ class Candidate:
             strategy = self.kind(**self.arguments) if self.kind else self.file
             setup = replace(setup, trainer={**setup.trainer, "strategy": strategy})
             if self.pp > 1:
-                traced.pipeline(self.pp)
-            return next((why for check in CHECKS for why in check(setup)), "")
+                traced.pipeline(self.pp, self.schedule)
+            found = [why for check in CHECKS for why in check(setup)]
+            found += pipeline.pipeline(replace(setup, trains=False))  # of any micro-batches
+            return next(iter(found), "")
         except InputError as error:  # deepspeed is not installed, too few blocks
             return str(error)
 
@@ -79,18 +92,25 @@ def candidates(nodes: int, devices: int) -> Iterator[Candidate]:
                 if ep % tp == 0 or ep == 1:
                     yield _of_mesh(replicas, world // replicas // tp, tp, ep)
     for pp in _powers(nodes if nodes > 1 else devices)[1:]:
-        for ep in _powers(world // pp):
-            yield _of_mesh(1, world // pp, 1, ep, pp)
+        for replicas in sorted({1, max(1, nodes // pp)}):
+            for ep in _powers(world // pp // replicas):
+                for schedule in SCHEDULES:
+                    yield _of_mesh(replicas, world // pp // replicas, 1, ep, pp, schedule)
 
 
-def _of_mesh(replicas: int, fsdp: int, tp: int, ep: int, pp: int = 1) -> Candidate:
-    sizes = {"dp_replicate_size": replicas, "tp_size": tp, "ep_size": ep}
+def _of_mesh(
+    replicas: int, fsdp: int, tp: int, ep: int, pp: int = 1, schedule: str = SCHEDULES[0]
+) -> Candidate:
+    sizes: dict[str, Any] = {"dp_replicate_size": replicas, "tp_size": tp, "ep_size": ep}
     sizes |= {"pp_size": pp} if pp > 1 else {}
     file = "tp" if fsdp == 1 else "fsdp2_tp" if tp > 1 else "fsdp2_ep" if ep > 1 else "fsdp2"
     outer = f"hsdp {replicas} x {fsdp}" if replicas > 1 else f"fsdp2 {fsdp}" if fsdp > 1 else ""
     stages = f"pp {pp}" * (pp > 1)
     name = " x ".join(filter(None, [stages, outer, f"tp {tp}" * (tp > 1), f"ep {ep}" * (ep > 1)]))
     options = {key: size for key, size in sizes.items() if size > 1}
+    if schedule != SCHEDULES[0]:  # of configs/strategy/pp*.yaml
+        name, options = f"{name}, {schedule}", options | {"pp_schedule": schedule}
+    sizes |= {"pp_schedule": schedule} if pp > 1 else {}
     file = "hsdp" if replicas > 1 else file
     if pp > 1:
         file = "pp_ep" if ep > 1 else "pp_fsdp2" if fsdp > 1 else "pp"

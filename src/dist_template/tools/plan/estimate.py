@@ -63,9 +63,9 @@ class Planned(Estimate):
         sums = in_chunks and self.trainable == self.parameters  # gradients of the output layer
         of_head = 4 * self.vocab_size * self.width if sums else 0
         logits, backward = self.logits() + of_head, most - kept + reduced
-        if self.pp > 1:  # the last stage keeps one micro-batch, the first most
+        if self.pp > 1:  # the rank of the last stage keeps less than the one that keeps most
             kept *= self.layers_kept / self.layers
-            logits = max(0.0, logits - kept * (1 - 1 / self.in_flight))
+            logits = max(0.0, logits - kept * (1 - self.in_flight_at_end / self.in_flight))
         moving = kept + max(logits, backward) + buffers
         sizes = [kept, logits, backward, buffers, CONTEXT + FRAGMENTATION * moving]
         return dict(zip(COLUMNS, [*(state[name] for name in STATE), *sizes], strict=True))
@@ -76,9 +76,13 @@ class Planned(Estimate):
 
     @property
     def is_allowed(self) -> bool:
-        """Whether `fit` accepts the checkpointing with the strategy."""
-        has_recompute = self.checkpointing != "selective" or not (self.stage == 3 or self.ep > 1)
-        return has_recompute and self.accumulation >= self.pp
+        """Whether `fit` accepts the checkpointing, and the schedule has enough micro-batches."""
+        m, p, mode, schedule = self.accumulation, self.pp, self.checkpointing, self.schedule
+        if schedule in ("ZBVZeroBubble", "DualPipeV"):
+            # With checkpointing a block is recomputed twice.
+            return mode == "none" and m >= p * (2 if schedule == "DualPipeV" else 1.5)
+        has_recompute = mode != "selective" or not (self.stage == 3 or self.ep > 1)
+        return has_recompute and m >= p and not (schedule == "Interleaved1F1B" and m % p)
 
     @property
     def fits(self) -> bool:
@@ -125,7 +129,7 @@ class Planned(Estimate):
         yield 2 * self.weight_bytes * own * _ring(replicas), replicas * self.shards, False
         bytes_ = self.accumulation * self.tokens * self.wide
         if self.pp > 1:  # hidden states and their gradients; gradients of tied weights, in fp32
-            passed = 2 * bytes_ * self.width * (self.pp - 1)
+            passed = 2 * bytes_ * self.width * self.crossings
             tied = self.mean_share * self.pp * self.parameters - self.parameters
             of_stage = self.machine.nodes * self.machine.devices // self.pp
             yield (passed + 2 * 4 * tied / self.shards) / self.pp, of_stage + 1, False

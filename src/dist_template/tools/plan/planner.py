@@ -28,15 +28,19 @@ class Planner:
         self._config = module.build_config(self.traced.data)
 
     def options(self, machine: Machine) -> list[Planned]:
-        """Returns the best micro-batch and checkpointing of each strategy, the best first."""
+        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best
+        first."""
         found = []
         for candidate, rows in self._accepted(machine).items():
             sizes = [2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0]
             made = [(size, mode) for size in sizes for mode in RECOMPUTED]
             every = [self.option(candidate, machine, *each) for each in made]
             allowed = [option for option in every if option.is_allowed]
-            found.append(min(allowed, key=lambda option: option.order))
-        return sorted(found, key=lambda option: option.order)
+            found += sorted(allowed, key=lambda option: option.order)[:1]
+        shown: dict[str, Planned] = {}
+        for option in sorted(found, key=lambda option: option.order):
+            shown.setdefault(option.candidate.sizes, option)
+        return [*shown.values()]
 
     def fits(self, machine: Machine) -> bool:
         return any(self.option(each, machine, 1, "full").fits for each in self._accepted(machine))
@@ -73,6 +77,7 @@ class Planner:
         }
         ranks, device = machine.nodes * machine.devices, self._described.accelerator
         facts = self.traced.facts | {"machine": {"world_size": ranks, "device": device}}
-        facts["pipeline"] = self.traced.pipeline(candidate.pp) if candidate.pp > 1 else {}
+        if candidate.pp > 1:
+            facts["pipeline"] = self.traced.pipeline(candidate.pp, candidate.schedule or "1F1B")
         history = History(Path(), config=config, facts=facts)
         return Planned(history, self.traced, machine, candidate)
