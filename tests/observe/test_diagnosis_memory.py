@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from dist_template.observe.diagnosis.finding import Change
 from dist_template.observe.diagnosis.memory import FILES, Estimate
 from dist_template.observe.diagnosis.remedies import memory_use, remedies
 from dist_template.observe.history.run import History, read_run
+from dist_template.parallel.pipeline.schedule import SCHEDULES, stages_of_rank, stages_per_rank
 from dist_template.records import GIB
 from tests.support.histories import nested
 from tests.support.memory import State
@@ -229,12 +232,37 @@ def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
         pipeline = {"schedule": schedule, "stages": stages, "blocks": [32 // number] * number}
         history.facts["pipeline"] = pipeline | {"parameters": [LLAMA_7B / number] * number}
         kept[schedule] = Estimate(history).layers_kept
-    assert kept == {"GPipe": 8 * 16, "1F1B": 8 * 4, "Interleaved1F1B": 8 * 5.5, "ZBVZeroBubble": 8 * 4}
+    assert kept == {"GPipe": 8 * 16, "1F1B": 8 * 4, "Interleaved1F1B": 8 * 5.5, "ZBVZeroBubble": 8 * 5.5}
     replicated = llama_7b(mesh(pp_size=4), 8, data__global_batch_size=128)
     stages = {"stages": [[0], [1], [2], [3]], "blocks": [8] * 4, "parameters": [10**9, 10**9, 10**9, 2 * 10**9]}
     replicated.facts["pipeline"] = {"schedule": "1F1B"} | stages
     stage = Estimate(replicated).state()
     assert stage["weights"] == 4 * 10**9 and stage["unsharded gradients"] == 8 * 10**9, "of the largest, on two ranks"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_in_flight_are_those_of_torchs_orders(schedule: str) -> None:
+    """A rank's activations, and for gradients of weights that are computed later those of activations."""
+    moves = {"F": [1], "B": [-1], "I": [1, -0.5], "W": [-1.5]}
+    for ranks, micro_batches in ((2, 4), (4, 8), (4, 16), (8, 32)):
+        v = stages_per_rank(schedule, 3)
+        stages: Any = [
+            SimpleNamespace(stage_index=n, num_stages=ranks * v, group_size=ranks, group_rank=0, is_first=n == 0,
+                            is_last=False, submod=None) for n in stages_of_rank(schedule, 0, ranks, v)
+        ]  # fmt: skip
+        made = SCHEDULES[schedule](stages if v > 1 else stages[0], micro_batches, print, scale_grads=False)
+        most, facts = {}, {"schedule": schedule, "blocks": [1] * ranks * v, "parameters": [1] * ranks * v}
+        for rank, actions in made.pipeline_order.items():
+            passes = [part for action in actions if action for part in action.sub_actions or [action]]
+            sizes = [size for part in passes for size in moves.get(part.computation_type.value, ())]
+            most[rank] = max(accumulate(sizes)) / v
+        history = llama_7b(mesh(pp_size=ranks), ranks, data__global_batch_size=8 * micro_batches)
+        own = [stages_of_rank(schedule, rank, ranks, v) for rank in range(ranks)]
+        history.facts["pipeline"] = facts | {"stages": own}
+        estimate, last = Estimate(history), next(n for n, each in enumerate(own) if ranks * v - 1 in each)
+        assert (estimate.in_flight, estimate.in_flight_at_end) == pytest.approx((max(most.values()), most[last]))
+        owner = {stage: rank for rank, each in enumerate(own) for stage in each}
+        assert estimate.crossings == sum(owner[n] != owner[n + 1] for n in range(len(owner) - 1))
 
 
 def test_gradients_of_an_accumulation_are_counted_where_they_are_kept() -> None:

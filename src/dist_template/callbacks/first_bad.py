@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .. import weights
+from ..layout import local_shard
 from ..model.any_module import metrics_of
 from ..model.metrics import MetricBuffer
+from ..parallel import pipeline_of
 
 # A module's name, then two () bools on the device: whether its inputs and its outputs are finite.
 Call = tuple[str, Tensor, Tensor]
@@ -45,13 +46,6 @@ def _agreed(own: tuple[str, str] | None) -> dict[str, Any] | None:
     return {"what": first[0], "module": first[1], "ranks": ranks}
 
 
-def local_shard(parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor or of a ZeRO-3 parameter; any other tensor itself."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return getattr(parameter, "ds_tensor", parameter)
-
-
 def weights_are_finite(trainer: Any, module: nn.Module) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
@@ -74,7 +68,7 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
 def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str] | None:
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
-    pipeline = getattr(trainer.strategy, "pipeline", None)
+    pipeline = pipeline_of(trainer.strategy)
 
     def step(batch: Any) -> Any:
         if pipeline:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..model.any_module import metrics_of, samples_of, size_of
 from ..model.flops import peak
+from ..parallel import pipeline_of
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
 STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
@@ -47,7 +48,7 @@ class Throughput(Callback):
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
-        self._pipeline = getattr(trainer.strategy, "pipeline", None)
+        self._pipeline = pipeline_of(trainer.strategy)
         if self._pipeline:
             self._pipeline.clocks.update((n, ForwardClock(device)) for n in self._pipeline.own)
         self._seq_len = getattr(trainer.datamodule, "seq_len", None)

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from ..parallel import pipeline_of
 from .flops import Size
 from .metrics import MetricBuffer
 
@@ -50,7 +51,7 @@ def tracks_metrics(module: Any) -> bool:
 
 def size_of(trainer: Any, module: Any) -> Size:
     """Returns the model's size; in a pipeline, that of all stages."""
-    if getattr(trainer.strategy, "pipeline", None):
+    if pipeline_of(trainer.strategy):
         return module.whole_size
     return Size.of(getattr(module, "model", module))
 

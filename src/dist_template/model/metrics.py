@@ -159,7 +159,7 @@ class SplitMeans:
     def read(self, strategy: Any) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         sums = torch.stack([*self._sums.values()])
-        group = strategy.group_of_stage if hasattr(strategy, "group_of_stage") else None
+        group = getattr(strategy, "group_of_stage", None)
         tokens, *totals = strategy.reduce(sums, group, reduce_op="sum").tolist()
         names = [*self._sums][1:]
         return {n: total / (tokens or math.nan) for n, total in zip(names, totals, strict=True)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .. import weights
 from ..checkpoint.frozen import describe, exclude_frozen
 from ..layout import clip_by_norm
+from ..parallel import pipeline_of
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
 from .adapters import AdapterConfig, add_adapters
@@ -77,7 +78,7 @@ class TrainingModule(L.LightningModule):
             if self.adapter is not None:
                 self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
                 exclude_frozen(self)
-            pipeline = getattr(self.trainer.strategy, "pipeline", None)
+            pipeline = pipeline_of(self.trainer.strategy)
             self.balancer = Balancer(self.model, self.balance, pipeline and pipeline.group)
 
     def build_with_adapters(self, data: Any) -> nn.Module:
@@ -137,7 +138,7 @@ class TrainingModule(L.LightningModule):
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
-        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        pipeline = pipeline_of(self.trainer.strategy)
         norm = clip_by_norm(self.parameters(), gradient_clip_val, pipeline and pipeline.norm)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)

@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
+from ..parallel import pipeline_of
 from .batches.rows import PAIRS
 from .preference_loss import PreferenceConfig, add_reference, pair_sums
 
@@ -120,7 +121,7 @@ class TextModule(TrainingModule):
         self._log_split("test", "test")
 
     def _log_split(self, prefix: str, split: str) -> None:
-        pipeline = getattr(self.trainer.strategy, "pipeline", None)
+        pipeline = pipeline_of(self.trainer.strategy)
         compute = partial(self._means, split)
         means = pipeline.from_last(compute) if pipeline else compute()
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})

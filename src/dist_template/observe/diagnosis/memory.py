@@ -109,22 +109,32 @@ class Estimate:
 
     def _set_stages(self) -> None:
         """Sets of a pipeline the share of the parameters on the rank that has most, the mean share,
-        the layers whose activations a rank keeps, and the micro-batches of which it does."""
-        self.share = self.mean_share = self.in_flight = 1.0
-        self.layers_kept = float(self.layers)
+        the layers whose activations a rank keeps, the micro-batches of which it does, and those of
+        the last stage's rank; and the pairs of stages between which messages are sent."""
+        self.share = self.mean_share = self.in_flight = self.in_flight_at_end = 1.0
+        self.layers_kept, self.crossings, self.schedule = float(self.layers), 0, ""
         names = ("schedule", "stages", "blocks", "parameters")
         schedule, stages, blocks, sizes = (self._history.fact(f"pipeline.{n}") for n in names)
         if self.pp == 1 or not stages:
             return
+        self.schedule = schedule
         self.share = max(sum(sizes[n] for n in own) for own in stages) / self.parameters
         self.mean_share = sum(sizes) / self.parameters / self.pp
-        # Narayanan et al., arXiv:2104.04473, section 2.2: what runs before the first backward pass
-        v, most = len(stages[0]), self.accumulation
-        if schedule in ("ZBVZeroBubble", "DualPipeV"):  # DeepSeek-V3, arXiv:2412.19437, table 2
-            most = self.pp + (schedule == "DualPipeV")
-        elif schedule != "GPipe":
-            most = self.pp if v == 1 else (2 * self.pp - 1 + (v - 1) * self.pp) / v
+        # As torch orders the passes: what runs before the first backward pass (Narayanan et al.,
+        # arXiv:2104.04473, section 2.2). If the gradients of weights are computed later, gradients
+        # of activations are kept for them: in the pass as many as activations, then half of them.
+        p, v = self.pp, len(stages[0])
+        is_v = schedule in ("ZBVZeroBubble", "DualPipeV")
+        most = at_end = p + 1 / 2 if is_v else p + (p + 1) / v / 2  # InterleavedZeroBubble
+        if schedule == "GPipe":
+            most = at_end = self.accumulation
+        elif schedule in ("1F1B", "Interleaved1F1B"):
+            most, at_end = p + (p - 1) * (v > 1) / v, ((v - 1) * p + 1) / v
+        elif schedule == "ZBVZeroBubble":
+            most = (3 * p - 1) / 2
+        self.crossings = 2 * (p - 1) if is_v else v * p - 1
         self.in_flight = min(most, self.accumulation)
+        self.in_flight_at_end = min(at_end, self.accumulation)
         self.layers_kept = self.in_flight * max(sum(blocks[n] for n in own) for own in stages)
 
     def parts(self) -> dict[str, float]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ...deprecations import recorded
 from ...errors import InputError
 from . import goodput
 from .metrics import FILE, Metrics, read_lines, read_metrics
@@ -79,8 +78,8 @@ def read_run(folder: Path, limit: int = 0) -> History:
         )
     history = History(
         folder=folder,
-        config=_read(folder / CONFIG, yaml.safe_load),
-        defaults=_read(folder / DEFAULTS, yaml.safe_load),
+        config=_read(folder / CONFIG, recorded),
+        defaults=_read(folder / DEFAULTS, recorded),
         facts=_read(folder / FACTS, json.loads),
         metrics=read_metrics(folder, limit),
         environment=_read(folder / ENVIRONMENT, json.loads),

@@ -11,6 +11,7 @@ import yaml
 from ...checkpoint.commit import agreed
 from ...cli.run import check_checkpoint
 from ...cluster import subprocess_launcher
+from ...deprecations import recorded
 from ...errors import Ended, Exit, InputError
 from ...observe.history.run import CONFIG
 from ...project import Project
@@ -29,7 +30,7 @@ class Model(NamedTuple):
     folder: str | None = None
 
     def config(self) -> dict[str, Any]:
-        return yaml.safe_load((self.run / CONFIG).read_text("utf-8"))
+        return recorded((self.run / CONFIG).read_text("utf-8"))
 
 
 def of_run(name: str, project: Project, flag: str) -> Model:
