@@ -6,12 +6,15 @@ SHELL := bash
 
 PYTHON ?= python3
 OUT ?= build
+FROM ?= gh:org/dist-template
+TAG ?=
 TORCH_INDEX ?=
 TORCH_CUDA ?=
 PROJECT := {{cookiecutter.project_slug}}
 DEMO := $(OUT)/my-trainer
 READY := .venv/.ready
 JOBS ?= 3
+WHICH ?= pinned
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 TESTS = .venv/bin/python -m pytest $(PARALLEL)
 TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
@@ -48,8 +51,8 @@ dev:  ## link the un-rendered project into build/dev, its package named trainer_
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
 check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hooks, the tests and the un-rendered package
-	.venv/bin/ruff check --no-respect-gitignore src hooks tests docs benchmarks build/dev/trainer_dev build/dev/tests
-	.venv/bin/ty check --no-respect-ignore-files --python .venv --extra-search-path src --extra-search-path build/dev src hooks tests docs build/dev/trainer_dev build/dev/tests
+	.venv/bin/ruff check --no-respect-gitignore .ci src hooks tests docs benchmarks build/dev/trainer_dev build/dev/tests
+	.venv/bin/ty check --no-respect-ignore-files --python .venv --extra-search-path src --extra-search-path build/dev .ci src hooks tests docs build/dev/trainer_dev build/dev/tests
 
 bench: $(READY) dev build/peers  ## measure the project beside a hand-written loop and its peers (PART="step dist data …")
 	.venv/bin/python -m benchmarks $(PART)
@@ -61,12 +64,39 @@ docs: $(READY)  ## build the documentation site, its reference page from the cod
 	.venv/bin/python docs/reference.py
 	.venv/bin/zensical build
 
+# From git and not from this folder, so that the archive pins the library to what others can fetch.
+starter: $(READY)  ## archive a generated project, for people without cookiecutter (FROM=gh:org/dist-template TAG=)
+	rm -rf '$(OUT)/starter' && mkdir -p '$(OUT)/starter'
+	.venv/bin/cookiecutter '$(FROM)' $(if $(TAG),--checkout '$(TAG)') --no-input --default-config -o '$(OUT)/starter'
+	@if grep '^dist-template @ file:.*/$$' '$(OUT)'/starter/*/constraints.txt; then echo "starter: FROM=$(FROM) is a \
+	folder, which other machines do not have: give a git address."; exit 1; fi
+	tar -czf '$(OUT)/my-trainer.tar.gz' -C '$(OUT)/starter' my-trainer
+
+.tools/bin/.ready: $(PROJECT)/requirements/tools.txt
+	@$(MAKE) --no-print-directory -C '$(PROJECT)' '$(CURDIR)/$@' TOOLS='$(CURDIR)/.tools'
+
+compat: .tools/bin/.ready  ## test the lowest, the pinned or the newest versions that are allowed (WHICH=lowest, …; PYTHON)
+	.ci/compat '$(WHICH)' '$(shell command -v $(PYTHON))'
+
+release: $(READY)  ## check, set VERSION in every file, commit and build (VERSION=1.2.3); tags and pushes nothing
+	.venv/bin/python .ci/release.py check '$(VERSION)'
+	$(MAKE) --no-print-directory check docs
+	.venv/bin/python .ci/release.py commit '$(VERSION)'
+	$(MAKE) --no-print-directory dist
+
+dist: $(READY) docs  ## build HEAD's wheel, sdist, template archive, site and notes into build/release, the same bytes each time
+	.venv/bin/python .ci/release.py build $(TAG)
+	cp -r site build/release/site
+
+lock audit:  ## hashes of the generated project's versions (TORCH_INDEX after another torch); known vulnerabilities of them
+	@$(MAKE) --no-print-directory -C '$(PROJECT)' $@ TOOLS='$(CURDIR)/.tools'
+
 clean:  ## remove build/, the site and the tools' caches; .venv stays
 	rm -rf build site .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -type d -prune -exec rm -rf {} +
 
 # The versions of the generated project, and the library from this folder. A .venv that is a link has another checkout's.
-$(READY): $(PROJECT)/constraints.txt pyproject.toml
+$(READY): $(PROJECT)/constraints.txt $(PROJECT)/requirements/locked.txt pyproject.toml
 	@$(MAKE) --no-print-directory -C '$(PROJECT)' setup VENV=../.venv
 	@test -L .venv || .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
@@ -78,4 +108,4 @@ $(OUT)/.my-trainer: $(READY) $(TEMPLATE) $(if $(wildcard $(DEMO)/Makefile),,miss
 	@.venv/bin/cookiecutter . --no-input --default-config --overwrite-if-exists --output-dir '$(OUT)'
 	@touch '$@'
 
-.PHONY: help demo test test-all test-quick dev check bench docs clean missing
+.PHONY: help demo test test-all test-quick dev check bench docs lock audit starter compat release dist clean missing

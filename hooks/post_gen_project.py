@@ -1,4 +1,6 @@
-"""Keeps the licence and the CI file that were asked for, pins the library to where the template came from."""
+"""Keeps the licence and the CI file that were asked for, pins the library to where the template came from, and records
+the template's version and the answers in .cruft.json, which `upgrade` reads.
+"""
 
 import json
 import os
@@ -11,36 +13,40 @@ ANSWERS = json.loads(r'''{{ cookiecutter | tojson }}''')
 CI = {"GitHub": ".github", "GitLab": ".gitlab-ci.yml"}
 
 
+HERE = Path(os.environ.get("PWD", ""))  # where cookiecutter was called: relative paths start there
+
+
 def git(*arguments: str) -> str:
-    """Runs git in the clone that cookiecutter made of the template; returns "" where git fails."""
-    command = ["git", "-C", ANSWERS["_repo_dir"], *arguments]
+    """Runs git in the template, a clone or a folder; returns "" where git fails."""
+    command = ["git", "-C", str(HERE / ANSWERS["_repo_dir"]), *arguments]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def library_and_docs() -> tuple[str, str]:
-    """Returns the line that pins the library, and where the pages of docs/ are.
+def sources() -> tuple[str, str, str, str, str]:
+    """Returns the line that pins the library, where the pages of docs/ are, and the template's address, commit and tag.
 
     Template and library are one repository, so that the address of the one is the address of the other.
+    `upgrade` renders a clone of its own, and gives the project's template as `_origin`.
     """
-    template = ANSWERS["_template"]
-    here = Path(os.environ.get("PWD", ""))  # where cookiecutter was called: relative paths start there
+    template = ANSWERS["_origin"] or ANSWERS["_template"]
     if template.endswith(".zip"):
-        address = template if "://" in template else (here / template).resolve().as_uri()
-        return f"dist-template @ {address}", f"{address}#docs/"
-    if template == ANSWERS["_repo_dir"]:  # a folder: `make setup` installs what ends with a slash editable
-        folder = (here / template).resolve()
+        address = template if "://" in template else (HERE / template).resolve().as_uri()
+        return f"dist-template @ {address}", f"{address}#docs/", address, "", ""
+    if Path(template).is_dir() if ANSWERS["_origin"] else template == ANSWERS["_repo_dir"]:
+        folder = (HERE / template).resolve()  # `make setup` installs what ends with a slash editable
         if not (folder / "cookiecutter.json").is_file():
             raise SystemExit(f"the template's folder {template!r} was not found; give its full path.")
-        return f"dist-template @ {folder.as_uri()}/", f"{folder.as_uri()}/docs/"
+        commit = "" if git("rev-parse", "--show-prefix") else git("rev-parse", "HEAD")
+        return f"dist-template @ {folder.as_uri()}/", f"{folder.as_uri()}/docs/", str(folder), commit, ""
     address = re.sub(r"^([\w.-]+@[\w.-]+):", r"ssh://\1/", git("config", "remote.origin.url"))
     address = re.sub(r"^(https?://)[^/@]+@", r"\1", address)  # no password goes into a file
     address = address.replace("file:///", "file://localhost/")  # pip 23 refuses an address without a host
-    tag = git("tag", "--list", ANSWERS["_checkout"] or "no tag")
-    version, commit = ANSWERS["_version"], tag or git("rev-parse", "HEAD")
-    page = re.sub(r"^ssh://(?:[^/@]+@)?", "https://", address).removesuffix(".git") + f"/blob/{commit}/docs/"
-    if ANSWERS["_published"] and tag == f"v{version}":
-        return f"dist-template=={version}", page
-    return f"dist-template @ git+{address}@{commit}", page
+    tag, commit = git("tag", "--list", ANSWERS["_checkout"] or "no tag"), git("rev-parse", "HEAD")
+    version, name = ANSWERS["_version"], tag or commit
+    page = re.sub(r"^ssh://(?:[^/@]+@)?", "https://", address).removesuffix(".git") + f"/blob/{name}/docs/"
+    is_published = ANSWERS["_published"] and tag == f"v{version}"
+    pin = f"dist-template=={version}" if is_published else f"dist-template @ git+{address}@{name}"
+    return pin, page, address, commit, tag
 
 
 for text in sorted(Path().glob("LICENSE.*")):
@@ -53,10 +59,14 @@ for name, path in CI.items():
     if name != ANSWERS["ci"]:
         shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink(missing_ok=True)
 
-pin, docs = library_and_docs()
+pin, docs, template, commit, tag = sources()
 lock, readme = Path("constraints.txt"), Path("README.md")
 lock.write_text(re.sub(r"^(?!#)", f"{pin}\n", lock.read_text(encoding="utf-8"), count=1, flags=re.M), encoding="utf-8")
 readme.write_text(readme.read_text(encoding="utf-8").replace("](docs/", f"]({docs}"), encoding="utf-8")
+
+own = {key: value for key, value in ANSWERS.items() if not key.startswith("_")}
+record = {"template": template, "commit": commit or None, "checkout": tag or None, "context": {"cookiecutter": own}}
+Path(".cruft.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 for script in Path("launch").glob("*.sh"):  # Python unpacks a zip file without executable bits
     script.chmod(0o755)

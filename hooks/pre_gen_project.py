@@ -8,7 +8,7 @@ import unicodedata
 
 ANSWERS = json.loads(r'''{{ cookiecutter | tojson }}''')
 
-FOLDERS = {"build", "configs", "data_cache", "launch", "runs", "tests", "vendor", "wheels"}
+FOLDERS = {"build", "configs", "data_cache", "launch", "requirements", "runs", "tests", "vendor", "wheels"}
 # The library and what constraints.txt installs, by distribution and by import name; a test keeps the list complete.
 DEPENDENCIES = set("""
 _distutils_hack _hypothesis_ftz_detector _hypothesis_globals _hypothesis_pytestplugin _multiprocess _plotly_utils

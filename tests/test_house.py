@@ -30,18 +30,18 @@ MOST_ROOMS = 11  # folders; "public" and "ground" are the files beside them
 # Room: (most lines now, aim, what the lines are for). A room that shrinks gets a lower number here.
 BUDGETS = {
     "public": (200, 200, "what users import: strategies, and testing for their own tests"),
-    "ground": (733, 400, "errors, the user's project, tensors of any layout, small files, tables"),
-    "compat": (1_510, 1_000, "private names of other libraries, Lightning's loop"),
+    "ground": (876, 400, "errors, the user's project, earlier names, tensors of any layout, small files, tables"),
+    "compat": (1_564, 1_000, "private names of other libraries, Lightning's loop"),
     "cluster": (1_797, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_711, 1_300, "three formats, the commit protocol, loading into any strategy"),
-    "parallel": (2_370, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
-    "model": (1_896, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
-    "text": (3_808, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
-    "observe": (3_676, 2_500, "history, loggers, diagnosis, report with its page's styles"),
-    "callbacks": (3_062, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (2_044, 1_000, "verbs, parser, configuration errors, the run folder"),
-    "rehearsal": (2_957, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (4_688, 550, "doctor, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report, prepare"),
+    "parallel": (2_367, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
+    "model": (1_898, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
+    "text": (3_809, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
+    "observe": (3_688, 2_500, "history, loggers, diagnosis, report with its page's styles"),
+    "callbacks": (3_060, 1_300, "what is measured, saved and guarded during training"),
+    "cli": (2_028, 1_000, "verbs, parser, configuration errors, the run folder"),
+    "rehearsal": (2_980, 1_400, "a cluster's configuration proven on CPU processes"),
+    "tools": (5_067, 550, "doctor, docs, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report"),
 }
 AIM = 13_500
 
@@ -49,9 +49,9 @@ AIM = 13_500
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
-PROJECT_FILES, PROJECT_LINES = 52, 1_454  # without licences and lock; one CI file more than a generated project has
+PROJECT_FILES, PROJECT_LINES = 56, 1_651  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
-NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt")
+NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt|locked\.txt|torch-.*\.txt|tools\.txt")
 
 PAGE_LINES = 150
 LONG_PAGES = {

@@ -76,6 +76,7 @@ class InputError(ValueError):
 # package: its extra, where that has another name
 EXTRAS = {
     "bitsandbytes": "adapters",
+    "cookiecutter": "upgrade",
     "fastapi": "serve",
     "lm_eval": "evaluate",
     "onnxruntime": "onnx",

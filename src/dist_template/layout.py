@@ -29,6 +29,13 @@ def full_shape(tensor: Tensor) -> torch.Size:
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
+def local_shard(parameter: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor or of a ZeRO-3 parameter; any other tensor itself."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return getattr(parameter, "ds_tensor", parameter)
+
+
 def refuse_scalars(model: nn.Module, what: str) -> None:
     """Raises InputError if a parameter has no dimension: the strategy `what` cannot shard it."""
     for name, parameter in model.named_parameters():

@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from dist_template.cluster import torchrun
+from dist_template.compat import torchrun as names
 from dist_template.errors import Exit
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, run
 
@@ -89,6 +90,9 @@ def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.M
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(torchrun, "PEERS_S", 0.5)
     monkeypatch.setattr(torchrun.Agent, "latest", None)
+    replaced = ((names.launcher, "LocalElasticAgent"), (names.processes, "_terminate_process_handler"))
+    for module, name in (*replaced, (names.subprocess_handler, "Popen")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # puts it back after the test
     before = {number: signal.getsignal(number) for number in HANDLED}
     yield Launched(tmp_path, capfd)
     for number, handler in before.items():

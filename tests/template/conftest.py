@@ -33,10 +33,12 @@ class BakedProject:
 
     @property
     def digests(self) -> dict[str, tuple[str, bool]]:
-        """Content hash, without the lines that name the template's folder, and executable bit of every file."""
+        """Content hash, without the lines that say where the template was, and executable bit of every file."""
         found = {}
         for name, path in self.files.items():
-            lines = [line for line in path.read_bytes().splitlines() if b"file://" not in line]
+            lines = path.read_bytes().splitlines()
+            origin = (b"file://", b'"template":', b'"commit":', b'"checkout":')
+            lines = [line for line in lines if not any(word in line for word in origin)]
             found[name] = (hashlib.sha256(b"\n".join(lines)).hexdigest(), bool(path.stat().st_mode & 0o100))
         return found
 
@@ -52,6 +54,17 @@ def bake_into(folder: Path, template: Path = ROOT, /, **answers: str) -> BakedPr
         cookiecutter(str(template), no_input=True, extra_context=answers, output_dir=str(folder), default_config=True)
     )
     return BakedProject(path, next(path.glob("*/__main__.py")).parent.name)
+
+
+def bake_from(address: str, folder: Path, checkout: str | None = None, published: bool = False) -> BakedProject:
+    """Clones the template into `folder`, away from the clones of whoever runs the tests, and generates a project."""
+    settings = folder / "cookiecutter.yaml"
+    settings.write_text(f"cookiecutters_dir: {folder / 'clones'}\nreplay_dir: {folder / 'replay'}\n")
+    answers, out = {"_published": published}, str(folder / "out")
+    path = cookiecutter(
+        address, checkout=checkout, no_input=True, extra_context=answers, config_file=str(settings), output_dir=out
+    )
+    return BakedProject(Path(path), "my_trainer")
 
 
 @pytest.fixture

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -22,11 +25,14 @@ from dist_template.model.adapters import AdapterConfig
 from dist_template.observe.diagnosis.engine import RULES
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
+from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
+from tests.support.written import falling, write_run
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+OTHERS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]  # the project's: test_source.py
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
 STRATEGY = {key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters}
@@ -34,8 +40,18 @@ ADAPTER = set(signature(AdapterConfig).parameters)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+LAUNCHERS = {"launch/torchrun.sh", "launch/slurm.sh"}
+TRAINING = {"fit", "validate", "test", "predict", "prepare"}
+MARKED = re.compile(r"^<!-- run -->\n```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # blocks that run on a CPU
+# What a marked training gets besides its own flags, so that it takes seconds.
+SHORT = """trainer: {max_steps: 2, val_check_interval: 2, limit_val_batches: 1}
+data: {source: {class_path: TextFiles, init_args: {paths: [configs/**/*.yaml]}}, tokenizer: Bytes, seq_len: 32}
+last_checkpoint: {every_n_steps: 1}
+"""
+
+
 def name_of(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
+    return page.relative_to(DOCS if DOCS in page.parents else ROOT).as_posix()
 
 
 def text_of(page: Path) -> str:
@@ -46,10 +62,41 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for found, code in FENCE.findall(text_of(page)) if found == language]
 
 
+def commands(code: str) -> Iterator[list[str]]:
+    """The project's commands in a bash block, each as verb and flags; <names> stand for one word."""
+    for line in re.sub(r"<[a-z ]+>|\{\{.*?\}\}", "name", code.replace("\\\n", " ")).splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if word[0] not in ";&|()<>":
+                words.append(word)
+                continue
+            starts = [i + 1 for i, each in enumerate(words) if each in LAUNCHERS]
+            starts += [i + 3 for i in range(len(words)) if words[i : i + 2] == ["python", "-m"]]
+            if starts and words[starts[0] :]:
+                yield words[starts[0] :]
+            words = []
+
+
 def anchors(page: Path) -> set[str]:
     """The ids that the site gives this page's headings: lower case, hyphens for blanks, no punctuation."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links of built pages, those of the navigation too, to a file or an id that is not there."""
+    texts = {html: html.read_text(encoding="utf-8") for html in site.resolve().rglob("index.html")}
+    broken = []
+    for html, text in texts.items():
+        for target, anchor in re.findall(r'(?:href|src)="?([^"#: >]*)(?:#([^" >]*))?"?[ >]', text):
+            linked = (html.parent / target).resolve() if target else html
+            linked = linked / "index.html" if linked.is_dir() else linked
+            known = not anchor or re.search(rf'id="?{re.escape(anchor)}["\s>]', texts.get(linked, ""))
+            if not linked.is_file() or not known:
+                broken.append(f"{html.relative_to(site.resolve())}: {target}#{anchor}")
+    return broken
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +154,14 @@ def test_navigation_names_every_page_once() -> None:
     assert sorted(pages(CONFIG["nav"])) == sorted(map(name_of, PAGES))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 def test_every_relative_link_resolves(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(page))):
         if target.startswith("https://"):
             continue
         name, _, anchor = target.partition("#")
         linked = page.parent / name if name else page
-        assert linked.is_file(), f"{name_of(page)} links to {target}"
+        assert linked.exists() and ROOT in linked.resolve().parents, f"{name_of(page)} links to {target}"
         assert not anchor or anchor in anchors(linked), f"{name_of(page)} links to {target}"
 
 
@@ -136,6 +183,61 @@ def test_every_command_that_a_page_gives_has_its_files(page: Path, reference: Mo
     for code in blocks(page, "bash"):
         for path in re.findall(r"\b((?:configs|launch)/[\w./-]+)", code):
             assert (reference.PROJECT / path).is_file(), f"{name_of(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", *ROOT.glob("{{*/README.md")], ids=name_of)
+def test_every_training_that_a_page_gives_is_accepted(
+    page: Path, parser: Any, reference: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(reference.PROJECT)
+    for code in blocks(page, "bash"):
+        for verb, *flags in commands(code):
+            if verb in TRAINING and not {"--help", "--print_config"} & set(flags):
+                parser.parse_args(flags)
+
+
+def pages_that(train: bool) -> list[Any]:
+    """The pages whose marked blocks have such commands; `plan` takes seconds."""
+    found = {page: [each for code in MARKED.findall(text_of(page)) for each in commands(code)] for page in PAGES}
+    chosen = [page for page, each in found.items() if any((argv[0] in TRAINING) == train for argv in each)]
+    slow = {page: [pytest.mark.slow] for page in chosen if page.name == "plan.md"}
+    return [pytest.param(page, marks=slow.get(page, []), id=name_of(page)) for page in chosen]
+
+
+def marked(page: Path, folder: Path) -> list[list[str]]:
+    """The commands of a page's marked blocks, without those for GPUs; `folder` gets the project and the named runs."""
+    for entry in (ROOT / "build" / "dev").iterdir():
+        if entry.name not in {"runs", "data_cache"}:
+            (folder / entry.name).symlink_to(entry.resolve())
+    found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
+    found = [each for each in found if not any(word.startswith("configs/cluster/") for word in each) or "plan" in each]
+    for run in sorted({word for each in found for word in each if re.match(r"runs/\w+/\w", word)}):
+        write_run(folder / run, falling(20))
+    return found
+
+
+@pytest.mark.parametrize("page", pages_that(train=False))
+def test_the_marked_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that train nothing: in this process, which has imported what they need."""
+    found = marked(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for argv in found:
+        if argv[0] not in TRAINING:
+            argv = [name for word in argv for name in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+            assert main(argv) == 0, argv
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", pages_that(train=True))
+def test_the_marked_trainings_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    found = [each for each in marked(page, tmp_path) if each[0] in TRAINING]
+    (tmp_path / "short.yaml").write_text(SHORT, encoding="utf-8")
+    for argv in found:
+        short = [] if {"--help", "--print_config"} & set(argv) else ["--config", "short.yaml"]
+        command = [sys.executable, "-m", PACKAGE, *argv, *short]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, (argv, done.stdout[-2000:] + done.stderr[-2000:])
 
 
 @pytest.mark.usefixtures("keys", "generated")  # before the tutorial's own class is there
@@ -174,3 +276,4 @@ def test_the_site_builds(tmp_path: Path) -> None:
         place = page.relative_to(DOCS).with_suffix("")
         html = tmp_path / "site" / (place.parent if place.name == "index" else place) / "index.html"
         assert html.is_file(), f"{name_of(page)} is not in the site"
+    assert broken_links(tmp_path / "site") == []

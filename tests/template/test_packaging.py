@@ -16,9 +16,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cookiecutter.main import cookiecutter
 
-from .conftest import ROOT, BakedProject, bake_into, make
+from .conftest import ROOT, BakedProject, bake_from, bake_into, make
 
 LIBRARY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = LIBRARY["version"]
@@ -50,7 +49,9 @@ def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: 
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
     wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     library = {path.relative_to(source / "src").as_posix() for path in (source / "src" / "dist_template").rglob("*.*")}
-    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == library
+    assert {name for name in wheel.namelist() if not re.match(r"[^/]*\.(dist-info|data)/", name)} == library
+    pages = {path.relative_to(source / "docs").as_posix() for path in (source / "docs").rglob("*.md")}
+    assert {name.partition("/share/doc/dist-template/")[2] for name in wheel.namelist() if ".data/" in name} == pages
     assert {"dist_template/py.typed", "dist_template/__init__.py"} <= library
     assert {Path(name).suffix for name in library} == {".py", ".typed", ".css", ".html", ".js", ".md", ".template"}
 
@@ -75,17 +76,6 @@ def test_what_is_imported_with_the_library_is_required_by_it() -> None:
 
 
 # ---- where a project gets it from ---------------------------------------------------------------------------------
-
-
-def bake_from(address: str, folder: Path, checkout: str | None = None, published: bool = False) -> BakedProject:
-    """Clones the template into `folder`, away from the clones of whoever runs the tests, and generates a project."""
-    settings = folder / "cookiecutter.yaml"
-    settings.write_text(f"cookiecutters_dir: {folder / 'clones'}\nreplay_dir: {folder / 'replay'}\n")
-    answers, out = {"_published": published}, str(folder / "out")
-    path = cookiecutter(
-        address, checkout=checkout, no_input=True, extra_context=answers, config_file=str(settings), output_dir=out
-    )
-    return BakedProject(Path(path), "my_trainer")
 
 
 def test_a_project_from_a_folder_uses_the_library_in_that_folder(default: BakedProject, tmp_path: Path) -> None:
@@ -130,12 +120,13 @@ def test_an_address_becomes_one_that_pip_reads_and_holds_no_password(
     project = bake_from(asked, tmp_path, "v1")
     assert pin_of(project.path) == f"dist-template @ git+{pinned}@v1"
     assert f"[Documentation]({pages}/blob/v1/docs/index.md)" in project.read("README.md")
+    assert json.loads(project.read(".cruft.json"))["template"] == pinned
 
 
 def test_a_published_version_is_pinned_by_its_number(repository: Path, tmp_path: Path) -> None:
-    subprocess.run(["git", "tag", "--force", f"v{VERSION}"], cwd=repository, check=True, capture_output=True)
-    address = f"git+file://localhost{repository}"
-    project = bake_from(address, tmp_path, f"v{VERSION}", published=True)
+    released = shutil.copytree(repository, tmp_path / "released")
+    subprocess.run(["git", "tag", f"v{VERSION}"], cwd=released, check=True, capture_output=True)
+    project = bake_from(f"git+file://localhost{released}", tmp_path, f"v{VERSION}", published=True)
     assert pin_of(project.path) == f"dist-template=={VERSION}"
     assert f"'dist-template=={VERSION}'" in make(project, "--dry-run", "setup").stdout
 
@@ -159,7 +150,7 @@ def test_vendor_adds_the_librarys_source_and_pins_it(repository: Path, tmp_path:
     done = make(project, "vendor", f"RUN={sys.executable}")  # with RUN nothing is installed
     assert done.returncode == 0, done.stdout
     copy = project.path / "vendor" / "dist-template"
-    assert {path.name for path in copy.iterdir()} == {"pyproject.toml", "README.md", "LICENSE", "src"}
+    assert {path.name for path in copy.iterdir()} == {"pyproject.toml", "README.md", "LICENSE", "src", "docs"}
     for path in (repository / "src").rglob("*.*"):
         assert (copy / path.relative_to(repository)).read_bytes() == path.read_bytes()
     assert pin_of(project.path) == "dist-template @ file://${PWD}/vendor/dist-template/"

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from .conftest import PACKAGE, ROOT, SOURCE, BakedProject
 
 SKIPPED = {
     ".git",
     ".venv",
+    ".tools",
     "build",
     "site",
     "__pycache__",
@@ -66,15 +68,20 @@ def test_package_imports_itself_relatively() -> None:
         assert not absolute.search(path.read_text(encoding="utf-8")), path
 
 
-def test_lightning_excludes_its_malicious_releases_wherever_it_is_required() -> None:
+def test_blocked_versions_are_excluded_wherever_their_package_is_required() -> None:
+    """requirements/blocked.txt has the list; a library's metadata has to repeat it."""
+    lines = (SOURCE / "requirements" / "blocked.txt").read_text().splitlines()
+    rules = [line.partition("#") for line in lines if not line.startswith("#")]
+    blocked = {Requirement(rule).name: Requirement(rule).specifier for rule, _, _ in rules}
+    assert {"lightning", "pytorch-lightning"} <= set(blocked) and all("GHSA-" in advisory for _, _, advisory in rules)
     found = 0
     for path in TEXTS:
-        if path.suffix in {".toml", ".txt", ".yml", ".yaml"} or path.name in {"Dockerfile", "Makefile"}:
-            for line in path.read_text(encoding="utf-8").splitlines():
-                if re.search(r"\b(pytorch-)?lightning\s*[=<>~!]=?\s*\d", line):
-                    assert "!=2.6.2" in line and "!=2.6.3" in line, f"{path}: {line}"
-                    found += 1
-    assert found == 3  # lightning and pytorch-lightning in constraints.txt, lightning in the library's pyproject.toml
+        if path.suffix in {".toml", ".txt"} and path.name != "blocked.txt":
+            for name, text in re.findall(r"(?<![\w-])([\w-]+)([=<>~!]=?\d[^\"\s;]*)", path.read_text(encoding="utf-8")):
+                versions = [rule.version for rule in blocked.get(name, ())]
+                assert not list(Requirement(name + text).specifier.filter(versions)), f"{path}: {name}{text}"
+                found += bool(versions)
+    assert found >= 5  # the library's pyproject.toml, constraints.txt and locked.txt: lightning, pytorch-lightning
 
 
 def test_every_requirement_is_pinned_once_and_without_an_address() -> None:

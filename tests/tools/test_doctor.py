@@ -52,6 +52,17 @@ def test_the_package_lock(where: Where, tmp_path: Path, monkeypatch: pytest.Monk
     one(doctor.check_packages(where), WARNING, "there is no")
 
 
+def test_a_blocked_version_is_found(where: Where, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = replace(where, project=tmp_path)
+    assert list(doctor.check_blocked(where)) == []
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / doctor.BLOCKED).write_text("# why\nA_b!=1.0,!=1.1  # malicious: GHSA-x\n")
+    monkeypatch.setattr(doctor, "packages", lambda: {"a-b": "1.1"})
+    assert "make setup" in one(doctor.check_blocked(where), PROBLEM, "A_b 1.1 is blocked: malicious: GHSA-x")
+    monkeypatch.setattr(doctor, "packages", lambda: {"a-b": "1.2"})
+    assert list(doctor.check_blocked(where)) == []
+
+
 def test_torch_and_the_driver(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # a training in this process may have set it
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -155,4 +166,7 @@ def test_a_problem_is_exit_code_1_and_json_has_the_environment(
 def test_it_looks_where_the_configuration_writes(flags: list[str], tmp_path: Path) -> None:
     found = doctor._read([*flags, "--data.num_workers=3"], OURS)
     assert found.root == tmp_path / "runs" and found.num_workers == 3
+    sharded = doctor._read([*flags, "--trainer.strategy=MeshStrategy", "--trainer.strategy.tp_size=2"], OURS)
+    (_, versions, _), (_, machine, _) = doctor.check_versions(sharded)
+    assert f"torch {torch.__version__}, lightning 2." in versions and "MeshStrategy fsdp_size=auto" in machine
     assert DataModule().cache_dir == str(Where().cache)

@@ -52,7 +52,7 @@ def test_a_request_ends_when_its_time_is_over_and_its_generation_too(folder: Pat
 
     async def both() -> tuple[tuple[int, bytes], float, tuple[int, bytes]]:
         await app.warm_up()
-        late = await ask(app, TEXT, {"prompt": "a", "max_tokens": 3000, "stream": stream})
+        late = await ask(app, TEXT, {"prompt": "a", "max_tokens": 3000, "temperature": 0, "stream": stream})
         start = time.monotonic()
         app.given.timeout_s = 20.0
         following = await ask(app, TEXT, {"prompt": "a", "max_tokens": 2})
@@ -95,7 +95,7 @@ def test_sigterm_in_the_middle_of_a_stream_ends_it_and_the_process_with_0(tmp_pa
     model = chat_model(tmp_path / "long", positions=100_000)
     server = Server(model, tmp_path / "log", "--max_tokens=90000", "--grace_s=0.5", "--max_requests=1")
     seen = threading.Event()
-    asked = {"prompt": "a", "max_tokens": 90_000, "stream": True}
+    asked = {"prompt": "a", "max_tokens": 90_000, "temperature": 0, "stream": True}  # a sample may end by itself
     with httpx.stream("POST", server.url + TEXT, json=asked, timeout=30) as answer:
         next(answer.iter_text())
     end = time.monotonic() + 10

@@ -46,7 +46,11 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "diagnose": ("tools.diagnose", "report what is wrong with a run, and which flag to change"),
     "report": ("tools.report", "write a page about runs: findings, curves, configuration, samples"),
     "compare": ("tools.report", "compare two or more runs: configuration and results"),
+    "upgrade": ("tools.upgrade", "merge the template's newest version into this project"),
+    "migrate": ("tools.migrate", "rename the keys of earlier versions in configuration files"),
     "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON of a configuration"),
+    "docs": ("tools.docs", "list the pages of the documentation, or print one, without a network"),
+    "completion": ("tools.completion", "print a script that completes verbs and keys in a shell"),
 }
 
 
@@ -66,7 +70,7 @@ Files given with --config compose from left to right; a --KEY VALUE after them o
   python -m {program} fit --config configs/quickstart.yaml --print_config     every key resolved
   python -m {program} VERB --help                                             every key explained
 
-Documentation: docs/index.md.
+Documentation: python -m {program} docs.
 Set TRACEBACK=1 to see the Python traceback behind an error."""
 
 
@@ -111,6 +115,9 @@ def run(argv: list[str], project: Project) -> int:
         MESSAGES.listen()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
     try:
+        from ..deprecations import current_flags
+
+        argv = current_flags(argv)
         if VERBS[verb][0] in (FIT, "tools.prepare"):
             from . import config_file
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat.lightning_cli import formatter_of, keys_of
+from ..deprecations import with_classes_of_the_library
 from ..errors import InputError, is_first_on_node
 from ..project import program, program_name
 from ..text.sources.documents import Source
@@ -148,9 +149,10 @@ class ConfigFile(ActionConfigFile):
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
-        content = {}
+        content, written = {}, {}
         if os.path.isfile(str(values)):  # otherwise jsonargparse reports it, or reads a mapping
             content = config_file.read(str(values))
+            written = yaml.safe_load(Path(values).read_text(encoding="utf-8")) or {}
         for earlier in cfg.get(self.dest) or ():
             if _folder(earlier) == _folder(values) == "strategy":
                 both = f"--config {earlier} and --config {values}"
@@ -158,8 +160,8 @@ class ConfigFile(ActionConfigFile):
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
-        moved = config_file.with_classes_of_the_library(content, program_name())
-        values = values if moved == content else yaml.safe_dump(moved)
+        moved = with_classes_of_the_library(content, program_name())
+        values = values if moved == written else yaml.safe_dump(moved)
         super().__call__(parser, cfg, values, option_string)
 
 

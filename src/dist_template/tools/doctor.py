@@ -17,9 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from ..cluster.environment import comparable, driver, normalized, packages
 from ..errors import Exit
@@ -29,6 +32,7 @@ from ..records import GIB
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 LOCK = "constraints.txt"
+BLOCKED = "requirements/blocked.txt"
 SHARED_MEMORY = Path("/dev/shm")
 SCARCE_GIB, TOO_LITTLE_GIB = 20, 1  # free disk space: a few small checkpoints; not even one
 SHARED_GIB = 1  # Docker's default is 64 MiB, which NCCL and the batches of loader workers fill
@@ -44,6 +48,7 @@ class Where:
     root: Path = Path("runs")
     cache: Path = Path("data_cache")
     num_workers: int = 0
+    strategy: str = "no --config given"
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -76,7 +81,24 @@ def _read(flags: list[str], project: Project) -> Where:
     cli = parse(["doctor", *flags], project)
     data, root = cli.datamodule, Path(cli.config_init.run.root)
     cache = Path(getattr(data, "cache_dir", Where.cache))
-    return Where(project.folder.parent, root, cache, getattr(data, "num_workers", 0))
+    trainer = cli.config.trainer
+    chosen = [str(getattr(trainer.strategy, "class_path", trainer.strategy)).rpartition(".")[2]]
+    for name, value in vars(getattr(trainer.strategy, "init_args", None) or Namespace()).items():
+        if name == "stage" or re.fullmatch("(fsdp|dp_replicate|tp|ep|cp|pp)_size", name):
+            chosen.append(f"{name}={value}")
+    chosen.append(f"on {trainer.num_nodes} x {trainer.devices} devices, {trainer.precision or 32}")
+    workers = getattr(data, "num_workers", 0)
+    return Where(project.folder.parent, root, cache, workers, " ".join(chosen))
+
+
+def check_versions(where: Where) -> Findings:
+    """What a bug report needs first, in two lines."""
+    names = ("dist-template", "torch", "lightning", "transformers", "deepspeed")
+    versions = [f"{name} {packages().get(name, 'missing')}" for name in names]
+    yield OK, f"{', '.join(versions)}, Python {platform.python_version()}", ""
+    memory = psutil.virtual_memory().total / GIB
+    machine = f"{platform.platform()}, {os.cpu_count()} CPU cores, {memory:.1f} GiB of memory"
+    yield OK, f"{machine}; strategy: {where.strategy}", ""
 
 
 def check_packages(where: Where) -> Findings:
@@ -97,6 +119,19 @@ def check_packages(where: Where) -> Findings:
         yield PROBLEM, f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}", todo
     else:
         yield OK, f"{len(pins)} as {LOCK} has them, Python {platform.python_version()}", ""
+
+
+def check_blocked(where: Where) -> Findings:
+    """No version is installed that requirements/blocked.txt names: malicious or withdrawn ones."""
+    from packaging.specifiers import SpecifierSet
+
+    path, found = where.project / BLOCKED, packages()
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for name, rule, advisory in re.findall(r"^([\w.-]+)(\S+)\s+# (.*)$", text, re.MULTILINE):
+        version = found.get(normalized(name))
+        if version and not SpecifierSet(rule).contains(version, prereleases=True):
+            todo = "remove this environment, change your passwords and tokens, then make setup"
+            yield PROBLEM, f"{name} {version} is blocked: {advisory}", todo
 
 
 def check_gpus(where: Where) -> Findings:
@@ -254,7 +289,9 @@ def _existing(path: Path) -> Path:
 
 
 CHECKS: dict[str, Callable[[Where], Findings]] = {
+    "versions": check_versions,
     "packages": check_packages,
+    "blocked": check_blocked,
     "gpus": check_gpus,
     "disks": check_disks,
     "shared memory": check_shared_memory,
