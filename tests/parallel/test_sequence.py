@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from dist_template.model.balance import BalanceConfig
 from dist_template.model.kernels import known_documents
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.sequence import shard_batch, share_attention
+from dist_template.rehearsal.workers import clean_processes
 from dist_template.text.sources.preferences import Preferences
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
@@ -100,8 +100,8 @@ def test_losses_and_gradients_are_those_of_one_process(num: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=compare, args=(rank, num, port, cases, expected)) for rank in range(num)]
+    processes = clean_processes()
+    ranks = [processes.Process(target=compare, args=(rank, num, port, cases, expected)) for rank in range(num)]
     for each in ranks:
         each.start()
     for each in ranks:

@@ -1,10 +1,10 @@
-"""Servers for tests: a forked process that has imported everything, and an ASGI client without one."""
+"""Servers for tests: a process forked from one that has imported torch, and an ASGI client without one."""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -17,6 +17,8 @@ import httpx
 import torch
 
 from dist_template.cli.main import run
+from dist_template.rehearsal.workers import clean_processes
+from dist_template.tools.serve import app as serving
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.line import OURS
 
@@ -48,13 +50,15 @@ class Server:
     def __init__(self, model: Path, log: Path, *flags: str, **environment: str) -> None:
         self.port, self._log = free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
+        log.touch()
         argv = ["serve", str(model), f"--port={self.port}", *flags]
-        fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=_serve, args=(argv, log, environment))
+        self.process = clean_processes().Process(target=_serve, args=(argv, log, os.environ | environment))
         self.process.start()
-        end = time.monotonic() + 60
+        end = time.monotonic() + 120
         while not self._is_ready():
-            assert self.process.is_alive() and time.monotonic() < end, log.read_text()
+            if time.monotonic() > end:
+                self.stop(signal.SIGABRT)  # its stack comes into the log
+            assert self.process.is_alive(), log.read_text()
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
@@ -85,12 +89,15 @@ class Server:
 
 
 def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
+    os.environ.clear()
     os.environ |= environment
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    serving.BODY_S = 0.5  # a test waits for its end
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    faulthandler.enable()
     code = 1
     try:
         code = run(argv, OURS)

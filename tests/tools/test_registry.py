@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from dist_template.errors import InputError
+from dist_template.rehearsal.workers import clean_processes
 from dist_template.tools.promote.registry import Registry
 
 
@@ -73,7 +73,7 @@ def test_a_killed_promotion_leaves_the_latest_version_as_it_was(
 
 
 def test_promotions_at_the_same_time_get_numbers_of_their_own(tmp_path: Path) -> None:
-    with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as processes:
+    with ProcessPoolExecutor(4, clean_processes()) as processes:
         found = processes.map(promoted, [Registry(tmp_path)] * 8, "01234567")
     folders = [folder for (folder,) in found]
     assert {each["run"] for each in json.loads((tmp_path / "index.json").read_text())} == {*"01234567"}

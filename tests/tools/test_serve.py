@@ -14,7 +14,6 @@ import httpx
 import openai
 import pytest
 
-from dist_template.tools.serve import app as serving
 from tests.support.serving import LIMITS, Server, chat_model
 
 KEY, SECRET = "a key", "what the prompt says"
@@ -30,9 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "BODY_S", 0.5)
-        server = Server(folder, folder.parent / "log", *FLAGS, "--api_key_env=KEY_OF_A_TEST", KEY_OF_A_TEST=KEY)
+    server = Server(folder, folder.parent / "log", *FLAGS, "--api_key_env=KEY_OF_A_TEST", KEY_OF_A_TEST=KEY)
     yield server
     server.stop(signal.SIGKILL)
 

@@ -40,7 +40,18 @@ if TYPE_CHECKING:
 GRACE_S = 20.0  # after one rank has failed, for the other ranks to report
 IDLE = "idle"
 TRAINING_VERBS = ("fit", "validate", "test", "predict")
-_WORKER = f"{__package__}.worker"
+
+
+def clean_processes() -> Any:
+    """Returns a multiprocessing context whose processes inherit no thread or lock of this one."""
+    context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
+    context.set_forkserver_preload([f"{__package__}.worker"])
+    # Python's helper that removes resources of killed ranks is started now, without its warnings.
+    before = os.environ.get("PYTHONWARNINGS", "")
+    os.environ["PYTHONWARNINGS"] = f"{before},ignore:resource_tracker:UserWarning".lstrip(",")
+    resource_tracker.ensure_running()
+    os.environ["PYTHONWARNINGS"] = before
+    return context
 
 
 class Workers:
@@ -54,10 +65,7 @@ class Workers:
     def __init__(self, num: int, project: Project) -> None:
         self.num = num
         self.project = project
-        method = "spawn" if sys.platform == "darwin" else "forkserver"
-        self._context = multiprocessing.get_context(method)
-        self._context.set_forkserver_preload([_WORKER])
-        _start_resource_tracker()
+        self._context = clean_processes()
         self._ranks: list[tuple[Any, Connection]] = []  # process, and the parent's end of its pipe
 
     def __enter__(self) -> Workers:
@@ -166,14 +174,6 @@ class Workers:
         except (EOFError, OSError):  # the process died before it could answer
             process.join(5)
             return f"killed: exit code {process.exitcode}"
-
-
-def _start_resource_tracker() -> None:
-    """Starts Python's helper that removes resources of killed ranks, without its warnings."""
-    before = os.environ.get("PYTHONWARNINGS", "")
-    os.environ["PYTHONWARNINGS"] = f"{before},ignore:resource_tracker:UserWarning".lstrip(",")
-    resource_tracker.ensure_running()
-    os.environ["PYTHONWARNINGS"] = before
 
 
 def _serve(connection: Connection, job: Job) -> None:
