@@ -91,7 +91,7 @@ OTHERS = [("zero2_offload", ""), ("zero1", ADDS_IN_FP32)]
     ("strategy", "config", "fault"),
     tiers(
         [(*each, fault) for each in OTHERS for fault in ("spike", "non_finite")],
-        daily=[(*OTHERS[0], "spike"), (*OTHERS[1], "non_finite")],
+        daily=[(*OTHERS[0], "non_finite"), (*OTHERS[1], "spike")],
     ),
 )
 def test_deepspeeds_other_optimizers_skip_exactly_one_step(
@@ -104,7 +104,9 @@ def test_deepspeeds_other_optimizers_skip_exactly_one_step(
     plant = loss if fault == "spike" else partial(spoil_gradient, SPIKE_STEP, 0)
     run = guarded(strategy, f"{fault}-bf16", plant, *flags)
     assert [(i["step"], i["kind"]) for i in read_incidents(run.check().run)] == [(SPIKE_STEP, fault)]
-    assert is_finite(run.end)
+    for name, weight in guarded.by_hand("ddp", SPIKE_STEP).items():
+        difference = run.end[name].float() - weight
+        assert difference.norm() < 0.03 * weight.norm(), f"{name}: bf16 makes 0.01, that step 0.08"
 
 
 def spoil_sample(place: int) -> None:

@@ -34,7 +34,7 @@ class ZeroPrecision(EnginePrecision):
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         offloads = getattr(engine.optimizer, "cpu_offload", False)
         if is_last and offloads and engine.optimizer.overflow:
-            # DeepSpeed 0.19.8 clears them only without offload: every later step would overflow.
+            # DeepSpeed 0.19.8 clears them only without offload; in bf16 the next step adds them.
             engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
         return result
 
