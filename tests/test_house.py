@@ -37,7 +37,7 @@ BUDGETS = {
     "parallel": (2_367, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (1_898, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (3_809, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
-    "observe": (3_688, 2_500, "history, loggers, diagnosis, report with its page's styles"),
+    "observe": (3_692, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_060, 1_300, "what is measured, saved and guarded during training"),
     "cli": (2_028, 1_000, "verbs, parser, configuration errors, the run folder"),
     "rehearsal": (2_980, 1_400, "a cluster's configuration proven on CPU processes"),

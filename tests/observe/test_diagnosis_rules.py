@@ -9,7 +9,7 @@ import pytest
 from dist_template.observe.diagnosis.engine import RULES, diagnose
 from dist_template.observe.diagnosis.finding import Finding
 from dist_template.observe.history.run import History
-from tests.support.histories import CASES, a_run
+from tests.support.histories import CASES, a_run, noisy
 
 NEEDS_A_CRASH = {"out_of_memory", "crashed"}  # tests/callbacks/test_crashes.py
 
@@ -44,6 +44,17 @@ def test_a_healthy_run_has_no_findings(steps: int, every: int) -> None:
 @pytest.mark.parametrize("upto", [0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9])
 def test_a_healthy_run_has_no_findings_at_any_time(upto: float) -> None:
     assert [f.line for f in diagnose(a_run(100_000, 10, upto=upto))] == []
+
+
+@pytest.mark.parametrize("upto", [0.27, 0.9, 1.0])
+def test_a_load_of_experts_that_still_falls_is_reported_at_the_end(upto: float) -> None:
+    load = {"moe/expert_load_max_over_mean": lambda done: noisy(3.9 - 0.8 * done, 0.02)}  # 2.8 is the limit
+    run = a_run(300, 10, upto=upto, columns=load, config={"model.balance.bias_update_speed": 0.003})
+    findings = found(run)
+    assert ("experts_overloaded" in findings) == (upto == 1)
+    if upto == 1:
+        (change,) = findings["experts_overloaded"].causes[0].changes
+        assert (change.now, change.to) == (0.003, 0.006), "300 steps ask for 1/300, which is rounded to 0.003"
 
 
 def test_a_run_that_has_written_nothing_has_no_findings(tmp_path: Path) -> None:

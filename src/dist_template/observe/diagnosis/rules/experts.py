@@ -14,6 +14,7 @@ UNUSED = 0.1  # of all experts: a few without a token in one log step are normal
 COLLAPSED = 0.5  # of all experts
 MIN_STEPS = 100  # in which a bias may cross the router's range of scores; faster, it overshoots
 USUAL_SPEED = 0.001  # DeepSeek-V3 (arXiv:2412.19437, section 4.2)
+FALLING = 0.25  # of the pairs of log steps have a higher load at the later one; 0.5 without a trend
 USUAL_COEF = 0.01  # Switch Transformer (arXiv:2101.03961, section 2.2)
 
 
@@ -24,14 +25,14 @@ def _balancing(history: History) -> list[Cause]:
         key = "model.balance.bias_update_speed"
         now = history.key(key) or 0.0
         # Scores are between 0 and 1: a bias must be able to move by 1 during the run.
-        least = min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS)
+        least = robust.rounded(min(max(USUAL_SPEED, 1 / steps), 1 / MIN_STEPS))
         problem = "Its biases move too slowly" if now else "Its biases are not updated"
     else:
         key, now = "model.balance.aux_loss_coef", history.fact("balance.aux_loss_coef") or 0.0
         # With the usual coefficient a small model takes 1,000 steps; a shorter run needs more.
-        least = min(max(USUAL_COEF, 10 / steps), 10 * USUAL_COEF)
+        least = robust.rounded(min(max(USUAL_COEF, 10 / steps), 10 * USUAL_COEF))
         problem = "The load-balancing loss is too weak" if now else "No loss balances the load"
-    change = Change(key, now, robust.rounded(least if now < least else 2 * now))
+    change = Change(key, now, least if now < least else robust.rounded(2 * now))
     return [
         Cause(f"The router has collapsed. {problem}.", [change]),
         Cause("The learning rate is too high for the router.", expected.lower_rate(history)),
@@ -58,13 +59,16 @@ def experts_unused(history: History) -> Iterator[Finding]:
 
 
 def experts_overloaded(history: History) -> Iterator[Finding]:
-    """Reports a load above the geometric mean of an even load (1) and the highest one."""
+    """Reports a load above the geometric mean of an even load (1) and the highest one.
+
+    A load that still falls is reported at the end of training alone: balancing takes time."""
     load = expected.settled(history, "moe/expert_load_max_over_mean")
     experts, chosen = history.fact("model.experts"), history.fact("model.experts_per_token")
     if len(load) < MIN_POINTS or not experts or not chosen:
         return
     highest, last = experts / chosen, robust.tail(load)  # all tokens choose the same experts
-    if last < math.sqrt(highest):
+    falls = robust.rising_share(expected.metric(history, "moe/expert_load_max_over_mean")) < FALLING
+    if last < math.sqrt(highest) or (falls and load.steps[-1] < expected.max_steps(history)):
         return
     evidence = (
         f"The busiest expert gets {last:.1f} times the mean load at the last log steps, up to step"
