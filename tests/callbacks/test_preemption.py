@@ -58,7 +58,10 @@ class Signal(Callback):
         due = trainer.global_step >= self.step and not trainer.sanity_checking and not self._sent
         if due and trainer.global_rank in self.ranks:
             self._sent = True
-            threading.Timer(self.delay * (now - before), self.kill, (os.getpid(), self.number)).start()
+            if self.delay:
+                threading.Timer(self.delay * (now - before), self.kill, (os.getpid(), self.number)).start()
+            else:  # before the hook returns: the next vote has it
+                self.kill(os.getpid(), self.number)
 
 
 class Runs:
