@@ -36,6 +36,21 @@ def local_shard(parameter: Tensor) -> Tensor:
     return getattr(parameter, "ds_tensor", parameter)
 
 
+def shard_place(tensor: Tensor) -> str:
+    """Returns the coordinate of this rank's shard; "" for a tensor that is not sharded.
+
+    Ranks with equal places of one tensor hold the same values.
+    """
+    if not isinstance(tensor, DTensor):
+        return ""
+    coordinate = tensor.device_mesh.get_coordinate() or []
+    found = ""
+    for index, placement in zip(coordinate, tensor.placements, strict=True):
+        if not placement.is_replicate():
+            found += f" {placement}:{index}"
+    return found
+
+
 def refuse_scalars(model: nn.Module, what: str) -> None:
     """Raises InputError if a parameter has no dimension: the strategy `what` cannot shard it."""
     for name, parameter in model.named_parameters():

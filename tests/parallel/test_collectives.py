@@ -163,7 +163,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[
             record = workers.run(argv, record_folder, callbacks=[CountSteps()]).check()
         lines = dict(line.split(" ", 1) for line in record.log(0).splitlines() if line.startswith(("fit {", "hand {")))
         fit, hand = (Counter(json.loads(lines[name])) for name in ("fit", "hand"))
-        assert fit == hand + OURS + Counter(bytes=4 + 4 + 4 * ranks), "a float32, and one that becomes one a rank"
+        assert fit == hand + OURS + Counter(bytes=4 + 8 + 8 * ranks), "a float32, and two that become two a rank"
         return fit, hand
 
     yield count

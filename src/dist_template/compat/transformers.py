@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .attributes import replaced
@@ -92,6 +93,29 @@ def finding_documents(find: Callable[[Tensor], Tensor | None]) -> Generator[None
 
     with replaced(masking_utils, find_packed_sequence_indices=find):
         yield
+
+
+TOKENS = 13  # of a row on the meta device; no other size of a model is likely to be this number
+
+
+def run_on_meta(model: Any, **options: Any) -> Any:
+    """Returns the output of a model on the meta device for a row of `TOKENS`.
+
+    The grouped product of experts has no kernel there in fp32; it takes the sizes of each."""
+    from transformers.integrations import moe
+
+    experts: dict[str, Any] = {"_grouped_mm": lambda input, weight, offs: input @ weight[0]}
+    row = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    eager = torch.compiler.set_stance("force_eager")
+    with finding_documents(lambda _: None), replaced(moe, **experts), eager, torch.device("meta"):
+        return model(input_ids=row, position_ids=row, use_cache=False, **options)
+
+
+def needs_values(error: BaseException) -> bool:
+    """Returns whether a model cannot run on the meta device: it read a value of a tensor, or asked
+    for the device's type of autocast, as peft's adapters of experts do."""
+    signs = "meta", "unsupported scalarType"
+    return isinstance(error, NotImplementedError) or any(sign in str(error) for sign in signs)
 
 
 def wrap_grouped_mm(wrap: Callable[[Any], Any]) -> None:

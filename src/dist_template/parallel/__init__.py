@@ -3,6 +3,7 @@
 place.py                      builds a model and lets the strategy shard it: the only interface
 mesh.py, mesh_sizes.py        MeshStrategy: FSDP2, HSDP, tensor and expert parallelism
 shard.py                      shards a model over its mesh
+tensor_trial.py               finds what a tensor-parallel plan forgets
 sequence.py                   sequence parallelism, in MeshStrategy
 pipeline/                     its pipeline: division of a model, schedules
 zero.py, zero_step.py         ZeroStrategy; deepspeed_config.py completes its DeepSpeed JSON

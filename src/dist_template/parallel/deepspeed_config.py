@@ -152,6 +152,8 @@ def resolve(config: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     conflicts += _drop_optimizer(config)
     config.setdefault("zero_allow_untested_optimizer", True)  # module.py may build any optimizer
     config.setdefault("zero_force_ds_cpu_optimizer", False)  # zero.py says why
+    # DeepSpeed's own throughput would synchronize the device twice per micro-batch.
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     try:
         _fill_sizes(config["zero_optimization"], settings)
     except InputError as error:
@@ -205,6 +207,9 @@ def _drop_optimizer(config: dict[str, Any]) -> list[str]:
     given = {name: config.pop(name, None) or {} for name in ("optimizer", "scheduler")}
     if given["optimizer"].get("type") == "AdamW":
         given["optimizer"] = given["optimizer"] | {"type": AUTO}
+    of_schedule = given["scheduler"].get("params")
+    if of_schedule and {*of_schedule.values()} == {AUTO}:  # Hugging Face's files name a type too
+        given["scheduler"] = {}
     return [
         f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and"
         " schedule: remove it"

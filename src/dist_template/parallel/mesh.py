@@ -45,7 +45,7 @@ from .mesh_sizes import ADDING, MeshSizes, Size
 from .pipeline.run import Pipeline, divide
 from .pipeline.schedule import Schedule
 from .sequence import shard_batch
-from .shard import shard_by_blocks, shard_by_plan, shard_module
+from .shard import shard_by_blocks, shard_by_plan, shard_module, try_rank
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -188,6 +188,7 @@ class MeshStrategy(ModelParallelStrategy):
             return model
         refuse_scalars(model, "FSDP2")
         full = weights.take(model)
+        try_rank(model, self)
         division = divide(model, self) if self.mesh_sizes.pp > 1 else None
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
         if has_plan and self.world_size > 1:
@@ -248,6 +249,18 @@ class MeshStrategy(ModelParallelStrategy):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         step = super().test_step
         return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
+
+    @property
+    def replica_tolerance(self) -> float:
+        """How much replicas may differ on a GPU by rounding alone, relative to their norm.
+
+        Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics
+        (a backward pass of attention) round differently each time. Under HSDP each replica sums the
+        norm in a group of its own.
+        """
+        if self.mesh_sizes.tp > 1:
+            return 1e-2
+        return 1e-5 if self.mesh_sizes.dp_replicate > 1 else 0.0
 
     @property
     def group_of_stage(self) -> Any:

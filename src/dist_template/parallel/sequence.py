@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import gcd
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 
 from ..compat import transformers as compat
 from ..compat.attributes import replaced
-from ..errors import InputError
+from ..compat.torch import ranges
+from ..errors import InputError, reason
 
 WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
@@ -49,7 +51,7 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     return sharded
 
 
-def share_attention(model: nn.Module, group: dist.ProcessGroup) -> None:
+def share_attention(model: nn.Module, group: Any) -> None:
     """Makes the model's attention kernel combine the tokens of all ranks of `group`.
 
     The kernel is replaced in transformers' registry for the process; a forward pass without
@@ -91,6 +93,33 @@ def share_attention(model: nn.Module, group: dist.ProcessGroup) -> None:
     AttentionInterface.register(kernel, attend_to_all)
 
 
+def try_shard(model: nn.Module, num: int) -> None:
+    """Runs a forward pass of a rank's tokens, 1 / `num` of a row; `model` is on the meta device.
+
+    A model that needs values of its tensors is not tried.
+
+    Raises:
+        ValueError: the pass fails, or a layer numbers the rank's tokens as if they were all.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    kernel = compat.attention_of(model) or ""
+    attend: Any = ALL_ATTENTION_FUNCTIONS.get(kernel)
+    share_attention(model, SimpleNamespace(size=lambda: num))
+    positions = torch.empty(1, num * compat.TOKENS, dtype=torch.long, device="meta")
+    try:
+        with masks_of_all(model, positions, lambda _: None), ranges() as lengths:
+            compat.run_on_meta(model, **{IS_SHARD: True})
+    except (IndexError, TypeError, RuntimeError) as error:
+        if compat.needs_values(error):
+            return
+        raise ValueError(f"a pass of a rank's tokens fails ({reason(error)})") from error
+    finally:
+        AttentionInterface.register(kernel, attend)
+    if compat.TOKENS in lengths:
+        raise ValueError("a layer of it numbers a rank's tokens as if they were all")
+
+
 class _AllToAll(torch.autograd.Function):
     """Shards dimension `split` over the ranks, and gathers dimension `join`."""
 
@@ -99,7 +128,8 @@ class _AllToAll(torch.autograd.Function):
         ctx.reverse = group, join, split
         parts = torch.stack(local.chunk(group.size(), dim=split))
         received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
+        if not local.is_meta:
+            dist.all_to_all_single(received, parts, group=group)
         return torch.cat(received.unbind(), dim=join)
 
     @staticmethod

@@ -26,7 +26,9 @@ from ..compat import transformers as compat
 from ..errors import InputError, reason
 from ..layout import refuse_scalars
 from .blocks import find_blocks
-from .sequence import share_attention
+from .mesh_sizes import MeshSizes
+from .sequence import share_attention, try_shard
+from .tensor_trial import missing_rules
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -46,6 +48,35 @@ def shard_module(module: L.LightningModule, strategy: Any) -> None:
     for step in STEPS:
         if is_overridden(step, module):
             register_fsdp_forward_method(module, step)
+
+
+def complete_plan(model: Any, strategy: Any, sizes: MeshSizes) -> None:
+    """Adds to `model`'s tensor-parallel plan the rules of the gradients that it forgets.
+
+    Raises:
+        InputError: a rank's forward pass fails, or no rule makes its gradients complete.
+    """
+    plan = model.tp_plan | (strategy.tp_plan or {})
+    if sizes.ep > 1:
+        plan = plan | model.ep_plan | (strategy.ep_plan or {})
+    run = partial(compat.run_on_meta, model)
+    with _refusing(model):
+        missing = missing_rules(model, plan, sizes.tp, run)
+    model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
+
+
+def try_rank(model: Any, strategy: Any) -> None:
+    """Completes the plan of `model`, on the meta device, and refuses what would be wrong on a rank.
+
+    Raises:
+        InputError: a rank's forward pass fails, or would compute something else.
+    """
+    sizes = strategy.mesh_sizes
+    if sizes.tp > 1 and getattr(model, "tp_plan", None):
+        complete_plan(model, strategy, sizes)
+    if sizes.cp > 1:
+        with _refusing(model):
+            try_shard(model, sizes.cp)
 
 
 def shard_by_plan(model: Any, strategy: Any) -> None:

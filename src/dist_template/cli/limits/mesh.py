@@ -69,8 +69,7 @@ def heads(setup: Setup) -> Iterator[str]:
     plan, text = _plan(setup, "tp"), config.get_text_config()
     queries = getattr(text, "num_attention_heads", None)
     keys = getattr(text, "num_key_value_heads", None) or queries
-    is_sharded = any(rule.endswith(QUERIES) and style == "colwise" for rule, style in plan.items())
-    if is_sharded and isinstance(queries, int) and queries % mesh.tp:
+    if _shards_heads(plan) and isinstance(queries, int) and queries % mesh.tp:
         broken = f"num_attention_heads {queries}"
     elif keys is not None and get_kv_heads_per_rank(plan, keys, mesh.tp) is None:
         broken = f"num_key_value_heads {keys}"
@@ -109,8 +108,11 @@ def sequences(setup: Setup) -> Iterator[str]:
         yield f"model.balance.sequence_loss_coef needs full sequences: set it to 0, or {key} to 1"
     if config in (NOT_READ_YET, None):
         return
-    if (heads := getattr(config.get_text_config(), "num_attention_heads", 0)) % mesh.cp:
-        yield f"cp_size {mesh.cp} does not divide the model's {heads} attention heads: edit {key}"
+    heads, whose = getattr(config.get_text_config(), "num_attention_heads", 0), "the model's"
+    if mesh.tp > 1 and _shards_heads(_plan(setup, "tp")):
+        heads, whose = heads // mesh.tp, f"a rank's (tp_size {mesh.tp})"
+    if heads % mesh.cp:
+        yield f"cp_size {mesh.cp} does not divide {whose} {heads} attention heads: edit {key}"
 
 
 def optimizer(setup: Setup) -> Iterator[str]:
@@ -129,6 +131,10 @@ def experts_of(config: Any) -> tuple[str, int]:
         if isinstance(number := getattr(config, name, None), int):
             return name, number
     return EXPERTS[0], 0
+
+
+def _shards_heads(plan: dict[str, str]) -> bool:
+    return any(rule.endswith(QUERIES) and style == "colwise" for rule, style in plan.items())
 
 
 def _plan(setup: Setup, kind: str) -> dict[str, str]:
