@@ -18,11 +18,21 @@ from dist_template.errors import InputError
 from dist_template.parallel.pipeline.division import Division
 from dist_template.parallel.pipeline.partition import bounds_of, outline
 from dist_template.parallel.pipeline.schedule import stages_of_rank
-from tests.support.parity import SHORT, PauseAfter, Trainings, assert_close
+from tests.support.parity import MODELS, SHORT, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
 
+EXPERTS = (  # with an auxiliary loss
+    "hidden_size: 36, intermediate_size: 20, num_hidden_layers: 4, num_attention_heads: 6, num_key_value_heads: 2,"
+    " num_experts_per_tok: 2, router_aux_loss_coef: 0.01"
+)
+MODELS |= {
+    "mixtral_of_4": f"{{model_type: mixtral, num_local_experts: 4, {EXPERTS}}}",
+    "olmoe_of_4": f"{{model_type: olmoe, num_experts: 5, {EXPERTS}}}",
+    "qwen2_moe_of_4": f"{{model_type: qwen2_moe, num_experts: 4, moe_intermediate_size: 20,"
+    f" shared_expert_intermediate_size: 12, decoder_sparse_step: 1, {EXPERTS}}}",
+}
 V_SHAPED = [f"{ARGS}.pp_schedule=ZBVZeroBubble", f"{ARGS}.pp_schedule=DualPipeV"]
 CASES = {
     "qwen3": ("qwen3_of_4", "pp", 2, []),
@@ -37,8 +47,13 @@ CASES = {
     "ZBV and FSDP2": ("llama_of_4", "pp_fsdp2", 4, [V_SHAPED[0]]),
     "uneven stages": ("llama_of_4", "pp", 2, [f"{ARGS}.pp_layers=[3, 1]"]),
     "checkpointing and zero bubble": ("llama_of_4", "pp", 2, [V_SHAPED[0], "--model.blocks.checkpointing=full"]),
+    "ZBV and routers": ("mixtral_of_4", "pp", 2, [V_SHAPED[0]]),
+    "DualPipeV and routers": ("olmoe_of_4", "pp", 2, [V_SHAPED[1]]),
+    "InterleavedZeroBubble and routers": ("qwen2_moe_of_4", "pp", 2, [f"{ARGS}.pp_schedule=InterleavedZeroBubble"]),
 }  # fmt: skip
-DAILY = [name for name in CASES if name not in ("HSDP", "tensor parallelism", "ZBV and FSDP2", "uneven stages")]
+NIGHTLY = {"HSDP", "tensor parallelism", "ZBV and FSDP2", "uneven stages"}
+NIGHTLY |= {"DualPipeV and routers", "InterleavedZeroBubble and routers"}
+DAILY = CASES.keys() - NIGHTLY
 
 
 @pytest.mark.slow

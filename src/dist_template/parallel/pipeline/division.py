@@ -15,14 +15,18 @@ backward pass and returns no loss."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...errors import InputError
-from .partition import outline
+from ...compat.transformers import needs_values, run_on_meta
+from ...errors import InputError, reason
+from .partition import bounds_between, outline
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -74,7 +78,7 @@ class Elsewhere(nn.Module):
     def __init__(self, of: nn.Module) -> None:
         super().__init__()
         plain = {name: value for name, value in vars(of).items() if isinstance(value, PLAIN)}
-        vars(self).update(plain, training=of.training)
+        vars(self).update(plain, training=of.training, of=type(of).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError("a module of another pipeline stage was called outside of a forward pass")
@@ -216,6 +220,37 @@ class Division:
             raise StageEnd
 
 
+def try_stages(model: nn.Module, facts: dict[str, Any]) -> None:
+    """Runs the first two stages and the last one; `model` is on the meta device, and not changed.
+
+    Args:
+        model: With all of its modules.
+        facts: What `partition.facts_of` returns.
+
+    Raises:
+        InputError: the model cannot be divided, or a stage's forward pass fails.
+    """
+    bounds = bounds_between(facts["blocks"])
+    hidden: Tensor | None = None
+    for stage in sorted({0, 1, len(bounds) - 1}):
+        divided = copy.deepcopy(model)
+        (own,) = [stages for stages in facts["stages"] if stage in stages]
+        division = Division(divided, bounds, own)
+        division.gate(divided)
+        division.position.enter(bounds[stage], hidden, raises=True)
+        try:
+            with suppress(StageEnd), torch.no_grad():
+                run_on_meta(divided)
+        except (IndexError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, InputError) or needs_values(error):
+                raise
+            raise InputError(
+                f"stage {stage + 1} of {len(bounds)} needs more than the hidden states of the stage"
+                f" before, or its blocks return more ({reason(error)})"
+            ) from error
+        hidden = division.position.sent
+
+
 def _owners(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
     owners = [owner for module in modules for owner in module.modules()]
     return [(o, name, p) for o in owners for name, p in o.named_parameters(recurse=False)]
@@ -231,7 +266,7 @@ def _replace(model: nn.Module, module: nn.Module) -> nn.Module:
 
 def _gate(module: nn.Module, position: Position, comes_first: bool) -> None:
     """Passes over `module` in forward passes of stages that it is not part of."""
-    forward, name = module.forward, type(module).__name__
+    forward, name = module.forward, getattr(module, "of", type(module).__name__)
 
     @functools.wraps(forward)
     def gated(*args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,11 @@ class ForwardPasses:
         self.module, self.device = strategy.lightning_module, strategy.root_device
         self.schedule, self.num_stages = strategy.pp_schedule, len(division.bounds)
         self.own = list(division.parts)
-        self.group = strategy.stages.get_group("pp")
+        self.group = strategy.device_mesh.get_group("pp")  # for collectives
+        # NCCL would run messages and collectives of one group one after the other.
+        self.messages = strategy.stages.get_group("pp")
+        if self.messages is dist.group.WORLD:  # a mesh takes it where a dimension has all ranks
+            self.messages = dist.new_group()
         ranks = dist.get_process_group_ranks(self.group)
         pairs = zip(ranks, division.facts["stages"], strict=True)
         self.rank_of = {stage: rank for rank, stages in pairs for stage in stages}
@@ -124,11 +128,11 @@ class ForwardPasses:
             return self._kept
         if (stage, key) not in self._outlines:
             box: list[Any] = [None]
-            dist.recv_object_list(box, source, self.group)
+            dist.recv_object_list(box, source, self.messages)
             self._outlines[stage, key] = box[0]
         shape, dtype = self._outlines[stage, key]
         received = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(received, source, self.group)
+        dist.recv(received, source, self.messages)
         return received
 
     def _send(self, stage: int, key: Any, hidden: Any) -> None:
@@ -140,10 +144,10 @@ class ForwardPasses:
             return
         target = self.rank_of[stage + 1]
         if not is_known:
-            dist.send_object_list([found], target, self.group)
+            dist.send_object_list([found], target, self.messages)
         for work, _ in self._sending:  # the one before
             work.wait()
-        self._sending = [(dist.isend(hidden, target, self.group), hidden)]
+        self._sending = [(dist.isend(hidden, target, self.messages), hidden)]
 
     def outline_of(self, stage: int, key: Any) -> Tensor:
         """Returns what `stage` receives in a batch of the shapes `key`, on the meta device."""

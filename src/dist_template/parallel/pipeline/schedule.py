@@ -78,7 +78,7 @@ class Stage(FrugalStage):
         modules = nn.ModuleList(pipeline.division.parts[number])
         super().__init__(
             modules, number, pipeline.num_stages, pipeline.device, given, result,
-            group=pipeline.group,
+            group=pipeline.messages,
         )  # fmt: skip
         self._number, self._clocks = 0, pipeline.clocks
 
@@ -111,24 +111,27 @@ class Stage(FrugalStage):
 class _AddedLoss(torch.autograd.Function):
     """Returns hidden states, and gives a loss of their stage the gradient 1 in the backward pass.
 
-    The idea is Megatron-LM's MoEAuxLossAutoScaler."""
+    The idea is Megatron-LM's MoEAuxLossAutoScaler. The result shares memory with `hidden` and is no
+    view of it: after a split backward pass torch (2.13) detaches a stage's output in place."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor | None) -> Tensor:
+        shared: Any = hidden.new_empty(0)
+        return shared.set_(hidden)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], torch.ones((), device=gradients[0].device)
+        is_needed = ctx.needs_input_grad[1]
+        return gradients[0], torch.ones((), device=gradients[0].device) if is_needed else None
 
 
 def with_losses(hidden: Any, module: Any, batch: Any, num: int) -> Tensor:
     """Adds the loss terms of this stage's routers, which the last stage does not see."""
-    loss: Any = 0.0
+    loss: Any = None
     for name, weight, value in module.balancer.losses(batch):
         module.track(name, value)
-        loss = loss + weight * value
-    return _AddedLoss.apply(hidden, (loss / num).float()) if isinstance(loss, Tensor) else hidden
+        loss = weight * value if loss is None else loss + weight * value
+    return _AddedLoss.apply(hidden, None if loss is None else (loss / num).float())
 
 
 @contextmanager
