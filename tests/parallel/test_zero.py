@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from trainer_dev.module import LanguageModule
 
@@ -132,6 +134,54 @@ def test_an_argument_and_the_file_must_agree() -> None:
     assert ZeroStrategy(config={"zero_optimization": {"stage": 3}}).stage == 3
 
 
+GUIDES: dict[str, Any] = {  # of Hugging Face's pages on DeepSpeed
+    **EVERY_AUTO,
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+OFFLOAD = {"device": "cpu", "pin_memory": True}
+SECTIONS: dict[int, dict[str, Any]] = {
+    2: {
+        "allgather_partitions": True,
+        "allgather_bucket_size": 5e8,
+        "reduce_scatter": True,
+        "round_robin_gradients": True,
+    },
+    3: {
+        "offload_param": OFFLOAD,
+        "sub_group_size": 1e9,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+
+
+@pytest.mark.parametrize("stage", SECTIONS)
+@pytest.mark.parametrize("offloads", [True, False])
+def test_the_guides_file_replaces_the_keys_of_our_files(
+    stage: int, offloads: bool, flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    """zero2.yaml and zero3.yaml say that nothing is offloaded; the file in their place may."""
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    zero |= SECTIONS[stage] | ({"offload_optimizer": OFFLOAD} if offloads else {})
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**GUIDES, "zero_optimization": zero}))
+    own = [f"--config={CONFIGS}/strategy/zero{stage}.yaml", f"--trainer.strategy.config={path}"]
+    tool.main(["deepspeed-config", *flags, *own], OURS)
+    printed = capfd.readouterr().out
+    assert '"auto"' not in printed
+    resolved = json.loads(printed)["zero_optimization"]
+    assert ("offload_optimizer" in resolved) == offloads and ("offload_param" in resolved) == (stage == 3)
+
+
 def test_deepspeed_reads_the_keys_that_are_known_here_and_no_other() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -225,3 +275,25 @@ def test_nvme_refuses_asynchronous_checkpoints_before_anything_starts(
     strategy = [*flags_of("zero3_nvme"), f"--trainer.strategy.init_args.nvme_path={tmp_path}"]
     assert run("fit", *flags, *strategy, "--last_checkpoint.asynchronous=true") == 2
     assert "last_checkpoint.asynchronous true does not work with state on NVMe" in capfd.readouterr().err
+
+
+def test_zero3_gets_its_parameters_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's teardown after `fit` moves the model to the host; DeepSpeed would leave it there in stage 3."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: asked.append(device) or self)
+    monkeypatch.setattr(ZeroStrategy, "root_device", torch.device("cuda", 1))
+    monkeypatch.setattr(ZeroStrategy, "_complete_config", lambda self: None)
+    monkeypatch.setattr(DeepSpeedStrategy, "setup", lambda self, trainer: None)
+    strategy = ZeroStrategy(stage=3)
+    module: Any = nn.BatchNorm1d(4)
+    strategy._lightning_module = module
+    strategy.setup(SimpleNamespace())  # ty: ignore[invalid-argument-type]
+    assert asked == [torch.device("cuda", 1)] * 5, "two parameters, three buffers"
+
+
+def test_deepspeeds_own_clock_is_off_unless_the_file_has_it() -> None:
+    """It waits for the device before and after each micro-batch."""
+    zero = {"zero_optimization": {"stage": 2}}
+    assert resolve(read(zero), settings())["timers"] == {"throughput": {"enabled": False}}
+    own = {"timers": {"throughput": {"enabled": True, "synchronized": False}}}
+    assert resolve(read(zero | own), settings())["timers"] == own["timers"]

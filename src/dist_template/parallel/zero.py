@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,10 +60,9 @@ class ZeroStrategy(DeepSpeedStrategy):
     Args:
         stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in
             `config`, else 2.
-        offload_optimizer: Keep and update optimizer state in host memory. null: the value in
-            `config`, else false.
-        offload_parameters: Keep parameters there too, stage 3 only. null: the value in `config`,
-            else false.
+        offload_optimizer: Keep and update optimizer state in host memory. null, false: the value in
+            `config`, if there is one.
+        offload_parameters: Keep parameters there too, stage 3 only. null, false: as above.
         pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a
             GPU.
         config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these
@@ -109,8 +108,9 @@ class ZeroStrategy(DeepSpeedStrategy):
                 zero["stage3_gather_16bit_weights_on_model_save"] = True
         else:
             self._check("stage", stage)
-            self._check("offload_optimizer", offload_optimizer)
-            self._check("offload_parameters", offload_parameters)
+            # zero2.yaml and zero3.yaml write false, in whose place the file is.
+            self._check("offload_optimizer", offload_optimizer or None)
+            self._check("offload_parameters", offload_parameters or None)
 
     def _check(self, name: str, given: int | None) -> None:
         """Refuses an argument that differs from the DeepSpeed file."""
@@ -204,6 +204,10 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def setup(self, trainer: L.Trainer) -> None:
         self._complete_config()
+        if self.zero_stage_3:  # DeepSpeed does not move back what teardown moved to the host
+            assert self.lightning_module is not None
+            for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
+                tensor.data = tensor.data.to(self.root_device)
         super().setup(trainer)
 
     @contextmanager
@@ -249,14 +253,20 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     # ---- the step --------------------------------------------------------------------------------
 
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """False: the module's `optimizer_step` would run in every micro-batch (ZeroPrecision)."""
+        return False
+
+    def block_backward_sync(self) -> Any:
+        return nullcontext()  # stages 2 and 3 reduce gradients in every micro-batch
+
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        engine = self.deepspeed_engine
-        is_last = engine.is_gradient_accumulation_boundary()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         track: Any = getattr(self.lightning_module, "track", None)
-        if is_last and callable(track):
-            norm = torch.as_tensor(engine.get_global_grad_norm(), device=self.root_device)
-            track("train/grad_norm", norm)
+        if callable(track):
+            norm = self.deepspeed_engine.get_global_grad_norm()
+            track("train/grad_norm", torch.as_tensor(norm, device=self.root_device))
         return result
 
     # ---- checkpoints -----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.deepspeed import can_veto_steps
-from ..compat.lightning import EnginePrecision
+from ..compat.lightning import EnginePrecision, accumulates
 
 
 class ZeroPrecision(EnginePrecision):
@@ -24,16 +24,21 @@ class ZeroPrecision(EnginePrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         return module  # DeepSpeed casts parameters, and keeps buffers in fp32
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Backpropagates by the engine, and finishes a micro-batch that no optimizer step follows.
+
+        The engine must see every micro-batch; the module's hooks of a step run once per step."""
         kwargs["scale_wrt_gas"] = False  # Lightning has divided the loss already
-        super().backward(tensor, *args, **kwargs)
+        engine, is_last = model.trainer.model, not accumulates(model.trainer)
+        engine.set_gradient_accumulation_boundary(is_last)
+        super().backward(tensor, model, *args, **kwargs)
+        if not is_last:
+            engine.step()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         engine = model.trainer.model
-        is_last = engine.is_gradient_accumulation_boundary()
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
-        offloads = getattr(engine.optimizer, "cpu_offload", False)
-        if is_last and offloads and engine.optimizer.overflow:
+        if getattr(engine.optimizer, "cpu_offload", False) and engine.optimizer.overflow:
             # DeepSpeed 0.19.8 clears them only without offload; in bf16 the next step adds them.
             engine.optimizer.averaged_gradients = dict.fromkeys(engine.optimizer.averaged_gradients)
         return result
