@@ -13,6 +13,7 @@ PLACES = {  # public name -> the module that defines it, in the order for a Trai
     "RandomState": "callbacks.random_state",
     "SampleOrder": "callbacks.sample_order",
     "Numerics": "callbacks.numerics",
+    "Replicas": "callbacks.replicas",
     "Throughput": "callbacks.throughput",
     "TrainingLog": "callbacks.training_log",
     "Console": "callbacks.console",

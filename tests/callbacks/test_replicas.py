@@ -1,0 +1,203 @@
+"""The replica guard: a tensor that ranks hold with different values ends training, and is never saved."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainer_dev.module import LanguageModule
+
+from dist_template.callbacks.replicas import Replicas, checksum
+from dist_template.checkpoint import commit
+from dist_template.layout import local_shard
+from dist_template.project import Project
+from dist_template.rehearsal.record import RunRecord
+from dist_template.rehearsal.workers import Workers
+from tests.support.classifier import PlainClassifier
+from tests.support.numerics import Train, report_exit_codes
+from tests.support.strategies import flags_of
+from tests.support.tiers import tiers
+
+NORM = "model.layers.1.post_attention_layernorm.weight"  # of the network; every strategy but FSDP2 has replicas of it
+EVERY = "--last_checkpoint.every_n_steps=4"
+
+
+def flip_a_bit(step: int, name: str, rank: int = 1) -> None:
+    """In each worker: at the end of `step`, the lowest bit of a number differs on one rank."""
+    original = LanguageModule.optimizer_step
+
+    def optimizer_step(self: Any, *args: Any, **options: Any) -> None:
+        original(self, *args, **options)
+        if (self.global_step + 1, self.global_rank) == (step, rank):  # it is counted later
+            shard = local_shard(dict(self.model.named_parameters())[name].detach())
+            shard.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+    LanguageModule.optimizer_step = optimizer_step
+    report_exit_codes()
+
+
+def step_with_own_gradients() -> None:
+    """In each worker: one parameter's gradient is that of the rank, as where a plan forgets to sum it."""
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        gradient = local_shard(self.model.get_parameter(NORM).grad)
+        gradient.view(-1)[self.global_rank :: 2] *= -1
+
+    LanguageModule.on_before_optimizer_step = on_before_optimizer_step
+    report_exit_codes()
+
+
+def change_on_rank_0() -> None:
+    """In each worker: code that depends on the rank."""
+    original = LanguageModule.training_step
+
+    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 0 and self.global_step == 0:
+            with torch.no_grad():
+                local_shard(self.model.get_parameter(NORM)).add_(1e-3)
+        return original(self, batch, batch_idx)
+
+    LanguageModule.training_step = training_step
+    report_exit_codes()
+
+
+def assert_refused(guarded: Train, run: RunRecord, strategy: str, name: str, step: int, tensor: str = NORM) -> None:
+    assert len(run.answers) == run.size
+    for answer in run.answers.values():
+        assert answer.startswith(f"Ended: training stopped: replicas differ after step {step}: "), answer[:500]
+        assert "exit code 65" in answer and "replicas.ignore" in answer
+        assert tensor in answer and "of rank 1 is not that of rank 0" in answer
+    assert commit.newest(guarded.run_folder(strategy, name) / "checkpoints") is None, "nothing is saved"
+
+
+PLANTS = {
+    "bit": partial(flip_a_bit, 1, NORM),
+    "gradient": step_with_own_gradients,
+    "rank_0": change_on_rank_0,
+}
+# DeepSpeed reduces gradients after the hook, and a step overwrites what was changed before it.
+CASES = [(strategy, plant) for strategy in ("ddp", "tp") for plant in PLANTS] + [("zero1", "bit"), ("zero2", "bit")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "plant"), tiers(CASES, daily=[("tp", "gradient"), ("ddp", "rank_0"), ("zero2", "bit")])
+)
+def test_a_difference_is_found_in_the_first_step(guarded: Train, strategy: str, plant: str) -> None:
+    run = guarded(strategy, plant, PLANTS[plant], EVERY)
+    assert_refused(guarded, run, strategy, plant, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "tp"], daily=["ddp"]))
+def test_what_changes_later_is_found_before_it_is_saved(guarded: Train, strategy: str) -> None:
+    run = guarded(strategy, "later", partial(flip_a_bit, 4, NORM), EVERY)
+    assert_refused(guarded, run, strategy, "later", 4)
+
+
+TIED = "model.embed_tokens.weight"
+
+
+@pytest.mark.slow
+def test_copies_of_a_tied_parameter_on_two_stages_are_compared(guarded: Train) -> None:
+    run = guarded("pp", "tied", partial(flip_a_bit, 1, TIED), EVERY)
+    assert_refused(guarded, run, "pp", "tied", 1, TIED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_shards_of_hsdp_are_compared_between_replicas(guarded: Train, name: str) -> None:
+    """Rank 1 has the other shard: rank 3 holds the same as it."""
+    run = guarded("hsdp", name, partial(flip_a_bit, 1, name, rank=3), EVERY)
+    for answer in run.answers.values():
+        assert f"after step 1: model.{name} of rank 3 is not that of rank 1" in answer, answer[:500]
+
+
+# ---- what is no fault ----------------------------------------------------------------------------
+
+
+class WithOwnState(PlainClassifier):
+    """Ranks have their own: running statistics, a counter, random state, a buffer that no checkpoint has, dropout."""
+
+    drawn: Tensor
+    random: Tensor
+    longest: Tensor
+    own_loss: Tensor
+
+    def __init__(self, named: bool = False) -> None:
+        super().__init__(dropout=0.3)
+        self.norm = nn.BatchNorm2d(3)
+        self.register_buffer("drawn", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("random", torch.get_rng_state())
+        self.register_buffer("longest", torch.ones(3), persistent=False)
+        self.register_buffer("own_loss", torch.zeros(()), persistent=named)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.drawn += 1 + self.global_rank
+        self.random.copy_(torch.get_rng_state())
+        self.longest *= 1.5 + self.global_rank
+        loss = super().training_step([self.norm(batch[0]), batch[1]], batch_idx)
+        self.own_loss.copy_(loss.detach() + self.global_rank)
+        return loss
+
+
+OWN_STATE = Project("tests.support", "tests.callbacks.test_replicas:WithOwnState", ".classifier:Images")
+
+
+def train(tmp_path: Path, strategy: str, *more: str) -> RunRecord:
+    argv = [
+        "fit", f"--run.root={tmp_path / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
+        "--trainer.devices=2", "--trainer.max_steps=6", "--trainer.log_every_n_steps=1", "--data.batch_size=4",
+        "--best_checkpoint.monitor=val_loss", "--last_checkpoint.every_n_steps=3", *flags_of(strategy), *more,
+    ]  # fmt: skip
+    with Workers(2, OWN_STATE) as workers:
+        return workers.run(argv, tmp_path / "record", prelude=report_exit_codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "zero2", "zero3", "fsdp2"], daily=["ddp"]))
+def test_what_ranks_hold_differently_by_nature_is_not_compared(tmp_path: Path, strategy: str) -> None:
+    run = train(tmp_path, strategy).check()
+    assert commit.newest(run.run / "checkpoints") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ignore", "ends"), [("[]", True), ("[own_*]", False)])
+def test_a_buffer_of_the_checkpoint_is_named_and_may_be_listed(tmp_path: Path, ignore: str, ends: bool) -> None:
+    run = train(tmp_path, "ddp", "--model.named=true", f"--replicas.ignore={ignore}")
+    if not ends:
+        run.check()
+        return
+    assert all("own_loss of rank 1 is not that of rank 0" in answer for answer in run.answers.values()), run.answers
+
+
+# ---- the checksum --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 513, 4099])
+def test_the_checksum_depends_on_each_bit_and_each_place(dtype: torch.dtype, size: int) -> None:
+    tensor = torch.randint(0, 2, (size,)).to(dtype)
+    expected = checksum(tensor)
+    assert checksum(tensor.clone()) == expected
+    assert checksum(torch.cat([tensor[:1], tensor])[1:]) == expected, "at an odd address"
+    for place in {0, size // 2, size - 1}:
+        other = tensor.clone()
+        other.view(torch.uint8)[place] ^= 1
+        assert checksum(other) != expected
+
+
+def test_vectors_that_moved_up_in_equally_many_places_differ() -> None:
+    """As norms after the first step of AdamW, each by its own gradient's signs."""
+    one, other = torch.ones(16), torch.ones(16)
+    one[[1, 2]] += 1e-3
+    other[[5, 9]] += 1e-3
+    assert checksum(one) != checksum(other)
+
+
+def test_one_process_compares_nothing() -> None:
+    assert Replicas()._compare(None, nn.Linear(2, 2)) is None
