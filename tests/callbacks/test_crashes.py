@@ -18,6 +18,7 @@ from dist_template.callbacks import crash as noting
 from dist_template.errors import Exit, is_out_of_memory
 from dist_template.observe.diagnosis import crash
 from dist_template.observe.diagnosis.engine import diagnose
+from dist_template.observe.diagnosis.finding import Finding
 from dist_template.observe.history.run import History, read_run
 from tests.support.injury import Training
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, command, only_run, run
@@ -131,7 +132,7 @@ def test_a_diagnosis_that_fails_leaves_the_traceback(
     def fails(_: Any) -> None:
         raise ZeroDivisionError("in the diagnosis")
 
-    monkeypatch.setattr(crash, "diagnose", fails)
+    monkeypatch.setattr(crash, "sentence", fails)
     assert command(broken(flags)) == Exit.FAILED
     printed = capfd.readouterr().err
     assert "Traceback" in printed and "KeyError: 'labels'" in printed and "in the diagnosis" not in printed
@@ -262,3 +263,20 @@ def test_the_first_remedy_for_a_real_out_of_memory_works(flags: list[str], tmp_p
     assert change.key == "data.micro_batch_size" and 64 % change.to == 0
     helped = train("--run.name=helped", f"--{change.key}={change.to}")
     assert helped.returncode == Exit.DONE, f"with {change}: {helped.stderr}"
+
+
+@pytest.mark.parametrize("kind", ["other", "out_of_memory"])
+def test_only_findings_about_memory_follow_a_crash(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record: dict[str, Any] = {
+        "kind": kind,
+        "rank": 0,
+        "host": "h",
+        "place": "step 1",
+        "module": "",
+        "error": "KeyError",
+    }
+    record |= {"message": "'x'", "own_lines": ["module.py:3 in training_step: raise"]}
+    found = [Finding(rule, "error", "certain", f"title of {rule}", "") for rule in ("memory_grows", "slow_rank")]
+    monkeypatch.setattr(crash, "diagnose", lambda history: found)
+    text = "\n".join(crash._lines(tmp_path / "crash" / "rank0.json", record))
+    assert "slow_rank" not in text and ("title of memory_grows" in text) == (kind == "out_of_memory")

@@ -101,6 +101,21 @@ def test_an_optimizer_that_is_not_fused_skips_the_step_too(
     assert is_finite(saved_weights(tmp_path)) and len(read_incidents(only_run(tmp_path))) == 1
 
 
+@pytest.mark.parametrize(("own", "everywhere"), [(1.0, math.nan), (math.nan, math.nan), (1.0, 1.0)])
+def test_the_loss_scale_falls_on_ranks_whose_own_gradient_is_finite(own: float, everywhere: float) -> None:
+    """Else the ranks' scales differ, and from the next step on the sum of their gradients is wrong."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.AdamW([weight]), torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(weight.sum() * own).backward()
+    scaler.unscale_(optimizer)
+    non_finite = torch.tensor(float(not math.isfinite(everywhere)))
+    numerics._skip_step(optimizer, torch.tensor(1.0), non_finite, scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (256.0 if everywhere == 1.0 else 128.0), "a spike is not the scale's fault"
+    assert weight.tolist() == [1.0] * 3
+
+
 def judged(guard: Numerics, norm: float, loss: float = 2.0, **precision: Any) -> str:
     """Returns how the guard reacts to a step with this loss and norm."""
     plugin = SimpleNamespace(precision="16-mixed", **precision)

@@ -13,6 +13,7 @@ from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks.incidents import read_jumps
 from dist_template.observe.history.run import read_incidents
+from dist_template.rehearsal.record import RunRecord
 from dist_template.text.batches.order import permutation
 from tests.support.numerics import (
     STRATEGIES,
@@ -22,11 +23,20 @@ from tests.support.numerics import (
     report_exit_codes,
     spoil_gradient,
     spoil_loss,
+    spoil_reduced_gradient,
 )
 from tests.support.parity import PROCESSES, assert_close
 from tests.support.tiers import tiers
 
 BAD_STEP = 5
+
+
+def assert_replicas_are_equal(run: RunRecord) -> None:
+    """Ranks that hold the same part of a tensor hold the same."""
+    for name in run.end:
+        parts = [run.events("step", rank)[-1]["tensors"].get(name) for rank in range(run.size)]
+        held = {tuple(part) for part in parts if part}
+        assert len(held) == len({place for place, _ in held}), name
 
 
 @pytest.mark.slow
@@ -42,10 +52,7 @@ def test_a_step_with_nan_on_one_rank_is_skipped_and_recorded(guarded: Train, str
     assert is_finite(run.end)
     assert f"step {BAD_STEP} was skipped: loss nan" in run.log(0)
     assert "from rank 1" in run.log(0)
-    for name in run.end:  # ranks that hold the same part of a tensor hold the same
-        parts = [run.events("step", rank)[-1]["tensors"].get(name) for rank in range(run.size)]
-        held = {tuple(part) for part in parts if part}
-        assert len(held) == len({place for place, _ in held}), name
+    assert_replicas_are_equal(run)
     is_zero = strategy.startswith("zero")
     expected = guarded.by_hand("ddp" if is_zero else strategy, BAD_STEP)
     assert_close(run.end, expected, 1e-5 if is_zero else 0.0)
@@ -62,6 +69,27 @@ def test_an_infinite_gradient_with_a_finite_loss_stops_all_ranks(guarded: Train,
     assert math.isfinite(incident["loss"]) and not math.isfinite(incident["gradient_norm"])
     assert incident["suspects"] == []
     assert newest_step(guarded.run_folder(strategy, "stop")) < BAD_STEP
+
+
+DAMAGED = [("ddp", math.nan), ("tp", math.inf), ("hsdp", math.nan)]
+DAMAGED += [("fsdp2", math.inf), ("fsdp2_offload", math.nan), ("pp", math.nan), ("cp", math.inf)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "value"), tiers(DAMAGED, daily=DAMAGED[:3]))
+def test_all_ranks_skip_a_step_whose_reduced_gradient_is_damaged_on_one(
+    guarded: Train, strategy: str, value: float
+) -> None:
+    """A corrupted kernel, or a user's hook: the other ranks' loss and norm are finite."""
+    spoil = partial(spoil_reduced_gradient, BAD_STEP, rank=1, value=value)
+    run = guarded(strategy, "damaged", spoil, "--numerics.on_non_finite=skip").check()
+    (incident,) = read_incidents(run.run)
+    assert (incident["step"], incident["kind"], incident["decision"]) == (BAD_STEP, "non_finite", "skip")
+    assert math.isfinite(incident["loss"])
+    if strategy in ("ddp", "tp"):  # elsewhere the norm is joint
+        assert incident["suspects"] == [1] and "from rank 1" in run.log(0)
+    assert_replicas_are_equal(run)
+    assert_close(run.end, guarded.by_hand(strategy, BAD_STEP), 0.0)
 
 
 SPIKES = ["--numerics.spike_window=8", "--numerics.spike_sigmas=6"]  # it looks from the 5th step on

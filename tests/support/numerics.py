@@ -17,6 +17,7 @@ from dist_template.callbacks.numerics import Numerics
 from dist_template.checkpoint import commit
 from dist_template.checkpoint.manifest import step_of
 from dist_template.errors import Ended, Exit
+from dist_template.layout import local_shard
 from dist_template.rehearsal.record import RunRecord
 from tests.support.parity import MODELS, PROCESSES
 from tests.support.runs import Workers
@@ -48,6 +49,17 @@ def spoil_gradient(step: int, rank: int) -> None:
         return original(self, logits, labels, cross_entropy)
 
     LanguageModule.loss = loss
+    report_exit_codes()
+
+
+def spoil_reduced_gradient(step: int, rank: int, value: float) -> None:
+    """In each worker: after the reduction, one rank's gradient of a parameter that others have too holds `value`."""
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        if (self.global_step + 1, self.global_rank) == (step, rank):
+            local_shard(self.model.model.norm.weight.grad).view(-1)[0] = value
+
+    LanguageModule.on_before_optimizer_step = on_before_optimizer_step
     report_exit_codes()
 
 

@@ -49,8 +49,11 @@ def _agreed(own: tuple[str, str] | None) -> dict[str, Any] | None:
 def weights_are_finite(trainer: Any, module: nn.Module) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
-    sums = [local_shard(p).detach().sum(dtype=torch.float32) for p in module.parameters()]
-    finite = torch.stack(sums).isfinite().all().float().to(trainer.strategy.root_device)
+    device = trainer.strategy.root_device  # offloaded ones are in host memory
+    sums = [
+        local_shard(p).detach().sum(dtype=torch.float32).to(device) for p in module.parameters()
+    ]
+    finite = torch.stack(sums).isfinite().all().float()
     return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
 
 
@@ -60,8 +63,8 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
         shard = local_shard(tensor).detach()
         if shard.numel() and shard.is_floating_point():
             names.append(name)
-            finite.append(shard.isfinite().all())
-    bad = (~torch.stack(finite).cpu()).nonzero().flatten().tolist() if finite else []
+            finite.append(shard.isfinite().all().cpu())  # offloaded ones are there already
+    bad = (~torch.stack(finite)).nonzero().flatten().tolist() if finite else []
     return ("weight", names[bad[0]]) if bad else None
 
 

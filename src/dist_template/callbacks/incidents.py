@@ -29,7 +29,8 @@ JUMPS = "jumps.json"
 class StepCheck:
     """The figures that decide whether an optimizer step is anomalous."""
 
-    values: Tensor  # (ranks + 3,): ranks' losses, norm (-1: not computed), limit, is anomalous
+    # (2 * ranks + 2,): each rank's loss and norm (-1: not computed), then limit and is anomalous
+    values: Tensor
     arrived: Any = None  # a CUDA event
     step: int = 0
     rows: Any = ()  # of this rank, one list for each micro-batch
@@ -51,17 +52,22 @@ class StepCheck:
         """Waits for the copy, which started a step ago, and reads it without a device sync."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        *self.losses, self.norm, self.limit, is_anomalous = self.values.numpy().tolist()
+        *figures, self.limit, is_anomalous = self.values.numpy().tolist()
+        self.losses, self.norms = figures[::2], figures[1::2]
+        self.norm = math.nan if any(map(math.isnan, self.norms)) else max(self.norms)
         self.is_anomalous = bool(is_anomalous)
         self.loss = sum(self.losses) / len(self.losses)
         self.is_spike = self.is_anomalous and math.isfinite(self.loss) and self.norm < math.inf
 
     @property
     def suspects(self) -> list[int]:
-        """The ranks whose own loss is anomalous; none if only the gradient is."""
+        """The ranks whose own loss is anomalous; else those whose reduced gradient is and should
+        equal the others'. None if all of them are."""
         high = max(self.losses) if self.is_spike else math.inf
         ranks = enumerate(self.losses)
-        return [rank for rank, loss in ranks if not math.isfinite(loss) or loss == high]
+        of_loss = [rank for rank, loss in ranks if not math.isfinite(loss) or loss == high]
+        of_norm = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
+        return of_loss or (of_norm if len(of_norm) < len(self.norms) else [])
 
     def __str__(self) -> str:
         limit = f" above {self.limit:.4g}" if self.is_spike else ""

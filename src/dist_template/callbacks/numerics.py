@@ -1,9 +1,8 @@
 """The numerics guard: skips optimizer steps with a non-finite loss or gradient, or a loss spike.
 
-    last micro-batch, before backward   starts an all-gather of every rank's loss
-    gradients reduced and clipped       computes on the device whether the step is anomalous: the
-                                        loss or the norm is not finite, or the loss is above a
-                                        limit. The inputs are equal on all ranks
+    gradients reduced and clipped       gathers all ranks' losses and norms, and computes on the
+                                        device whether the step is anomalous: one is not finite, or
+                                        the mean loss is above a limit. All ranks skip it or none
     the optimizer's kernel              skips the step where `found_inf` is 1, torch's flag for fp16
     end of the next step                the host reads a copy and continues, stops or rolls back
 
@@ -26,7 +25,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
-from ..compat.torch import loss_scale
+from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
 from ..layout import total_norm
 from ..model.any_module import metrics_of, samples_of, tracks_metrics
@@ -114,6 +113,7 @@ class Numerics(Callback):
         self._jumps = trainer.strategy.broadcast(read_jumps(Path(self.folder)))
         if self._jumps and (samples := samples_of(trainer)):
             samples.jump([(jump["start"], jump["end"]) for jump in self._jumps])
+        self._num_ranks = trainer.world_size
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
         # Lightning calls no hook between clipping, which computes the norm, and the optimizer.
         pl_module.configure_gradient_clipping = partial(
@@ -134,18 +134,11 @@ class Numerics(Callback):
             loss = loss / loss_scale(scaler)
         # Lightning has divided the loss by the accumulation.
         self._loss = loss if self._loss is None else self._loss + loss
-        if accumulates(trainer):
-            return
-        self._losses, self._loss, self._gathering = self._loss, None, None
-        if trainer.world_size > 1:
-            self._own_loss = own = self._losses.reshape(1)  # kept until it is sent
-            self._losses = own.new_empty(trainer.world_size)
-            self._gathering = dist.all_gather_into_tensor(self._losses, own, async_op=True)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._uses_deepspeed and pl_module.automatic_optimization:
-            is_anomalous = self._check_step(torch.zeros((), device=pl_module.device))
-            trainer.precision_plugin.skip_step(pl_module, is_anomalous)
+            skips, _ = self._check_step(torch.zeros((), device=pl_module.device))
+            trainer.precision_plugin.skip_step(pl_module, skips)
 
     def _clip_and_check(self, trainer: Any, module: Any, clip: Any, optimizer: Any, **options: Any):
         norm: Any = None
@@ -158,17 +151,21 @@ class Numerics(Callback):
         norm = metrics_of(module).newest.pop("train/grad_norm", norm)
         if norm is None:  # a customised module that does not track it
             norm = total_norm(p.grad for p in module.parameters() if p.grad is not None)
-        is_anomalous = self._check_step(norm)
-        _skip_step(optimizer, is_anomalous, getattr(trainer.precision_plugin, "scaler", None))
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        _skip_step(optimizer, *self._check_step(norm), scaler)
 
-    def _check_step(self, norm: Tensor) -> Tensor:
-        """Returns (): 1.0 where the step must be skipped. Starts the copy that the host reads."""
-        if self._gathering is not None:
-            self._gathering.wait()  # on a GPU the stream waits, not the host
-        several, limit = self._losses.dim() > 0, self._no_limit
-        loss = self._losses.mean() if several else self._losses
-        both = loss + (norm := norm.to(loss, non_blocking=True))
+    def _check_step(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns () 1.0 where all ranks must skip the step, () where not for a spike alone."""
+        loss, self._loss, limit = self._loss, None, self._no_limit
+        assert loss is not None
+        norm = norm.to(loss, non_blocking=True)
+        if several := self._num_ranks > 1:
+            own, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
+            dist.all_gather_into_tensor(figures, own)  # on a GPU the stream waits, not the host
+            loss, norm = figures[::2].mean(), figures[1::2].amax()  # NaN if one of them is
+        both = loss + norm
         self.skipped = torch.nan_to_num(both - both, nan=1.0)  # inf - inf is NaN
+        non_finite = self.skipped
         if self.on_spike != "off":  # five kernels
             limit = self._limit()
             self.skipped = self.skipped.maximum((loss > limit).to(loss))
@@ -176,8 +173,8 @@ class Numerics(Callback):
             self._recent[index] = torch.where(loss.isfinite(), loss, math.nan)
         self._steps += 1
         kept = torch.stack([loss, norm, limit, self.skipped])
-        self._check = StepCheck.copy(torch.cat([self._losses, kept[1:]]) if several else kept)
-        return self.skipped
+        self._check = StepCheck.copy(torch.cat([figures, kept[2:]]) if several else kept)
+        return self.skipped, non_finite
 
     def _limit(self) -> Tensor:
         """Returns () the highest usual loss. With `dim`, torch's median needs no device sync."""
@@ -208,7 +205,7 @@ class Numerics(Callback):
         overflowed, norm = trainer.precision_plugin.outcome(module)
         if norm >= 0 and not tracks_metrics(module):
             metrics_of(module).add("train/grad_norm", torch.tensor(norm))
-        check.values[-3], check.values[-1] = norm, max(check.values[-1], overflowed)
+        check.values[1:-2:2], check.values[-1] = norm, max(check.values[-1], overflowed)
         if overflowed:
             self.skipped = torch.ones((), device=module.device)
 
@@ -285,16 +282,19 @@ class Numerics(Callback):
         return getattr(precision, "scaler", None) is not None
 
 
-def _skip_step(optimizer: Any, is_anomalous: Tensor, scaler: Any) -> None:
+def _skip_step(optimizer: Any, is_anomalous: Tensor, non_finite: Any, scaler: Any) -> None:
     """Makes `optimizer` skip its current step where `is_anomalous`, () on the device, is 1."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     first = next(p.grad for p in parameters if p.grad is not None)
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     if is_fused and first.device.type != "mps":
+        is_anomalous = is_anomalous.to(first.device)  # the host's: torch would not wait for a copy
         if scaler is None:
             optimizer.found_inf = is_anomalous
         else:  # the scaler sets `found_inf` itself, from the gradients
             first.add_(torch.where(is_anomalous > 0, math.inf, 0.0).to(first.dtype))
     elif is_anomalous.item():
+        if scaler is not None and non_finite.item():
+            mark_overflow(scaler, optimizer)
         for parameter in parameters:
             parameter.grad = None  # every optimizer of torch ignores such a parameter
