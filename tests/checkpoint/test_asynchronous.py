@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dist_template.callbacks.checkpoint import LastCheckpoint
-from dist_template.checkpoint import commit, manifest
+from dist_template.checkpoint import asynchronous, commit, manifest, sharded
 from dist_template.checkpoint.formats import FILE, read_full
 from dist_template.rehearsal.compare import first_difference
 from dist_template.rehearsal.interventions import KillAt
@@ -227,3 +232,30 @@ def test_host_memory_is_used_again() -> None:
     copies: list[Any] = [stager.stage({"state_dict": {"weight": weight.detach()}}) for _ in range(2)]
     first, second = (copy["state_dict"]["weight"] for copy in copies)
     assert first.data_ptr() == second.data_ptr() != weight.data_ptr()
+
+
+def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not GPU 0, where the thread of each rank would make a context; and a GPU that is not used counts for nothing."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread(), device)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options: list[StagingOptions] = []
+    monkeypatch.setattr(asynchronous, "DefaultStager", options.append)
+    for device in (torch.device("cuda", 3), torch.device("cpu")):
+        saver = asynchronous.BackgroundSaver(SimpleNamespace(root_device=device))
+        thread = saver._thread.submit(threading.current_thread).result()
+        assert chosen == ([(thread, device)] if device.type == "cuda" else [])
+        chosen.clear()
+    assert [each.use_pinned_memory for each in options] == [True, False]
+
+
+def test_the_thread_does_not_wait_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's writer copies ahead where there is a GPU, and then waits on the current stream: training's."""
+    monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tensors = {f"weight_{n}": torch.full((300_000,), n) for n in range(3)}
+    sharded.write(tensors, {}, tmp_path, dist.new_group(backend="gloo"))
+    loaded = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())

@@ -91,7 +91,8 @@ def trainer_of(strategy: FakeDdp, step: int) -> Any:
     """What commit.save reads of a Trainer."""
     checkpoint = {"state_dict": {"weight": weight_of(step)}, "global_step": step}
     connector = SimpleNamespace(dump_checkpoint=lambda weights_only: checkpoint)
-    return SimpleNamespace(global_step=step, world_size=RANKS, strategy=strategy, _checkpoint_connector=connector)
+    given = {"global_step": step, "world_size": RANKS, "strategy": strategy, "callbacks": []}
+    return SimpleNamespace(**given, _checkpoint_connector=connector)
 
 
 def launch(strategy: type[FakeDdp], folder: Path, last: int, arm: Callable[[], object] | None = None) -> list[int]:

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from .. import weights
 from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
+from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ParameterNames
 from ..checkpoint.resume import use_every_format
 from ..compat.lightning import accumulates
 from ..errors import Ended, Exit, InputError, check_least
 from ..observe.loggers.wandb import WandB
-from ..project import in_run
+from ..project import has_command_line, in_run
 from ..records import GIB
 
 
@@ -43,6 +44,8 @@ class LastCheckpoint(Checkpoint):
             when the next one is due. Not with state on NVMe. false: training waits until all is
             written.
         dirpath: The folder, on a file system that all nodes share.
+        accept_changes: Keys, such as [data.seq_len], that may differ from the checkpoint's although
+            the samples, the model's function or its loss depend on them.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class LastCheckpoint(Checkpoint):
         on_failed_save: Literal["continue", "stop"] = "continue",
         asynchronous: bool = False,
         dirpath: str = "{run}/checkpoints",
+        accept_changes: list[str] = [],  # noqa: B006  (it is never modified)
     ) -> None:
         least = {"every_n_steps": (every_n_steps, 1), "keep": (keep, 1)}
         check_least("last_checkpoint", **least, keep_every_hours=(keep_every_hours, 0))
@@ -62,6 +66,8 @@ class LastCheckpoint(Checkpoint):
         self.on_failed_save = on_failed_save
         self.asynchronous = asynchronous
         self.folder = Path(dirpath)
+        self.accept_changes = accept_changes
+        self.fixed_settings: dict[str, Any] = {}  # for the manifest
         self.saved_step = 0  # there is nothing to save before the first step
         self._saver: BackgroundSaver | None = None
         self._pending: Path | None = None  # what it saves
@@ -75,7 +81,27 @@ class LastCheckpoint(Checkpoint):
         use_every_format(trainer, pl_module)
         callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
         if not any(isinstance(callback, ParameterNames) for callback in callbacks):
-            trainer.callbacks = [ParameterNames(), *callbacks]  # ty: ignore[missing-attribute]
+            callbacks = [ParameterNames(), *callbacks]
+        callbacks = [each for each in callbacks if getattr(each, "last", None) is not self]
+        trainer.callbacks = [_BeforeOthers(self), *callbacks]  # ty: ignore[missing-attribute]
+        if stage == "fit" and not self.fixed_settings:
+            data = trainer.datamodule  # ty: ignore[missing-attribute]
+            self.fixed_settings = fixed_settings(data, pl_module)
+
+    def compare(self, path: Path, data: Any, module: Any) -> None:
+        """Compares what the checkpoint `path` was trained on with `data` and `module`.
+
+        Raises:
+            InputError: it would not be the same training, and that is not accepted.
+        """
+        self.fixed_settings = now = fixed_settings(data, module)
+        changed = compare(path, settings_of(path), now, self.accept_changes)
+        if hasattr(data, "changed_settings"):
+            data.changed_settings = changed
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        if trainer.ckpt_path and not has_command_line():  # which has compared before the start
+            self.compare(Path(trainer.ckpt_path), trainer.datamodule, pl_module)
 
     def save_now(self, trainer: L.Trainer) -> bool:
         """Saves this step unless it is saved already, and returns whether it is. Collective.
@@ -149,6 +175,17 @@ class LastCheckpoint(Checkpoint):
         if weights.is_rank_zero():
             for old in outdated(path, self.keep, self.keep_every_hours):
                 commit.remove(old)
+
+
+class _BeforeOthers(Callback):
+    """Writes the last checkpoint before other callbacks' `on_train_end`, which may replace the
+    weights: Lightning's WeightAveraging does. A resumed run continues with training's weights."""
+
+    def __init__(self, last: LastCheckpoint) -> None:
+        self.last = last
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.last.on_train_end(trainer, pl_module)
 
 
 def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:

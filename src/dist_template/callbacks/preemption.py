@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint, Timer
+from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.launch import RUN_ID
@@ -103,6 +103,9 @@ class Preemption(Checkpoint):
 
     def _end(self, trainer: L.Trainer, reason: int) -> None:
         self._vote.close()
+        for each in trainer.callbacks if trainer.validating else ():  # ty: ignore[missing-attribute]
+            if isinstance(each, WeightAveraging):  # a validation is done with the averages
+                each.on_validation_epoch_end(trainer, trainer.lightning_module)
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
         saved = any(saver.save_now(trainer) for saver in savers)
         cause = signal.Signals(reason).name

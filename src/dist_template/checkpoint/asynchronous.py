@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class BackgroundSaver:
     """
 
     def __init__(self, strategy: Any) -> None:
-        has_gpu = torch.cuda.is_available()  # memory can be pinned only for a GPU
+        device = strategy.root_device
+        has_gpu = device.type == "cuda"  # memory can be pinned only for a GPU
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=has_gpu,
@@ -42,7 +44,9 @@ class BackgroundSaver:
                 use_async_staging=False,
             )
         )
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # A thread starts on GPU 0; each rank's would take half a gigabyte there.
+        choose = partial(torch.cuda.set_device, device) if has_gpu else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", choose)
         self._save: Future[None] | None = None
         timeout = timeout_of(strategy)
         self._group: Any = None

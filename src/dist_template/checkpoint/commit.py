@@ -35,6 +35,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import checkpoint_of
 from ..errors import InputError, reason
 from . import manifest
+from .identity import KEY
 from .manifest import FORMAT, MANIFEST, Files, crc32
 
 
@@ -60,10 +61,13 @@ def save(trainer: L.Trainer, path: Path, **notes: Any) -> None:
 
 def describe(trainer: L.Trainer) -> dict[str, Any]:
     """Returns the entries of a manifest that describe the training."""
+    callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
+    found = [vars(each)[KEY] for each in callbacks if KEY in vars(each)]  # of LastCheckpoint
     return {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
+        KEY: found[0] if found else {},
     }
 
 

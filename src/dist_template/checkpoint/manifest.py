@@ -79,15 +79,30 @@ def read(path: Path) -> dict[str, Any]:
         manifest = json.loads(text)
     except OSError as error:
         raise ValueError(f"it has no {MANIFEST}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"its {MANIFEST} is damaged") from error
-    if not isinstance(manifest, dict) or rendered(manifest) != text:
+    if not isinstance(manifest, dict) or rendered(manifest) != text or "format" not in manifest:
         raise ValueError(f"its {MANIFEST} is damaged")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
+    if not _is_complete(manifest, path.name.startswith("best-")):
+        raise ValueError(f"its {MANIFEST} is damaged")
     if NAME.fullmatch(path.name) and manifest.get("step", step_of(path)) != step_of(path):
         raise ValueError(f"its manifest says step {manifest['step']}, and its name another")
     return manifest
+
+
+def _is_complete(manifest: dict[str, Any], has_score: bool) -> bool:
+    """Returns whether it has every entry that is read, of the right type."""
+    files = manifest.get("files")
+    numbers = [manifest.get("time"), manifest.get("score") if has_score else 0]
+    if not isinstance(files, dict) or not isinstance(manifest.get("fixed_settings", {}), dict):
+        return False
+    for entry in files.values():
+        if not isinstance(entry, list) or len(entry) != 2:
+            return False
+        numbers += entry
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def torn(path: Path) -> str | None:

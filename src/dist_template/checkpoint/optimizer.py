@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
@@ -133,6 +134,13 @@ class ParameterNames(Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
+            averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)
+            if "averaging_state" in checkpoint and not averages:
+                raise InputError(
+                    "the checkpoint's weights are averages of the callback WeightAveraging, with"
+                    " which training cannot continue: give --trainer.callbacks that callback again,"
+                    " on one device or under DDP"
+                )
             self._loaded = checkpoint
             self._fit_to(trainer, pl_module)
             has_state = bool(checkpoint.get("optimizer_states"))

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.utils.serialization import config
 
 from .. import weights
 from ..errors import InputError
@@ -36,6 +37,8 @@ from .formats import (
 from .frozen import refuse_another_base
 from .optimizer import State, groups_of, merge, report_missing_moments, without_moments
 
+PINNED = {"save.use_pinned_memory_for_d2h": True}  # copies from a GPU to pageable memory are slow
+
 
 class EveryFormat(TorchCheckpointIO):
     """Writes Lightning's single file, into a folder if there is one; reads any format.
@@ -53,7 +56,8 @@ class EveryFormat(TorchCheckpointIO):
     ) -> None:
         if Path(path).is_dir():
             # Lightning's way would copy it in memory, then to /tmp.
-            torch.save(checkpoint, Path(path) / FILE)
+            with config.patch(PINNED):  # ty: ignore[missing-attribute]
+                torch.save(checkpoint, Path(path) / FILE)
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
 

@@ -59,8 +59,13 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any = None) -> None:
-    """Writes both into the folder `path`. Collective over `group`; None: the default group."""
-    dcp.save(tensors, checkpoint_id=path, process_group=group)
+    """Writes both into the folder `path`. Collective over `group`; None: the default group.
+
+    With a group, all tensors are in host memory."""
+    writer = dcp.FileSystemWriter(path)
+    if group is not None:  # nothing to copy ahead, which would wait on training's stream
+        writer.per_thread_copy_ahead = 0
+    dcp.save(tensors, storage_writer=writer, process_group=group)
     if weights.is_rank_zero():
         torch.save(rest, path / META)
 

@@ -1,0 +1,137 @@
+"""What a resumed run trains on is compared with what its checkpoint was trained on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dist_template.checkpoint import manifest
+from dist_template.checkpoint.identity import KEY
+from tests.support import pairs
+from tests.support.runs import newest, only_run, run, small
+
+ON = ["--ckpt_path=last", "--trainer.max_steps=4"]
+FIXED = {
+    "tokens in a row": ("data.seq_len 32, now 16", ["--data.seq_len=16"]),
+    "order": ("data.seed 0, now 3", ["--data.seed=3"]),
+    "attention": ("data.cross_document_attention False, now True", ["--data.cross_document_attention=true"]),
+    "one batch": ("data.repeat_first_batch False, now True", ["--data.repeat_first_batch=true"]),
+    "held out": ("data.source", ["--data.validation_share=0.3"]),
+    "tokenizer": ("data.source", ["--data.tokenizer=ByteBPE", "--data.tokenizer.vocab_size=257"]),
+    "heads": ("model.architecture.num_attention_heads 2, now 4", ["--model.architecture.num_attention_heads=4"]),
+    "adapter": ("model.adapter.alpha 8.0, now 16.0", ["--model.adapter.alpha=16"]),
+    "adapter's scale": ("model.adapter.rslora False, now True", ["--model.adapter.rslora=true"]),
+}
+
+
+@pytest.fixture
+def flags(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A small training on a corpus of its own."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    shutil.copytree(corpus, tmp_path / "texts")
+    flags = [
+        *small(tmp_path / "texts", tmp_path / "cache", tmp_path),
+        "--trainer.max_steps=2",
+        "--trainer.logger=false",
+    ]
+    return [*flags, "--model.optim.warmup=1", "--trainer.val_check_interval=2", "--model.sample_tokens=1"]
+
+
+def refused(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The sentence with which a resume ends."""
+    capfd.readouterr()
+    assert run("fit", *flags, *ON) == 2
+    error = capfd.readouterr().err
+    assert "Traceback" not in error and error.count("error:") == 1
+    return error
+
+
+def test_a_changed_setting_is_refused_and_can_be_accepted(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*flags, "--model.adapter.alpha=8", "--model.adapter.targets=[q_proj]"]
+    assert run("fit", *flags) == 0
+    before = sorted(path.name for path in only_run(tmp_path).iterdir())
+    for given, change in FIXED.values():
+        assert run("prepare", *flags, *change) == 0
+        error = refused(capfd, *flags, *change)
+        key = given.split()[0]
+        assert f"was trained with {given}" in error and f"--last_checkpoint.accept_changes '[{key}" in error
+    assert sorted(path.name for path in only_run(tmp_path).iterdir()) == before
+    capfd.readouterr()
+    accepted = "--last_checkpoint.accept_changes=[data.seq_len,data.seed]"
+    assert run("fit", *flags, *ON, "--data.seq_len=16", "--data.seed=3", accepted) == 0
+    shown = capfd.readouterr().out
+    assert "data.seq_len 32 -> 16\n" in shown and "data.seed 0 -> 3\n" in shown
+    assert manifest.read(newest(only_run(tmp_path)))[KEY]["data.seq_len"] == 16
+    again = [*flags, "--data.seq_len=16", "--data.seed=3", "--ckpt_path=last", "--trainer.max_steps=5"]
+    assert run("fit", *again) == 0, "the newest checkpoint has the new settings"
+
+
+def test_the_same_tokens_from_elsewhere_in_other_steps_are_no_change(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fit", *flags) == 0
+    shutil.copytree(tmp_path / "texts", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "cache")
+    moved = [*flags, f"--data.source.paths=[{tmp_path}/moved/*.txt]", "--data.micro_batch_size=4"]
+    assert run("prepare", *moved) == 0
+    capfd.readouterr()
+    more = ["--data.global_batch_size=16", "--data.cache_dir=" + str(tmp_path / "cache"), "--data.prompts=[a]"]
+    assert run("fit", *moved, *ON, *more, "--model.optim.learning_rate=0.01", "--model.loss_chunk=64") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line for line in lines if line[0:1].strip() and " -> " in line] == ["data.global_batch_size 8 -> 16"]
+    file = next((tmp_path / "moved").iterdir())
+    file.write_text(file.read_text() + " More.")
+    assert run("prepare", *moved) == 0  # the corpus is prepared again
+    assert "was trained with data.source" in refused(capfd, *moved)
+
+
+def test_an_older_checkpoint_without_settings_resumes(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fit", *flags) == 0
+    path = newest(only_run(tmp_path)) / manifest.MANIFEST
+    held = json.loads(path.read_text())
+    del held[KEY]
+    path.write_text(manifest.rendered(held))
+    assert run("fit", *flags, *ON, "--data.seed=3") == 0
+    assert "data.seed" not in capfd.readouterr().out
+
+
+def test_a_streams_files_are_compared(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in "abc":
+        lines = [json.dumps({"text": f"{name} {number} " * 9}) for number in range(40)]
+        (tmp_path / "stream").mkdir(exist_ok=True)
+        (tmp_path / "stream" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    value = {"datasets": [{"name": str(tmp_path / "stream")}], "shuffle_rows": 4}
+    stream = [*flags, f"--data.stream={json.dumps({'class_path': 'TextStream', 'init_args': value})}"]
+    assert run("fit", *stream) == 0
+    first = tmp_path / "stream" / "a.jsonl"
+    content = first.read_text()
+    first.rename(tmp_path / "stream" / "d.jsonl")
+    assert "was trained with data.stream 1 data set(s)" in refused(capfd, *stream)
+    (tmp_path / "stream" / "d.jsonl").unlink()
+    assert "was trained with data.stream 1 data set(s)" in refused(capfd, *stream)
+    first.write_text("".join(content.splitlines(keepends=True)[:20]))
+    assert "was trained with data.stream 1 data set(s)" in refused(capfd, *stream)
+    assert "now None" in refused(capfd, *flags)
+    assert run("fit", *stream, *ON, "--last_checkpoint.accept_changes=[data.stream]") == 0
+    first.write_text(content)
+    shutil.move(tmp_path / "stream", tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere", tmp_path / "stream")
+    assert "data.stream" in refused(capfd, *stream), "whose files are the first ones again"
+
+
+def test_preferences_keep_their_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pairs.save_llama(tmp_path / "model", 260)
+    flags = [*pairs.flags(tmp_path, pairs.RECORDS), f"--model.pretrained={tmp_path / 'model'}", "--data.seq_len=256"]
+    flags += ["--data.global_batch_size=1", "--data.micro_batch_size=1", f"--run.root={tmp_path / 'runs'}"]
+    flags += ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false", "--run.report=false"]
+    assert run("fit", *flags, "--trainer.max_steps=2") == 0
+    assert "model.preference.beta 0.1, now 0.5" in refused(capfd, *flags, "--model.preference.beta=0.5")
+    assert "model.preference.loss dpo, now ipo" in refused(capfd, *flags, "--model.preference.loss=ipo")
+    assert run("fit", *flags, *ON) == 0

@@ -1,0 +1,22 @@
+"""What `fit` refuses of a training that is described by its objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer_dev.data import DataModule
+from trainer_dev.module import LanguageModule
+from transformers import AutoConfig
+
+from dist_template.cli.limits import Machine, violations
+
+EIGHT_GPUS = Machine("cuda", 8, precision="bf16-mixed")
+LLAMA = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=4)
+
+
+def violations_of(strategy: Any = "ddp", machine: Machine = EIGHT_GPUS, **given: Any) -> list[str]:
+    """The violations of an otherwise possible training; `given` are the Trainer's arguments, but for three."""
+    module = given.pop("module", LanguageModule())
+    data = given.pop("data", DataModule(global_batch_size=1024, micro_batch_size=1))
+    config = given.pop("config", LLAMA)
+    return violations(machine, {"strategy": strategy, "max_steps": 1000, **given}, module, data, config)
