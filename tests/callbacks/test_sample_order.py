@@ -9,10 +9,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
 
-from dist_template.callbacks import SampleOrder
+from dist_template.callbacks import LastCheckpoint, SampleOrder
+from dist_template.callbacks.sample_order import even_batch_size
 from dist_template.errors import InputError
+from dist_template.rehearsal.record import RunRecord
+from dist_template.rehearsal.workers import Workers
+from tests.support.streams import STREAMS
 
 NUM = 22
 
@@ -58,9 +62,10 @@ class Data(L.LightningDataModule):
 def fit(folder: Path, loader: Any, max_steps: int, **options: Any) -> list[list[int]]:
     """The samples of each batch, with checkpoints in `folder`."""
     module, resumes = Module(), options.pop("ckpt_path", None)
+    callbacks = [SampleOrder(), *options.pop("callbacks", [])]
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=max_steps, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=[SampleOrder()], **options,
+        enable_checkpointing=len(callbacks) > 1, enable_model_summary=False, callbacks=callbacks, **options,
     )  # fmt: skip
     trainer.fit(module, datamodule=Data(loader), ckpt_path=resumes)
     trainer.save_checkpoint(folder / "last.ckpt")
@@ -77,6 +82,21 @@ def test_a_resume_reads_the_next_samples_of_each_epoch(tmp_path: Path, stop: int
     assert len({*samples[:NUM]}) == NUM and len({*samples[NUM : 2 * NUM]}) == NUM, "two full epochs"
     assert fit(tmp_path, loader, stop) == uninterrupted[:stop]
     assert fit(tmp_path, loader, 12, ckpt_path=tmp_path / "last.ckpt") == uninterrupted[stop:]
+
+
+def test_a_resume_with_other_samples_is_refused_and_can_be_accepted(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    fit(tmp_path, DataLoader(Numbers(), 4, shuffle=True), 3)
+    last = tmp_path / "last.ckpt"
+    with pytest.raises(InputError, match=r"was trained with samples 22, now 18: .*accept_changes '\[samples\]'"):
+        fit(tmp_path, DataLoader(Subset(Numbers(), range(18)), 4, shuffle=True), 5, ckpt_path=last)
+    with pytest.raises(InputError, match=r"was trained with seed 0, now 5: "):
+        fit(tmp_path, DataLoader(Numbers(), 4, shuffle=True, generator=generator), 5, ckpt_path=last)
+    with pytest.raises(InputError, match=r"was trained with seed 0, now None: "):
+        fit(tmp_path, DataLoader(Numbers(), 4), 5, ckpt_path=last)
+    accepts = LastCheckpoint(dirpath=str(tmp_path), accept_changes=["samples"])
+    loader = DataLoader(Subset(Numbers(), range(18)), 4, shuffle=True)
+    assert len(fit(tmp_path, loader, 5, ckpt_path=last, callbacks=[accepts])) == 2
 
 
 def test_samples_with_costs_are_balanced_within_a_step(tmp_path: Path) -> None:
@@ -105,7 +125,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_loader_is_not_changed_and_a_warning_is_printed(name: str) -> None:
     order, loader = SampleOrder(), OTHERS[name]()
-    order._trainer = SimpleNamespace(overfit_batches=0.0, accumulate_grad_batches=1)
+    order._trainer, order._num_ranks = SimpleNamespace(overfit_batches=0.0, accumulate_grad_batches=1), 1
     with pytest.warns(UserWarning, match="a resumed epoch starts again at its first batch"):
         assert order._train(loader) is loader
 
@@ -124,3 +144,51 @@ def test_the_datamodule_is_restored(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
     assert "train_dataloader" not in vars(data)
+
+
+def fit_streams(folder: Path, ranks: int, *flags: str, warns: str = "") -> RunRecord:
+    given = [
+        "fit", f"--run.root={folder / 'runs'}", "--run.report=false", "--trainer.accelerator=cpu",
+        f"--trainer.devices={ranks}", "--trainer.max_steps=6", "--best_checkpoint.monitor=val_loss", *flags,
+    ]  # fmt: skip
+    with Workers(ranks, STREAMS) as workers:
+        record = workers.run(given, folder / f"{ranks}{flags[-1]}")
+    assert warns in record.log(0)
+    return record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["same", "sampler"])
+def test_ranks_that_read_the_same_samples_are_refused(tmp_path: Path, kind: str) -> None:
+    refusal = fit_streams(tmp_path, 2, f"--data.kind={kind}").refusal
+    assert "all 2 ranks train on the same samples" in refusal and "get_rank() in the dataset's __iter__" in refusal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sharded", "constant"])
+def test_ranks_with_samples_of_their_own_or_constant_ones_train(tmp_path: Path, kind: str) -> None:
+    fit_streams(tmp_path, 2, f"--data.kind={kind}").check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [31, 33])
+def test_an_evaluation_counts_each_row_once_also_where_ranks_do_not_divide_them(tmp_path: Path, rows: int) -> None:
+    """33 rows would be 5 batches of 4 on one rank and 4 on the other: they are read by threes."""
+    one, two = (fit_streams(tmp_path, n, "--data.kind=constant", f"--data.num_held_out={rows}") for n in (1, 2))
+    assert two.check().eval("sanity")[0] == pytest.approx(one.check().eval("sanity")[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_rows_that_must_count_twice_are_reported(tmp_path: Path) -> None:
+    warning = "1 of 1 rows of an evaluation count twice"
+    fit_streams(tmp_path, 2, "--data.kind=constant", "--data.num_held_out=1", warns=warning).check()
+
+
+def test_a_batch_size_is_found_with_which_ranks_have_equally_many_batches() -> None:
+    for rows in range(1, 70):
+        for size in range(1, 9):
+            for ranks in range(1, 5):
+                found = even_batch_size(rows, size, ranks)
+                numbers = {-(-len(range(rank, rows, ranks)) // (found or size)) for rank in range(ranks)}
+                assert found is None or (len(numbers) == 1 and min(numbers) > 0 and size / 2 < found <= size)
+                assert found == size or rows < ranks or -(-rows // (ranks * size)) * ranks * size - rows >= 1

@@ -20,7 +20,7 @@ from tests.support.tiers import tiers
 ANSWER = "Aye aye, captain."
 COMMON = [
     "--run.report=false", "--data.seq_len=128", "--data.global_batch_size=8", "--data.micro_batch_size=2",
-    "--data.validation_share=0.1", "--model.sample_tokens=48", "--trainer.accelerator=cpu",
+    "--data.validation_share=0.1", "--data.test_share=0", "--model.sample_tokens=48", "--trainer.accelerator=cpu",
     "--trainer.log_every_n_steps=1", "--trainer.logger=false",
 ]  # fmt: skip
 

@@ -3,15 +3,18 @@ and no rank waits for it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trainer_dev.data import DataModule
 
 from dist_template.text.batches import loader
 from dist_template.text.batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
+from tests.support.runs import quiet
 
 LABELS = [3, 8, 1, 2, 5]  # labels that count, in each batch of 8
 CPU = torch.device("cpu")
@@ -101,3 +104,16 @@ def test_a_new_iteration_does_not_use_the_sum_of_the_one_before(ranks: TwoRanks)
 def test_one_process_has_its_own_mean_of_at_least_1() -> None:
     assert TokensPerMicroBatch().of(Counted(12, 3, True), 4, CPU).item() == 3
     assert TokensPerMicroBatch().of(Counted(0, None, True), 1, CPU).item() == 1
+
+
+def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a machine with GPUs whose training uses CPUs: each rank would start CUDA on the first GPU."""
+    data.prepare(report=quiet)
+    data.setup("fit")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("cpu", "cuda"):
+        strategy = SimpleNamespace(root_device=torch.device(name))
+        data.trainer = SimpleNamespace(strategy=strategy)
+        assert data._loader(data.rows_of("train"), [[0]], 0).pin_memory == (name == "cuda")
+    data.trainer = None
+    assert not data._loader(data.rows_of("train"), [[0]], 0).pin_memory

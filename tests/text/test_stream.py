@@ -93,7 +93,10 @@ def test_what_a_stream_cannot_do_is_refused(folders: list[Path], tmp_path: Path)
     data.balance = True
     with pytest.raises(InputError, match="data.stream has no rows to choose from"):
         data.check(world_size=1)
-    data.balance, data.source.whole = False, True
+    data.balance, data.num_workers = False, 2
+    with pytest.raises(InputError, match="remove data.num_workers, which has no effect"):
+        data.check(world_size=1)
+    data.num_workers, data.source.whole = 0, True
     with pytest.raises(InputError, match="data.stream has plain text alone: remove it to train on conversations"):
         data.check(world_size=1)
     data.source.pairs = True

@@ -92,7 +92,7 @@ class RandomState(Callback):
 
 def _get_state() -> Callable[[], dict[str, Any]]:
     """Copies the current state in microseconds; the result converts it to plain types."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy = np.random.get_state(legacy=False)
     return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), numpy)
 
@@ -114,7 +114,7 @@ def _set_state(state: dict[str, Any]) -> None:
     numpy = state["numpy"] | {"state": {**state["numpy"]["state"]}}
     numpy["state"]["key"] = numpy["state"]["key"].numpy().astype(np.uint32)
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
+    if state["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
     random.setstate((version, tuple(internal.tolist()), gauss))
     np.random.set_state(numpy)

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from .. import weights
+from ..checkpoint.identity import compare
 from ..cluster.signals import isolate_worker
 from ..compat.loop import make_fit_resumable
+from ..compat.self_log import weigh_uneven_batches
 from ..errors import InputError
 from ..model.any_module import owns_order
 from ..project import has_command_line
 from ..text.batches.order import ConsumedSamples, GlobalOrder, Jump
+from .checkpoint import LastCheckpoint
 
 KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers",
 )  # fmt: skip
+
+
+COMPARED = 4  # batches; two of few samples may be the same by chance
 
 
 class SampleOrder(Callback):
@@ -46,17 +57,21 @@ class SampleOrder(Callback):
         self.global_batch_size = 0  # 0: not known, or the loader is not changed
         self._consumed: ConsumedSamples | None = None
         self._loaded: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}  # what decides the order, and its seed
         self._wrapped: list[tuple[Any, str]] = []
+        self._first: list[int] | None = None  # checksums of the first batches, of another's loader
 
     def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         self._trainer = trainer
         if owns_order(trainer.datamodule):
             return
         make_fit_resumable(trainer)
+        weigh_uneven_batches(trainer)
         shard = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         self._rank, self._num_ranks = shard.get("rank", 0), shard.get("num_replicas", 1)
         if stage == "fit":
-            self._consumed = None
+            self._consumed, self._loaded, self._settings = None, {}, {}
+            self._first = None
             if has_command_line() and isinstance(trainer.val_check_interval, int):
                 # The command line counts optimizer steps, Lightning batches.
                 trainer.val_check_interval *= trainer.accumulate_grad_batches
@@ -82,6 +97,8 @@ class SampleOrder(Callback):
                     f"the order of {type(loader).__name__} is its own; a resumed epoch starts again"
                     " at its first batch"
                 )
+            if self._num_ranks > 1 and not overfits and self._first is None:
+                self._first, self._loader = [], loader
             return loader
         accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
@@ -94,6 +111,8 @@ class SampleOrder(Callback):
                 f" {self._num_ranks} x trainer.accumulate_grad_batches {accumulation}; lower one of"
                 " them"
             )
+        self._settings = {"samples": num, "seed": _seed_of(loader)}
+        self._compare()
         if self._consumed is None:
             size = self.global_batch_size
             self._consumed = ConsumedSamples.attach(self._trainer, size, per_batch)
@@ -102,18 +121,63 @@ class SampleOrder(Callback):
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
         order = GlobalOrder(
             num, self.global_batch_size, loader.batch_size, self._rank, self._num_ranks,
-            _seed_of(loader), consumed=lambda: self.consumed_samples, jumps=lambda: self.jumps,
+            self._settings["seed"], consumed=lambda: self.consumed_samples,
+            jumps=lambda: self.jumps,
             costs=None if costs is None else np.asarray(costs).__getitem__,
         )  # fmt: skip
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
+
+    def _compare(self) -> None:
+        """Refuses another order than that of the checkpoint, once both are known."""
+        last = (c for c in self._trainer.callbacks if isinstance(c, LastCheckpoint))
+        accepted = [key for callback in last for key in callback.accept_changes]
+        before = {key: self._loaded[key] for key in self._settings if key in self._loaded}
+        compare(self._trainer.ckpt_path, before, self._settings, accepted)
 
     def _evaluation(self, loader: Any) -> Any:
         if isinstance(loader, list | tuple):
             return [self._evaluation(each) for each in loader]
         if self._num_ranks == 1 or not _is_plain(loader, SequentialSampler):
             return loader
-        sampler = DistributedSampler(loader.dataset, self._num_ranks, self._rank, shuffle=False)
-        return _like(loader, sampler, drop_last=loader.drop_last)
+        if loader.drop_last:
+            sampler = DistributedSampler(loader.dataset, self._num_ranks, self._rank, shuffle=False)
+            return _like(loader, sampler, drop_last=True)
+        num, size = len(loader.dataset), loader.batch_size
+        even = even_batch_size(num, size, self._num_ranks)
+        kind = _EachOnce if even else DistributedSampler
+        if even is None:
+            rank_zero_warn(
+                f"{-num % self._num_ranks} of {num} rows of an evaluation count twice, so that"
+                f" {self._num_ranks} ranks have equally many batches of {size}: evaluate a multiple"
+                f" of {self._num_ranks} rows, or on one process"
+            )
+        sampler = kind(loader.dataset, self._num_ranks, self._rank, shuffle=False)
+        return _like(loader, sampler, drop_last=False, batch_size=even or size)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compares the ranks' first batches of a loader that is not sharded here.
+
+        Raises:
+            InputError: on all ranks, if they are the same.
+        """
+        if self._first is None or len(self._first) == COMPARED:
+            return
+        self._first.append(_checksum(batch))
+        if len(self._first) < COMPARED:
+            return
+        of_ranks = weights.from_all_ranks(self._first)
+        is_constant = len(set(self._first)) == 1  # as for a measurement of speed
+        if not is_constant and all(each == self._first for each in of_ranks):
+            dataset = type(getattr(self._loader, "dataset", self._loader)).__name__
+            raise InputError(
+                f"all {self._num_ranks} ranks train on the same samples: train_dataloader's"
+                f" {type(self._loader).__name__} of {dataset} does not shard them. Use a map-style"
+                " dataset without a sampler of its own, which is sharded here, or let each rank"
+                " skip the others' samples (torch.distributed.get_rank() in the dataset's __iter__,"
+                " DistributedSampler)"
+            )
 
     # ---- the stream of samples, as PackedText has it ---------------------------------------------
 
@@ -130,10 +194,11 @@ class SampleOrder(Callback):
             self._consumed.jump(intervals, self._trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._consumed.as_state(self._trainer) if self._consumed else {}
+        return self._consumed.as_state(self._trainer) | self._settings if self._consumed else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+        self._compare()
         if self._consumed:
             self._consumed.load(state_dict)
 
@@ -160,6 +225,39 @@ class _Deferred(DataLoader):
         yield from super().__iter__()
 
 
+def _checksum(batch: Any) -> int:
+    """Returns a CRC-32 of the tensors in a batch of any nesting."""
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, tensors.append)
+    total = 0
+    for tensor in tensors:
+        as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        total = zlib.crc32(as_bytes.numpy().tobytes(), total)
+    return total
+
+
+class _EachOnce(DistributedSampler):
+    """Every row on one rank; torch's repeats rows until all ranks have equally many."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # ty: ignore[invalid-argument-type]
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.dataset), self.num_replicas))  # ty: ignore[invalid-argument-type]
+
+
+def even_batch_size(num_rows: int, batch_size: int, num_ranks: int) -> int | None:
+    """Returns the largest batch size up to `batch_size` with which all ranks have equally many
+    batches, none empty, and each row once; None if there is none, or only a much smaller one.
+
+    Ranks call collectives in each batch, so their numbers must agree."""
+    for size in range(batch_size, batch_size // 2, -1):
+        in_full_batches = (num_rows - 1) // (num_ranks * size) * num_ranks * size
+        if num_rows - in_full_batches >= num_ranks:
+            return size
+    return None
+
+
 def _is_plain(loader: Any, *samplers: type) -> bool:
     """Returns whether it is torch's DataLoader with one of these samplers, over all samples."""
     if type(loader) is not DataLoader or loader.batch_size is None:
@@ -177,10 +275,13 @@ def _seed_of(loader: DataLoader) -> int | None:
     return generator.initial_seed() if generator else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def _like(loader: DataLoader, sampler: Any, drop_last: bool) -> DataLoader:
+def _like(
+    loader: DataLoader, sampler: Any, drop_last: bool, batch_size: int | None = None
+) -> DataLoader:
     options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     options["worker_init_fn"] = loader.worker_init_fn or isolate_worker
-    options |= {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": drop_last}
+    options |= {"batch_size": batch_size or loader.batch_size}
+    options |= {"sampler": sampler, "drop_last": drop_last}
     return _Deferred(loader.dataset, **options)
 
 

@@ -40,7 +40,9 @@ class Samples(Callback):
         held_out = data.held_out(self.conversations) if hasattr(data, "held_out") else []
         texts = []
         for ids, reference in held_out or [(encode(prompts[0]), None)]:
-            tokens = pl_module.generate(torch.tensor([ids], device=pl_module.device))[0].tolist()
+            with trainer.precision_plugin.forward_context():  # Lightning opens it for steps alone
+                tokens = pl_module.generate(torch.tensor([ids], device=pl_module.device))
+            tokens = tokens[0].tolist()
             text = decode(tokens)
             if reference is not None:
                 answer = f"[answer] {decode(tokens[len(ids) :])}"

@@ -65,7 +65,8 @@ class Throughput(Callback):
         # Then the rank waits for the others, to sum token counts: that is not its own time.
         fetched = getattr(trainer.datamodule, "fetched_s", now)
         self._own_wait_s += max(0.0, fetched - self._last_end)
-        self._forward.start()
+        if trainer.world_size > 1:  # else nobody reads, and frees, the passes
+            self._forward.start()
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         self._forward.stop()

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from ..cluster.signals import isolate_worker
 from ..weights import from_all_ranks
-from .batches.loader import COUNTED, StepLoader, TokensPerMicroBatch
+from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.order import (
     ConsumedSamples,
     GlobalOrder,
@@ -64,8 +64,7 @@ class PackedText(PreparedText, L.LightningDataModule):
             Pretrained, yours.
         seq_len: Tokens per sequence.
         global_batch_size: Sequences per optimizer step, over all ranks.
-        micro_batch_size: Sequences per rank per forward; gradients accumulate up to the global
-            batch.
+        micro_batch_size: Sequences per rank per forward; gradients accumulate to the global batch.
         validation_share: Share of the documents, below 1, held out for validation. 0 turns it off.
         test_share: Share of the documents, below 1, held out for `test`. 0 turns it off.
         cache_dir: Folder of the token caches; on a cluster, one that all nodes can read.
@@ -78,13 +77,11 @@ class PackedText(PreparedText, L.LightningDataModule):
             The rows of a step do not change.
         rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
             gets fewer rows. null: all are equally fast.
-        repeat_first_batch: true trains on one global batch repeatedly, to see that the model learns
-            it.
+        repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
         seed: Seed of the order of rows. Splits do not depend on it.
         stream: A train split that is read and tokenized while training: TextStream. null: train on
             `source`.
-        prompts: Prompts that `predict`, and the sample after each validation, continue. [] turns
-            both off.
+        prompts: What `predict`, and the sample after each validation, continue. [] turns both off.
     """
 
     def __init__(
@@ -126,16 +123,17 @@ class PackedText(PreparedText, L.LightningDataModule):
         self.rank_speeds = rank_speeds
         self.stream = stream
         self._stream_state: dict[str, Any] = {}  # this rank's, after the newest batch
+        self.changed_settings: list[str] = []  # since the checkpoint, by last_checkpoint
         self.rank, self.world_size = 0, 1  # of data parallelism, set in `setup`
         self._corpus: Corpus | None = None
         self._consumed: ConsumedSamples | None = None
         self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
+        self._counted: Counted | None = None  # of the optimizer step that the newest batch starts
         self.fetched_s = 0.0  # time.perf_counter when the loader returned the newest batch
         self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
         self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
         self.source_name = ""  # of the newest evaluated batch; "": there is one source
-        # this rank's rows in the optimizer step, per micro-batch
-        self.step_rows: list[list[int]] = []
+        self.step_rows: list[list[int]] = []  # this rank's in the optimizer step, per micro-batch
         self.eval_rows: list[int] = []  # this rank's, of the newest evaluated batch
 
     # ---- before training -------------------------------------------------------------------------
@@ -193,12 +191,13 @@ class PackedText(PreparedText, L.LightningDataModule):
         return batch
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Keeps the rows' numbers on the host: the numerics guard names samples by them."""
+        """Keeps what is no tensor on the host: the numerics guard names samples by their rows."""
         self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
+        self._counted = batch.pop(COUNTED, None)  # the batch is only tensors: copied in one loop
         self._stream_state = batch.pop(STATE, self._stream_state)
         if self.trainer is not None and self.trainer.training:
-            self.step_rows = [rows] if COUNTED in batch else [*self.step_rows, rows]
+            self.step_rows = [rows] if self._counted else [*self.step_rows, rows]
         elif rows:
             self.eval_rows = rows
             self.source_name = source_of(self._sizes, rows[0])
@@ -206,9 +205,9 @@ class PackedText(PreparedText, L.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Adds `tokens_per_micro_batch`, by which a training step divides its sum of losses."""
-        if COUNTED in batch:
-            counted, device = batch.pop(COUNTED), batch["labels"].device
-            self._tokens_per_micro_batch = self._tokens.of(counted, self.accumulation, device)
+        if self._counted:
+            device = batch["labels"].device
+            self._tokens_per_micro_batch = self._tokens.of(self._counted, self.accumulation, device)
         if self.trainer is None or not self.trainer.training:
             return batch
         return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}
@@ -239,6 +238,7 @@ class PackedText(PreparedText, L.LightningDataModule):
         return self._loader(rows, batches, 0)
 
     def _loader(self, rows: Rows, order: Iterable[list[int]], accumulation: int) -> DataLoader:
+        is_on_gpu = bool(self.trainer) and self.trainer.strategy.root_device.type == "cuda"
         return StepLoader(
             rows,
             accumulation,
@@ -246,7 +246,7 @@ class PackedText(PreparedText, L.LightningDataModule):
             batch_sampler=order,
             collate_fn=_unchanged,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),  # from unpinned memory, non-blocking copies wait
+            pin_memory=is_on_gpu,  # from unpinned memory, non-blocking copies wait
             # starting workers for each evaluation takes longer than evaluating
             persistent_workers=self.num_workers > 0,
             worker_init_fn=isolate_worker,
@@ -280,6 +280,8 @@ class PackedText(PreparedText, L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._consumed:
             self._consumed.load(state_dict)
+        if {"data.source", "data.stream", "data.seq_len"}.intersection(self.changed_settings):
+            return  # other rows: a stream starts again, a mixture has the present weights
         if self.stream and (states := state_dict.get(STATE)):
             self._stream_state = own_state(states, self.trainer)
         if self._mixing and "mixture" in state_dict:

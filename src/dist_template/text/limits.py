@@ -46,6 +46,11 @@ def check_numbers(data: Any, world_size: int) -> None:
             "data.stream has no rows to choose from: remove data.balance, data.rank_speeds and"
             " data.repeat_first_batch"
         )
+    if data.stream and data.num_workers:
+        raise InputError(
+            "data.stream is read in the training process: remove data.num_workers, which has no"
+            " effect"
+        )
     if data.stream and data.source.whole:
         kind = "pairs of answers" if data.source.pairs else "conversations"
         raise InputError(f"data.stream has plain text alone: remove it to train on {kind}")

@@ -20,7 +20,7 @@ from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import pipeline_of
 from .batches.rows import PAIRS
-from .preference_loss import PreferenceConfig, add_reference, pair_sums
+from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
 
 
 class TextModule(TrainingModule):
@@ -66,6 +66,11 @@ class TextModule(TrainingModule):
                 self.model, self.sums, self.loss_chunk, self.loss_kernel
             )
             add_reference(self)
+
+    def fixed_settings(self, data: Any) -> dict[str, Any]:
+        keys = ("loss", "beta", "margin") if has_pairs(data) else ()
+        values = {f"model.preference.{key}": getattr(self.preference, key) for key in keys}
+        return super().fixed_settings(data) | values
 
     # ---- loss and metrics ------------------------------------------------------------------------
 

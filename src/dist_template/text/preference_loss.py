@@ -52,11 +52,14 @@ class PreferenceConfig:
     precompute: bool = False
 
 
+def has_pairs(data: Any) -> bool:
+    return getattr(getattr(data, "source", None), "pairs", False)
+
+
 def add_reference(module: Any) -> None:
     """Gives `module` its reference, if the loss and the data need one: a copy, or its scores."""
     module.reference = None
-    has_pairs = getattr(getattr(module.data, "source", None), "pairs", False)
-    if not has_pairs or module.preference.loss == "simpo":
+    if not has_pairs(module.data) or module.preference.loss == "simpo":
         return
     if module.adapter is None or module.adapter.trainable:
         _place_copy(module)

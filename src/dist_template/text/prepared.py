@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +15,17 @@ from .cache.token_cache import SPLITS, CacheError, Corpus, Recipe, open_cache
 from .limits import check_rows
 from .sources.chat_template import last_turn
 from .sources.documents import Source
+from .sources.stream import TextStream
 from .tokenizers import TokenizerSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+# With the source and the stream, they decide the samples of a step.
+DECISIVE = (
+    "seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch",
+)  # fmt: skip
 
 
 class PreparedText:
@@ -29,6 +38,7 @@ class PreparedText:
     test_share: float
     cache_dir: str
     check_source: bool
+    stream: TextStream | None = None
     cross_document_attention: bool
     _corpus: Corpus | None = None
     reference_scores: dict[str, Any] | None = None  # by split, of model.preference.precompute
@@ -55,6 +65,19 @@ class PreparedText:
             report(packing_of(corpus, split, self.seq_len).describe(split))
         report(as_table(quality_of(corpus), "Quality of the train split").as_text())
         return self._corpus
+
+    def fixed_settings(self) -> dict[str, Any]:
+        """Returns what decides the samples: a resumed run is compared by these."""
+        manifest, source = self.corpus.manifest, self.source
+        content = json.dumps([manifest["splits"], manifest.get("parts")], sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        num_tokens = self.corpus.num_tokens("train")
+        return {
+            "data.source": f"{num_tokens:,} tokens with SHA-256 {digest}",
+            "data.source.weights": getattr(source, "weighting", None),
+            "data.stream": self.stream and self.stream.description(),
+            **{f"data.{name}": getattr(self, name) for name in DECISIVE},
+        }
 
     @property
     def is_prepared(self) -> bool:

@@ -49,6 +49,8 @@ class TokenizerSpec(ABC):
 class Bytes(TokenizerSpec):
     """UTF-8 bytes: id = byte, and 256 is EOS. It needs no training; sequences are long."""
 
+    vocab_size = 257  # before `prepare`, for `plan`; ByteBPE has it too
+
     def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
         from tokenizers import Tokenizer, models
 

@@ -66,6 +66,10 @@ class Mixture(Source):
                     " at least 0, and not 0 to all"
                 )
 
+    @property
+    def weighting(self) -> list[Any]:
+        return [self.weights, self.schedule, self.by]
+
     def parts(self) -> dict[str, Source]:
         return self.sources
 

@@ -9,6 +9,9 @@ sets at the block's start and the number of batches since. A resumed run reads t
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -75,6 +78,27 @@ class TextStream:
         shares = (weights / weights.sum()).tolist()
         texts = parts[0] if len(parts) == 1 else interleave_datasets(parts, shares, seed=seed)
         return split_dataset_by_node(texts, rank, world_size)
+
+    def description(self) -> str:
+        """Returns a description of the data sets and their files: names and sizes, or commits."""
+        require("datasets", "data.stream")
+        from datasets import load_dataset_builder
+
+        known: list[Any] = [self.weights]
+        for each in self.datasets:
+            try:
+                config = load_dataset_builder(each.name, each.config, revision=each.revision).config
+            except Exception as error:
+                raise unreadable(each.name, error) from error
+            names = [str(name) for name in (config.data_files or {}).get(each.split, ())]
+            known.append(vars(each) | {"revision": None, "files": names})
+            if os.path.isdir(each.name):  # it may be moved
+                files = [
+                    (os.path.relpath(name, each.name), os.stat(name).st_size) for name in names
+                ]
+                known[-1] |= {"name": "", "files": files}
+        digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
+        return f"{len(self.datasets)} data set(s) with SHA-256 {digest}"
 
     def refuse_jumps(self) -> None:
         raise InputError(
