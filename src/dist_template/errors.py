@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ class Exit(IntEnum):
     DONE = 0
     FAILED = 1  # a bug; the log has a traceback. torchrun restarts it a few times
     BAD_INPUT = 2  # do not retry: the input must be edited
-    NON_FINITE = 65  # do not retry: training diverged, and a replay would diverge again
+    NON_FINITE = 65  # do not retry: training, or a replica, diverged, and a replay would again
     OUT_OF_MEMORY = (
         69  # do not retry: not one step fitted in memory. After a first step it is FAILED
     )
@@ -123,10 +124,10 @@ def check_least(slot: str, **given: tuple[float, float]) -> None:
     """Checks arguments, each a pair (given value, minimum).
 
     Raises:
-        InputError: a value is below its minimum.
+        InputError: a value is below its minimum, infinite or nan.
     """
     for key, (value, least) in given.items():
-        if not value >= least:  # nan is neither
+        if not least <= value < math.inf:
             raise InputError(f"{slot}.{key} is {value}; give {least} or more")
 
 
@@ -139,6 +140,11 @@ def first_line(error: BaseException | str) -> str:
     if not lines:
         return "" if isinstance(error, str) else type(error).__name__
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+def shortened(text: str, most: int = 1000) -> str:
+    """Returns a message without the middle of a long value: its key and its cure remain."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
 def reason(error: BaseException) -> str:

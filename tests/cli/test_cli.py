@@ -75,11 +75,41 @@ def test_help_begins_with_the_verbs_own_flags(verb: str, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: python -m {PACKAGE} {verb} ")
     assert len(shown.split("\n\n")[0].splitlines()) < 9, "the usage is short"
-    if verb not in ("fit", "validate", "test", "predict"):
+    if verb != "fit":
         assert len(shown.splitlines()) < 50
-    if verb in ("prepare", "export", "rehearse", "deepspeed-config"):
+    if verb in ("validate", "test", "predict"):
+        assert "--ckpt_path" in shown and "--weights_only" in shown and "--print_config" in shown
+    if verb in ("validate", "test", "predict", "prepare", "export", "rehearse", "deepspeed-config"):
         assert f"Every other key is fit's: see `python -m {PACKAGE} fit --help`" in " ".join(shown.split())
     assert verb != "export" or ("--checkpoint" in shown and "--dtype" in shown)
+
+
+def test_help_of_fit_begins_with_the_keys_that_are_changed_most(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("fit", "--help")
+    _, first, rest = capsys.readouterr().out.split("\n\n", 2)
+    start, *lines = first.splitlines()
+    assert "All keys follow" in start and f"{PACKAGE} fit --help data" in start
+    rows = [line.split(maxsplit=2) for line in lines if line.startswith("  ")]
+    assert len(rows) == 12 and all(f"  --{key} " in rest for key, _, _ in rows), "a key that exists"
+    assert all(len(line) <= 100 for line in lines)
+    defaults = {key: default for key, default, _ in rows}
+    assert defaults["data.source"] == "StandardLibrary" and defaults["ckpt_path"] == "null"
+    sections = " ".join(lines[len(rows) :]).split()
+    assert sections[0] == "Sections:" and {"trainer", "model", "data", "cluster", "numerics"} < set(sections)
+
+
+@pytest.mark.parametrize(("verb", "section"), [("fit", "run"), ("test", "model.optim"), ("prepare", "data")])
+def test_help_of_a_section_has_its_keys_alone(verb: str, section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(verb, "--help", section)
+    keys = re.findall(r"^  --([\w.]+)", capsys.readouterr().out, re.MULTILINE)
+    assert len(keys) > 4 and all(f"{key}.".startswith(f"{section}.") for key in keys)
+
+
+def test_help_of_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("fit", "--help", "modle") == 2
+    assert f"error: there is no section modle: see `python -m {PACKAGE} fit --help`" in capsys.readouterr().err
 
 
 def test_later_files_and_flags_win(tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

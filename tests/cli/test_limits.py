@@ -18,23 +18,14 @@ from dist_template.model.optim import OptimConfig
 from dist_template.parallel.blocks import BlockConfig
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
+from tests.support.limits import LLAMA, violations_of
 from tests.support.runs import run
 from tests.support.strategies import NAMES, settings_of
 
-EIGHT_GPUS = Machine("cuda", 8, precision="bf16-mixed")
 TWO_CPUS = Machine("cpu", 2)
 
-LLAMA = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=4)
 DEEPSEEK = AutoConfig.for_model("deepseek_v3")  # as published: 128 heads, 256 experts
 DENSE_WITHOUT_PLAN = AutoConfig.for_model("gpt2", tie_word_embeddings=False)
-
-
-def violations_of(strategy: Any = "ddp", machine: Machine = EIGHT_GPUS, **given: Any) -> list[str]:
-    """The violations of an otherwise possible training; `given` are the Trainer's arguments, but for three."""
-    module = given.pop("module", LanguageModule())
-    data = given.pop("data", DataModule(global_batch_size=1024, micro_batch_size=1))
-    config = given.pop("config", LLAMA)
-    return violations(machine, {"strategy": strategy, "max_steps": 1000, **given}, module, data, config)
 
 
 def mesh(**sizes: Any) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from trainer_dev.module import LanguageModule
 
 from tests.support.runs import CONFIGS, logged, only_run, run
 
@@ -30,6 +32,20 @@ def test_a_run_records_what_ran_and_where(flags: list[str], tmp_path: Path, capf
     assert "\r" not in shown, "a log file gets lines"
     first = float(shown.split("eval/bits_per_byte")[1].split()[0])
     assert logged(folder, "eval/bits_per_byte")[20] < first, "it learned"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_samples_are_generated_in_the_trainings_precision(
+    flags: list[str], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(LanguageModule, "generate", lambda self, ids: found.append(_precision()) or ids)
+    assert run("fit", *flags, f"--trainer.precision={precision}", "--trainer.max_steps=2") == 0
+    assert found == [(True, torch.float32) if precision == "bf16-mixed" else (False, torch.bfloat16)]
+
+
+def _precision() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
 
 
 @pytest.mark.slow

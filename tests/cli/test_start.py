@@ -25,20 +25,22 @@ EARLY = {
     "a file that is not there": (["-c", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     "a misspelt group in a file": (["--config=group.yaml"], "group.yaml: wachdog .* mean watchdog?"),
     "a file that is not YAML": (["--config=broken.yaml"], "broken.yaml is not YAML"),
-}
-BY_THE_PARSER = {
     "a misspelt flag": (["--trainer.max_stepz=3"], "trainer.max_stepz .* mean trainer.max_steps?"),
     "a misspelt key in a file": (["--config=deep.yaml"], "trainer.max_stepz .* mean trainer.max_steps?"),
     "a misspelt key of the data": (["--data.seqlen=3"], "data.seqlen .* mean data.seq_len?"),
     "a misspelt argument of a callback": (["--last_checkpoint.every_n_step=3"], "mean last_checkpoint.every_n_steps?"),
     "a misspelt field of the optimizer": (["--model.optim.learning_rates=3"], "mean model.optim.learning_rate?"),
+    "a misspelt key of the model": (["--model.optm.warmup=3"], "model.optm .* mean model.optim?"),
+    "an argument of a base class": (["--model.sample_token=3"], "mean model.sample_tokens?"),
+}
+BY_THE_PARSER = {
+    "a misspelt key in braces": (["--model.optim={learning_rates: 3}"], "mean model.optim.learning_rate?"),
     "an unknown key": (["--trainer.nothing_like_this=3"], "trainer.nothing_like_this is not a key of this program"),
-    "a misspelt key of the model": (["--model.optm.warmup=3"], "model.optm.warmup .* mean model.optim.warmup?"),
     "a misspelt argument of a class": (["--data.source.pathz=3"], "pathz is not an argument of the class"),
     "a word for a number": (["--data.seq_len", "long"], "data.seq_len is 'long': expected an integer; see"),
     "a word for an optional number": (["--trainer.limit_val_batches=x"], "x is not possible: expected an integer, exp"),
     "a number for keys": (["--model.optim=3"], "model.optim is '3': it takes keys, as in model.optim.KEY"),
-    "a number that cannot be": (["--data.seq_len=0"], "data.seq_len is 0: it must be 1 or more"),
+    "a number that cannot be": (["--data.seq_len=0"], "data.seq_len is 0; give 1 or more"),
     "sizes that do not divide": (["--data.global_batch_size=9", "--data.micro_batch_size=2"], "9 is not a multiple"),
     "data that are not there": (["--data.source=TextFiles", "--data.source.paths=[nowhere/*.txt]"], "nowhere/"),
 }
@@ -118,11 +120,56 @@ def test_no_key_that_the_parser_has_is_refused(verb: str, monkeypatch: pytest.Mo
         CLI(OURS, [verb], run=True)
     known = [key for key in found.value.args[0] if not key.endswith("help") and key not in ("print_config", "config")]
     assert {"data.seq_len", "model.optim.learning_rate", "trainer.max_steps", "watchdog.start_timeout_s"} <= {*known}
-    config_file.check([verb, *(f"--{key}=null" for key in known)])
+    config_file.check([verb, *(f"--{key}=null" for key in known)], OURS)
 
 
 def test_no_shipped_file_is_refused() -> None:
-    config_file.check(["fit", *(f"--config={path}" for path in FIT_CONFIGS), "--data.check_source=false"])
+    config_file.check(["fit", *(f"--config={path}" for path in FIT_CONFIGS), "--data.check_source=false"], OURS)
+
+
+OF_A_USER = """
+from dataclasses import dataclass
+from dist_template import OptimConfig
+from dist_template.text import PackedText, TextModule
+from elsewhere import Unknown
+
+@dataclass
+class Tuned(OptimConfig):
+    learning_ratio: float = 1.0
+
+@dataclass
+class Mine:
+    learning_rat: float = 1.0
+
+class Pops(TextModule):
+    def __init__(self, optim: Tuned = Tuned(), **options):
+        self.more = options.pop("sample_token", 3)
+
+class Inherits(TextModule):
+    def __init__(self, mine: Mine = Mine(), optim: OptimConfig = None, **options):
+        super().__init__(**options)
+
+class Data(Unknown):
+    pass
+"""
+
+
+def test_a_users_own_key_that_is_near_a_shipped_one_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a field that another class inherits, an argument taken by name, a class that cannot be found as text."""
+    (tmp_path / "edited").mkdir()
+    (tmp_path / "edited" / "__init__.py").write_text("")
+    (tmp_path / "edited" / "module.py").write_text(OF_A_USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    pops, inherits = (Project("edited", f".module:{name}", ".module:Data") for name in ("Pops", "Inherits"))
+    own = ["--model.sample_token=1", "--model.optim.learning_ratio=2", "--data.seqlen=3", "--run.root=x"]
+    config_file.check(["fit", *own], pops)
+    config_file.check(["fit", "--model.mine.learning_rat=1", "--model.optim.learning_ratio=2", "--data.x=3"], inherits)
+    with pytest.raises(InputError, match=r"model.mine.learning_rate is not .* mean model.mine.learning_rat\?"):
+        config_file.check(["fit", "--model.mine.learning_rate=1"], inherits)
+    with pytest.raises(InputError, match=r"did you mean model.sample_tokens\?"):
+        config_file.check(["fit", "--model.sample_token=1"], inherits)
 
 
 class Found(Exception):
@@ -131,17 +178,19 @@ class Found(Exception):
 
 @pytest.mark.slow
 def test_training_imports_nothing_that_it_does_not_use(flags: list[str], tmp_path: Path) -> None:
-    """Besides what torch, lightning, the model and the schedule bring; what those bring depends on the machine."""
+    """Besides what torch, lightning and the model bring; what those bring depends on the machine."""
     code = (
         "import sys, torch, lightning\n"
-        "from transformers import AutoModelForCausalLM, LlamaForCausalLM, get_scheduler\n"  # brings peft if installed
+        "from transformers import AutoModelForCausalLM, LlamaForCausalLM\n"
         "before = set(sys.modules)\n"
         "from tests.support.line import main\n"
         "assert main(sys.argv[1:]) == 0\n"
-        "print('imported', sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+        "new = set(sys.modules) - before\n"
+        "print('imported', sorted(new | {name.partition('.')[0] for name in new}))"
     )
     unused = {"deepspeed", "wandb", "datasets", "tensorboard", "plotly", "pandas", "pyarrow", "scipy", "sklearn"}
     unused |= {"torchvision", "torchaudio", "matplotlib", "peft", "accelerate", "tensorflow", "triton", "IPython"}
+    unused |= {"bitsandbytes", "torch._inductor.compile_fx"}  # peft brings the first, and that torch's compiler
     done = python(code, tmp_path, "fit", *flags, "--trainer.max_steps=2", "--trainer.logger=false")
     imported = done.stdout.rpartition("imported ")[2]
     assert PACKAGE in imported, done.stderr
@@ -159,15 +208,42 @@ FILES = {
     "nested aliases": (BOMB, "over 100,000 values"),
     "an alias of itself": ("data: &a [*a]", "over 100,000 values"),
     "merged aliases": (MERGED_BOMB, "aliases|not YAML"),
+    "a key twice": ("run:\n  name: a\nmodel:\n  optim: {}\nrun: {}", "x.yaml has the key run twice, in lines 1 and 5"),
+    "a key below twice": (
+        "model:\n  optim:\n    warmup: 1\n    'warmup': 2",
+        "x.yaml has the key warmup twice, in lines 3 and 4",
+    ),
+    "20,000 nested lists": ("data: " + "[" * 20_000 + "]" * 20_000, "x.yaml is nested too deeply"),
+    "20,000 nested mappings": ("{a: " * 20_000 + "}" * 20_000, "x.yaml is nested too deeply"),
+    "an integer without digits": ("trainer: {max_steps: !!int ''}", "x.yaml is not YAML"),
+    "an integer of 5,000 digits": ("trainer: {max_steps: " + "9" * 5000 + "}", "x.yaml is not YAML"),
+    "a date that is none": ("run: {name: 2026-13-99}", "x.yaml is not YAML"),
+    "bytes": ("\ud800", "x.yaml is not YAML"),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_that_is_no_configuration_is_refused_before_the_imports(case: str, tmp_path: Path) -> None:
     text, sentence = FILES[case]
-    (tmp_path / "x.yaml").write_text(text)
+    (tmp_path / "x.yaml").write_text(text, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(InputError, match=sentence):
         config_file.check(["fit", "--config", f"{tmp_path}/x.yaml"])
+
+
+def test_a_key_beside_the_mapping_that_is_merged_is_given_once(tmp_path: Path) -> None:
+    """The file means to replace the value."""
+    text = "run: &base\n  name: a\n  root: b\nmodel:\n  <<: *base\n  name: c\n"
+    (tmp_path / "x.yaml").write_text(text)
+    assert config_file.read(f"{tmp_path}/x.yaml")["model"] == {"name": "c", "root": "b"}
+
+
+def test_a_flags_mapping_is_checked_like_a_file() -> None:
+    for words in (["--model.architecture={a: 1, a: 2}"], ["--model.architecture", "{a: 1, a: 2}"]):
+        with pytest.raises(InputError, match="has the key a twice"):
+            config_file.check_inline(["plan", *words])
+    with pytest.raises(InputError, match="^--data.prompts is nested too deeply"):
+        config_file.check_inline(["fit", "--data.prompts=" + "[" * 20_000])
+    config_file.check_inline(["fit", "--data.prompts=[def", "{half", "--run.name=[x]"])  # text to the parser
 
 
 @pytest.mark.parametrize("key", ["model", "data"])

@@ -16,12 +16,16 @@ import yaml
 
 from ..deprecations import current
 from ..errors import InputError
+from ..project import Project
 from .defaults import ALWAYS_ON
+from .keys import refuse_misspelt
 
 TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler", *ALWAYS_ON}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
-TOP_LEVEL |= {"ckpt_path", "weights_only", "verbose", "return_predictions"}
+OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
+TOP_LEVEL |= OF_SOME_VERBS
 MAX_VALUES = 100_000  # in a file whose aliases are expanded; a full configuration has 200
+TOO_DEEP = "is nested too deeply: a configuration has ten levels at most"
 SECTIONS = {  # keys that hold keys, and where their class is defined
     "trainer": "",
     "model": "; the model's class is LanguageModule of module.py: edit it there",
@@ -33,13 +37,16 @@ VARIABLE = re.compile(
 )
 
 
-def check(argv: list[str]) -> None:
+def check(argv: list[str], project: Project | None = None) -> None:
     """Checks the flags and files of `argv`, a verb and what follows it.
 
     Raises:
         InputError: a file cannot be read, or a key is unknown.
     """
-    for key, where in _given(argv[1:]):
+    for path, where in _given(argv[1:]):
+        key = path.partition(".")[0]
+        if project and "help" not in path:
+            refuse_misspelt(path, where, project)
         if key not in TOP_LEVEL:
             near = get_close_matches(key, TOP_LEVEL, 1)
             hint = f"; did you mean {near[0]}?" if near else ";"
@@ -48,7 +55,7 @@ def check(argv: list[str]) -> None:
 
 
 def _given(flags: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields each top-level key and where it is given, as the beginning of a sentence."""
+    """Yields each key, dotted, and where it is given, as the beginning of a sentence."""
     for word, following in zip(flags, [*flags[1:], ""], strict=False):
         name, has_value, value = word.lstrip("-").partition("=")
         if not has_value and not following.startswith("--"):
@@ -56,12 +63,19 @@ def _given(flags: list[str]) -> Iterator[tuple[str, str]]:
         if word == "-c" or name == "config":
             if "://" in value or value.startswith("{"):
                 continue  # jsonargparse reads addresses and mappings itself
-            for key in read(value):
-                yield str(key), f"--config {value}: "
+            for key in _paths(read(value)):
+                yield key, f"--config {value}: "
         elif word.startswith("--"):
             is_mapping = value in ("", "null") or value.startswith("{")
             check_section(name, {} if is_mapping else value, f"--{name}")
-            yield name.partition(".")[0], "--"
+            yield name, "--"
+
+
+def _paths(content: dict[str, Any]) -> Iterator[str]:
+    for name, value in content.items():
+        yield str(name)
+        if isinstance(value, dict):
+            yield from (f"{name}.{path}" for path in _paths(value))
 
 
 def read(path: str, flag: str = "--config", report: bool = True) -> dict[str, Any]:
@@ -74,12 +88,16 @@ def read(path: str, flag: str = "--config", report: bool = True) -> dict[str, An
     where = f"{flag} {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
-        _check_size(yaml.compose(text, yaml.SafeLoader), where)
+        _check_nodes(yaml.compose(text, yaml.SafeLoader), where)
         content = yaml.safe_load(current(text, where if report else None)[0])
+    except InputError:
+        raise
     except OSError as error:
         why = f"seen from {Path.cwd()}: {error.strerror}"
         raise InputError(f"{where} cannot be read, {why}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise InputError(f"{where} {TOO_DEEP}") from error
+    except Exception as error:  # PyYAML's: YAMLError, ValueError, for `!!int x` also others
         raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
@@ -91,8 +109,30 @@ def read(path: str, flag: str = "--config", report: bool = True) -> dict[str, An
     return content
 
 
-def _check_size(root: Any, where: str) -> None:
-    """Counts the values as if each alias (*name) were expanded, without expanding it."""
+def check_inline(argv: list[str]) -> None:
+    """Checks the values of flags that are written as YAML, [...] or {...}, like a file.
+
+    Raises:
+        InputError: a key is given twice, or there are too many values or levels.
+    """
+    for word in argv:
+        name, _, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if value.startswith(("[", "{")):
+            where = f"{name or value[:40]}"
+            try:
+                _check_nodes(yaml.compose(value, yaml.SafeLoader), where)
+            except yaml.YAMLError:
+                pass  # the parser takes it as text, or refuses it
+            except RecursionError as error:
+                raise InputError(f"{where} {TOO_DEEP}") from error
+
+
+def _check_nodes(root: Any, where: str) -> None:
+    """Refuses a key that is given twice in a mapping, of which YAML would take the last.
+
+    It counts the values as if each alias (*name) were expanded, without expanding it. A key beside
+    `<<: *name` replaces one of the mapping that is merged: each is given once.
+    """
     nodes, count = [root], 0
     while nodes:
         count += 1
@@ -103,8 +143,14 @@ def _check_size(root: Any, where: str) -> None:
         if isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif isinstance(node, yaml.MappingNode):
-            for pair in node.value:
-                nodes += pair
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                nodes += key, value
+                name, line = str(key.value)[:80], key.start_mark.line + 1
+                if name in lines:
+                    which = f"twice, in lines {lines[name]} and {line}: remove one of them"
+                    raise InputError(f"{where} has the key {name} {which}")
+                lines[name] = line
 
 
 def check_section(name: str, value: Any, where: str) -> None:
@@ -114,7 +160,7 @@ def check_section(name: str, value: Any, where: str) -> None:
         InputError: it is neither keys nor a file of them.
     """
     is_file = isinstance(value, str) and os.path.isfile(value)  # Path raises for some texts
-    if name in SECTIONS and value is not None and not isinstance(value, dict) and not is_file:
+    if name in SECTIONS and not isinstance(value, dict) and not is_file:
         allowed = f"it takes keys, as in {name}.KEY, or a YAML file{SECTIONS[name]}"
         raise InputError(f"{where} is {value!r}: {allowed}")
 

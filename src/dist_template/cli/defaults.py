@@ -16,6 +16,7 @@ ALWAYS_ON = {
     "random_state": "callbacks.random_state.RandomState",
     "parameter_names": "checkpoint.optimizer.ParameterNames",
     "numerics": "callbacks.numerics.Numerics",
+    "replicas": "callbacks.replicas.Replicas",
     "throughput": "callbacks.throughput.Throughput",
     "hardware": "callbacks.hardware.Hardware",
     "inputs": "callbacks.training_log.Inputs",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from ..observe.loggers.wandb import WandB  # noqa: F401
 from ..parallel.mesh import MeshStrategy  # noqa: F401
 from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
-from . import config_file, limits
+from . import config_file, limits, ranges
 from .defaults import ALWAYS_ON, TRAINER_DEFAULTS, callback_class, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (
@@ -86,6 +87,8 @@ class CLI(OpenCLI):
         subprocess_launcher.install()
         self._verb = args[0] if run else None
         self._name = self._verb or verb
+        after = [word for flag, word in pairwise(args) if flag in ("-h", "--help")]
+        self._section = next((word for word in after if not word.startswith("-")), "")
         super().__init__(
             project.class_of(project.module),
             project.class_of(project.data),
@@ -102,6 +105,7 @@ class CLI(OpenCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         # allow_abbrev would accept the beginning of a key.
         parser = Parser(verb=self._name, **kwargs, allow_abbrev=False)
+        parser.section = self._section
         text = "A YAML file of these keys; give several, the later one wins."
         parser.add_argument("-c", "--config", action=ConfigFile, help=text)
         return parser
@@ -117,12 +121,17 @@ class CLI(OpenCLI):
         for key in ALWAYS_ON:
             parser.add_lightning_class_args(callback_class(key), key)
         add_optimization(parser)
+        if self._name != "fit":
+            assert isinstance(parser, Parser)
+            shown = {"help", "config", "print_config"}
+            parser.keys_of_fit = {action.dest for action in keys_of(parser)} - shown
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses without Lightning's warning about sys.argv."""
         config = self.config = parser.parse_args(args)
         if self._verb:
             config = config[self._verb]
+        ranges.check(config, model=self.model_class, data=self.datamodule_class)
         if config.get("optimizer"):
             given = parser.parse_args(args, defaults=False)  # without the default learning rate
             inherit_rates(config, given[self._verb] if self._verb else given)
@@ -171,6 +180,8 @@ class CLI(OpenCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._pass_optimization()
         self._check_limits()
+        if not self.model.automatic_optimization:
+            kwargs["gradient_clip_val"] = None  # the default; limits/options.py refuses a user's
         try:
             # Without checkpointing, Lightning refuses callbacks that save; trainer.py removes them.
             trainer: Any = super().instantiate_trainer(**kwargs, enable_checkpointing=True)
@@ -245,6 +256,8 @@ class CLI(OpenCLI):
             else:
                 self.datamodule.prepare(report=WATCHDOG.report)
         self._check_limits(any_module.build_config(self.model, self.datamodule))
+        if resumes:
+            self._setting("last_checkpoint").compare(Path(resumes), self.datamodule, self.model)
         if is_fit:
             self._setting("same_environment").lock(self.trainer, self.run, is_launched)
 
@@ -282,8 +295,3 @@ class Described(CLI):
 
 class WithoutTrainer(Described):
     """For tools: the same keys, model and data, without a Trainer."""
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        assert isinstance(parser, Parser)
-        parser.keys_of_fit = {action.dest for action in keys_of(parser)} - {"help", "config"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from contextlib import nullcontext
@@ -17,7 +18,15 @@ from ..cluster import signals
 from ..cluster.exit import exit_process, skip_finalization
 from ..cluster.messages import MESSAGES
 from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
-from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason
+from ..errors import (
+    Ended,
+    Exit,
+    InputError,
+    another_rank_is_gone,
+    local_rank,
+    reason,
+    shortened,
+)
 from ..lazy import without_collections
 from ..project import Project
 
@@ -68,7 +77,8 @@ Files given with --config compose from left to right; a --KEY VALUE after them o
   python -m {program} fit --config configs/quickstart.yaml
   python -m {program} fit --config configs/quickstart.yaml --trainer.max_steps 100
   python -m {program} fit --config configs/quickstart.yaml --print_config     every key resolved
-  python -m {program} VERB --help                                             every key explained
+  python -m {program} fit --help [SECTION]                                    every key explained
+  python -m {program} VERB --help                                             a verb's own flags
 
 Documentation: python -m {program} docs.
 Set TRACEBACK=1 to see the Python traceback behind an error."""
@@ -84,6 +94,8 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
         package: The project's package.
         argv: A verb and its flags. None: those of this process.
     """
+    if re.fullmatch(r"--local[-_]rank=\d+", "".join(sys.argv[1:2])):
+        del sys.argv[1]  # the deepspeed launcher writes it before the verb, and sets LOCAL_RANK too
     project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv
     skip_finalization()
     if not sys.stderr.isatty():  # transformers' progress bars too
@@ -116,12 +128,12 @@ def run(argv: list[str], project: Project) -> int:
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
     try:
         from ..deprecations import current_flags
+        from . import config_file
 
         argv = current_flags(argv)
+        config_file.check_inline(argv)
         if VERBS[verb][0] in (FIT, "tools.prepare"):
-            from . import config_file
-
-            config_file.check(argv)
+            config_file.check(argv, project)
         name = f"{LIBRARY}.{VERBS[verb][0]}"
         with nullcontext() if name in sys.modules else without_collections():
             module = importlib.import_module(name)
@@ -132,7 +144,7 @@ def run(argv: list[str], project: Project) -> int:
             traceback.print_exc()
         if local_rank() == (error.local_rank if isinstance(error, Ended) else 0):
             start = "error: " if isinstance(error, InputError) else "\n"
-            print(f"{start}{error}", file=sys.stderr)
+            print(f"{start}{shortened(str(error), 2000)}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
         from ..observe.diagnosis.crash import record_of

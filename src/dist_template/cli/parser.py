@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,9 +21,9 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..compat.lightning_cli import formatter_of, keys_of
+from ..compat.lightning_cli import formatter_of, keys_of, takes_null
 from ..deprecations import with_classes_of_the_library
-from ..errors import InputError, is_first_on_node
+from ..errors import InputError, is_first_on_node, reason, shortened
 from ..project import program, program_name
 from ..text.sources.documents import Source
 from . import config_file
@@ -33,8 +34,8 @@ OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
         (Optimizer,),
         "params",
         "A class instead of AdamW, by name or path, as in --optimizer SGD --optimizer.momentum 0.9."
-        " Vectors are not decayed. lr and weight_decay are model.optim's unless given here. null:"
-        " AdamW with model.optim's keys.",
+        " Not Muon, which updates matrices alone. Vectors are not decayed. lr and weight_decay are"
+        " model.optim's unless given here. null: AdamW with model.optim's keys.",
     ),
     "lr_scheduler": (
         LRSchedulerTypeTuple,
@@ -54,6 +55,21 @@ HELP = {  # replaces Lightning's help where this command line behaves differentl
     " weights before training.",
 }
 
+MOST_CHANGED = {  # fit's help begins with these; a class of the user's own may lack some
+    "run.name": "Of the experiment: its runs are in run.root/run.name",
+    "data.source": "StandardLibrary, TextFiles, Jsonl, HubDataset, yours …",
+    "data.seq_len": "Tokens per sequence",
+    "data.global_batch_size": "Sequences per optimizer step, over all processes",
+    "data.micro_batch_size": "Sequences per process per forward: fewer save memory",
+    "model.architecture": "From scratch: model_type and fields of transformers",
+    "model.pretrained": "Instead: a folder of weights, or a name on the hub",
+    "model.optim.learning_rate": "At the peak; model.optim.schedule and .warmup shape it",
+    "trainer.max_steps": "Optimizer steps in all; -1: until trainer.max_epochs",
+    "trainer.devices": "Processes per node, one for each device",
+    "trainer.strategy": "ddp, or add --config with a file of configs/strategy",
+    "ckpt_path": "`last` resumes the newest run of run.name; or a path",
+}
+
 
 class Parser(LightningArgumentParser):
     """Reports an error in one sentence, without a page of usage.
@@ -65,20 +81,43 @@ class Parser(LightningArgumentParser):
     def __init__(self, *args: Any, verb: str | None = None, **kwargs: Any) -> None:
         usage = f"{program(verb)} --config FILE [--config FILE]… [--KEY VALUE]…"
         super().__init__(*args, usage=usage, **kwargs)
+        self.section = ""  # whose keys the help shows alone
         self.keys_of_fit: set[str] = set()
 
     def format_help(self, formatter: Any = None) -> str:
-        """Shows only the own flags of a tool, and refers to fit for the others."""
-        if not self.keys_of_fit:
-            return super().format_help(formatter)
+        """Shows a section, or a verb's own flags, or the keys most changed and then all."""
+        fit, keys = program("fit"), keys_of(self)
+        if self.section:
+            title, end = f"keys of {self.section}", f"All sections: `{fit} --help`."
+            shown = [key for key in keys if f"{key.dest}.".startswith(f"{self.section}.")]
+            if not shown:
+                raise InputError(f"there is no section {self.section}: see `{fit} --help`")
+        elif self.keys_of_fit:
+            title, end = "flags of this verb", f"Every other key is fit's: see `{fit} --help`."
+            shown = [key for key in keys if key.dest not in self.keys_of_fit]
+        else:
+            usage, _, all_keys = super().format_help(formatter).partition("\n\n")
+            return f"{usage}\n\n{self._most_changed(fit)}\n\n{all_keys}"
         formatter = formatter or formatter_of(self)
         formatter.add_usage(self.usage, [], [])
-        formatter.start_section("flags of this verb")
-        own = [action for action in keys_of(self) if action.dest not in self.keys_of_fit]
-        formatter.add_arguments(own)
+        formatter.start_section(title)
+        formatter.add_arguments(shown)
         formatter.end_section()
-        formatter.add_text(f"Every other key is fit's: see `{program('fit')} --help`.")
+        formatter.add_text(end)
         return formatter.format_help()
+
+    def _most_changed(self, fit: str) -> str:
+        keys = {action.dest: action.default for action in keys_of(self)}
+        sections = dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
+        lines = [f"Most changed, with defaults. All keys follow; of one section: {fit} --help data"]
+        for key, text in MOST_CHANGED.items():
+            default = keys.get(key)
+            if isinstance(default, dict | Namespace):
+                kind = default.get("class_path") or default.get("model_type")
+                default = str(kind).rpartition(".")[2]
+            if key in keys:
+                lines.append(f"  {key:<25} {'null' if default is None else default!s:<16} {text}")
+        return "\n".join([*lines, textwrap.fill(f"Sections: {' '.join(sections)}", 100)])
 
     def add_method_arguments(self, *args: Any, **kwargs: Any) -> list[str]:
         added = super().add_method_arguments(*args, **kwargs)
@@ -94,17 +133,41 @@ class Parser(LightningArgumentParser):
                 found |= parser.keys()
         return found
 
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Reports what PyYAML raises for a value such as `!!int x` as well."""
+        try:
+            found = super().parse_args(*args, **kwargs)
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            self.error(f"a value cannot be read: {reason(error)}", error)
+        if kwargs.get("defaults", True):
+            self._check_sections(found)
+        return found
+
+    def _check_sections(self, found: Namespace) -> None:
+        """Refuses null, and sections that are no keys: jsonargparse accepts both in a file."""
+        names = [action.dest for action in keys_of(self) if not action.dest.endswith(".help")]
+        sections = {name.rpartition(".")[0] for name in names}
+        for action in keys_of(self):
+            name = action.dest
+            value = found.get(name, action)
+            if name in sections and value is not action and not isinstance(value, Namespace):
+                raise InputError(f"{name} is {value!r}: it takes keys, as in {name}.KEY")
+            if value is None and action.default is not None and not takes_null(action):
+                raise InputError(f"{name} is null; give a value, or remove the key")
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
-        text = _shortened(" ".join(message.split()), self.keys())
+        text = one_sentence(" ".join(message.split()), self.keys())
         if is_first_on_node():
             end = "" if text.endswith("?") else ";"
-            print(f"error: {text}{end} see --help for every key", file=sys.stderr)
+            print(f"error: {shortened(text)}{end} see --help for every key", file=sys.stderr)
         sys.exit(2)
 
 
-def _shortened(text: str, keys: set[str]) -> str:
+def one_sentence(text: str, keys: set[str]) -> str:
     """Returns jsonargparse's message in one sentence, without the types that it has tried."""
     unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
     if found := re.search(unknown, text):
@@ -160,6 +223,10 @@ class ConfigFile(ActionConfigFile):
         strategy = (content.get("trainer") or {}).get("strategy")
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
+        known = {action.dest for action in keys_of(parser)}  # a run's own config.yaml has fit's
+        content = {
+            k: v for k, v in content.items() if k in known or k not in config_file.OF_SOME_VERBS
+        }
         moved = with_classes_of_the_library(content, program_name())
         values = values if moved == written else yaml.safe_dump(moved)
         super().__call__(parser, cfg, values, option_string)

@@ -20,6 +20,7 @@ from typing import Any
 from ..checkpoint import commit, manifest
 from ..checkpoint.formats import format_of
 from ..cluster.launch import RUN_ID
+from ..cluster.watchdog import START_TIMEOUT_S
 from ..errors import InputError
 from ..observe.report.plotly_js import PlotlyJs
 
@@ -55,13 +56,7 @@ class RunConfig:
             InputError: the name leaves the root, or the folder cannot be made or written.
         """
         for key, path in (("run.name", self.name), ("run.root", self.root)):
-            is_too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(path).parts)
-            if "\0" in path or is_too_long:
-                shown = path if len(path) <= 60 else f"{path[:59]}…"
-                raise InputError(
-                    f"{key} {shown!r} is not a folder's name: each part of it may have"
-                    f" {MAX_NAME_BYTES} bytes, and no NUL character"
-                )
+            _check_name(key, path)
         name = Path(self.name)
         if not name.parts or name.is_absolute() or ".." in name.parts:
             raise InputError(
@@ -76,6 +71,17 @@ class RunConfig:
         return Path(self.root) / self.name
 
 
+def _check_name(key: str, path: str) -> None:
+    """Raises InputError if a part is too long, or a control character would end a script's line."""
+    is_too_long = any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in Path(path).parts)
+    if is_too_long or any(character < " " or character == "\x7f" for character in path):
+        shown = path if len(path) <= 60 else f"{path[:59]}…"
+        raise InputError(
+            f"{key} {shown!r} is not a folder's name: each part of it may have"
+            f" {MAX_NAME_BYTES} bytes, and no control character"
+        )
+
+
 def check_writable(key: str, given: str, folder: Path) -> None:
     """Makes and removes a temporary folder in `folder`, or in its nearest existing parent.
 
@@ -84,6 +90,7 @@ def check_writable(key: str, given: str, folder: Path) -> None:
     """
     existing = next(one for one in (folder, *folder.absolute().parents) if os.path.lexists(one))
     try:
+        folder.exists()  # raises if a name is too long
         tempfile.TemporaryDirectory(prefix=".writable-", dir=existing).cleanup()
         if not shutil.disk_usage(existing).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -93,16 +100,31 @@ def check_writable(key: str, given: str, folder: Path) -> None:
         ) from error
 
 
-def new_run(config: RunConfig) -> Path:
+def new_run(config: RunConfig, timeout_s: float = START_TIMEOUT_S) -> Path:
     """Returns a new run folder, the same on every rank; it is created at the first write.
 
-    A launcher or scheduler sets the run's id, so that the folder stays the same after a restart.
+    A launcher or scheduler sets the run's id, so that the folder stays the same after a restart;
+    the ranks of torchrun, accelerate and deepspeed agree on one, within `timeout_s`.
+
+    Raises:
+        InputError: the variable DIST_RUN_ID is not the name of a folder.
+        Ended: the ranks do not reach rank 0.
     """
     run_id = os.environ.get(RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
-        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        from ..cluster.rendezvous import agreed
+
+        proposal = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        run_id = agreed(RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
+    _check_name(RUN_ID, run_id)
+    if Path(run_id).name != run_id or run_id == "..":
+        raise InputError(f"{RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
     os.environ[RUN_ID] = run_id
     return config.parent / run_id
+
+
+def _new_run(settings: Any) -> Path:
+    return new_run(RunConfig(**vars(settings.run)), settings.watchdog.start_timeout_s)
 
 
 def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
@@ -124,7 +146,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     if evaluates and given == "start":
         settings.ckpt_path = None
         message = f"{verb}: the weights are those that training starts with"
-        return new_run(RunConfig(**vars(settings.run))), None, message
+        return _new_run(settings), None, message
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
     checkpoint, message = given, ""
@@ -139,7 +161,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     elif evaluates and not given:
         message = f"{verb}: the weights are those of model.pretrained; run.name has no checkpoint"
     if run is None:
-        run = new_run(RunConfig(**vars(settings.run)))
+        run = _new_run(settings)
     folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
     if verb == "fit" and given != "last" and can_resume(folder):
         start = f", not from {checkpoint}, with which it started" if given else ""
@@ -193,11 +215,11 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
     Raises:
         InputError: it does not exist, is damaged, or holds no checkpoint.
     """
-    given, found = f"{key} {str(path)!r}", manifest.found(path)
-    if not path.exists():
+    given = f"{key} {str(path)!r}"
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
         last = "or `last` or `best` of the newest run"
         raise InputError(f"{given} does not exist; give a checkpoint, {last}")
-    if found and all(manifest.torn(one) for one in found):
+    if (found := manifest.found(path)) and all(manifest.torn(one) for one in found):
         raise InputError(f"{given} holds damaged checkpoints only: {_damages(path)}; give another")
     if not found and manifest.is_ours(path) and (why := manifest.torn(path)):
         last = "or `last` for the newest valid one"

@@ -11,7 +11,8 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     pipeline.py   schedule, stages, micro-batches
     options.py    keys and callbacks that are replaced
     training.py   strategies, precision, batches, schedule, the model's sizes, adapters
-    values.py     monitored metrics, intervals, the clipping norm
+    trial.py      a rank's forward pass without memory
+    values.py     monitored metrics, keys without an effect
     zero.py       offload, clipping, the DeepSpeed JSON
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, pipeline, training, values, zero
+from . import mesh, options, pipeline, training, trial, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "violations"]
@@ -31,6 +32,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.other_strategies,
     options.replaced_keys,
     options.callbacks,
+    options.manual_optimization,
     options.batch_norm,
     training.precision,
     training.loss_kernel,
@@ -47,7 +49,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.optimization,
     training.plateau,
     values.monitors,
-    values.intervals,
+    values.ignored,
     training.architecture_keys,
     training.architecture,
     training.adapter,
@@ -79,4 +81,5 @@ def violations(
     setup = Setup(
         machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor
     )
-    return [sentence for topic in TOPICS for sentence in topic(setup)]
+    found = [sentence for topic in TOPICS for sentence in topic(setup)]
+    return found or [*trial.trial(setup)]

@@ -10,9 +10,13 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 
 from ...model.any_module import owns_order
+from ...parallel.mesh import MeshStrategy
+from ...parallel.zero import ZeroStrategy
+from ..defaults import TRAINER_DEFAULTS
 from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.
@@ -34,7 +38,8 @@ REPLACED: dict[str, tuple[Any, str]] = {
 OF_AN_ORDER = ("overfit_batches", "accumulate_grad_batches")  # the Trainer's without an order
 REFUSED_CALLBACKS = {
     StochasticWeightAveraging: "it copies the module before its model is built, and replaces the"
-    " schedule: set model.optim.schedule warmup_stable_decay, or the callback EMAWeightAveraging",
+    " schedule: set model.optim.schedule warmup_stable_decay, or on one device and under DDP the"
+    " callback EMAWeightAveraging",
     LearningRateFinder: "it trains with its own schedule before the first step: compare short runs"
     " with different --model.optim.learning_rate by the verb `compare`",
     BatchSizeFinder: "it needs a batch size in the module: compare short runs with different"
@@ -57,6 +62,36 @@ def callbacks(setup: Setup) -> Iterator[str]:
         for kind, instead in REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
                 yield f"trainer.callbacks: {kind.__name__} is not supported: {instead}"
+        shards = isinstance(setup.strategy, MeshStrategy | ZeroStrategy)
+        if shards and isinstance(callback, WeightAveraging):
+            yield (
+                f"trainer.callbacks: {type(callback).__name__} copies the full model and does not"
+                f" work under {type(setup.strategy).__name__}, which shards it: use"
+                " configs/strategy/ddp.yaml, or remove the callback"
+            )
+
+
+def manual_optimization(setup: Setup) -> Iterator[str]:
+    """What a training step that calls backward and optimizers itself cannot have."""
+    name, clip = type(setup.module).__name__, setup.trainer.get("gradient_clip_val")
+    if setup.module.automatic_optimization or not setup.trains:
+        return
+    if isinstance(setup.strategy, MeshStrategy | ZeroStrategy):
+        # Several backward passes, and weights that are frozen for one: "resize storage" in FSDP2.
+        yield (
+            f"{name} optimizes manually (automatic_optimization is False), which does not work"
+            f" under {type(setup.strategy).__name__}: use configs/strategy/ddp.yaml or one device"
+        )
+    if clip not in (None, 0, TRAINER_DEFAULTS["gradient_clip_val"]):
+        yield (
+            f"trainer.gradient_clip_val {clip}: {name} optimizes manually, so nothing clips for it:"
+            " call self.clip_gradients in training_step, and remove the key"
+        )
+    if setup.trainer.get("accumulate_grad_batches", 1) != 1:
+        yield (
+            f"trainer.accumulate_grad_batches: {name} optimizes manually, so nothing accumulates"
+            " for it: do so in training_step, and remove the key"
+        )
 
 
 def batch_norm(setup: Setup) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,11 +104,21 @@ def optimization(setup: Setup) -> Iterator[str]:
     optim, steps = setup.optim, setup.num_steps
     if not setup.trains or optim is None:
         return
+    if (optim.optimizer or {}).get("class_path", "").endswith("optim.Muon"):
+        yield (
+            "--optimizer Muon is not offered: it updates matrices alone, and the embeddings, the"
+            " head, biases and norms of a model need another optimizer; remove it for AdamW, or"
+            " choose another class"
+        )
+        return
     layer = nn.Linear(1, 1)
     try:
         optimizer = build_optimizer(layer, optim)
         if steps is not None:
             build_schedule(optimizer, optim, steps)
+        for name, value in optimizer.param_groups[0].items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"--optimizer {type(optimizer).__name__}: {name} is {value}; give a number"
         layer(torch.ones(1, 1)).sum().backward()
         optimizer.step()
     except InputError as error:

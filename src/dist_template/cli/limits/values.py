@@ -7,7 +7,11 @@ import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from ...model import any_module
+from ...project import is_users
+from ...text.preference_loss import PreferenceConfig, has_pairs
 from .machine import Setup
 
 MEASURED = ("eval/loss", "eval/perplexity", "eval/token_accuracy", "eval/bits_per_byte")
@@ -23,8 +27,11 @@ def monitors(setup: Setup) -> Iterator[str]:
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         key = f"trainer.callbacks, {type(callback).__name__}.monitor,"
         monitored[key] = getattr(callback, "monitor", None)
-    file = getattr(sys.modules.get(type(setup.module).__module__), "__file__", None)
-    own_words = re.findall(r"\w+", Path(file).read_text(encoding="utf-8")) if file else []
+    modules = [sys.modules.get(each.__module__) for each in type(setup.module).__mro__]
+    files = {getattr(module, "__file__", None) or "" for module in modules}
+    files = [file for file in files if file and is_users(file)]
+    texts = [Path(file).read_text(encoding="utf-8") for file in files]
+    own_words = set(re.findall(r"\w+", " ".join(texts)))
     for key, metric in monitored.items():
         near = get_close_matches(str(metric), MEASURED, 1, cutoff=0.8)
         if not near or metric in MEASURED or str(metric).rpartition("/")[2] in own_words:
@@ -32,12 +39,27 @@ def monitors(setup: Setup) -> Iterator[str]:
         yield f"{key} is {metric!r}, which no validation measures; did you mean {near[0]}?"
 
 
-def intervals(setup: Setup) -> Iterator[str]:
-    """An interval of 0 divides by zero in the first step; a negative norm reverses gradients."""
-    for key in ("log_every_n_steps", "val_check_interval"):
-        value = setup.trainer.get(key)
-        if isinstance(value, int | float) and value <= 0:
-            yield f"trainer.{key} is {value}: set 1 or more"
-    clip = setup.trainer.get("gradient_clip_val")
-    if clip is not None and not clip >= 0:
-        yield f"trainer.gradient_clip_val is {clip}: set the largest norm, or 0 for no clipping"
+def ignored(setup: Setup) -> Iterator[str]:
+    """Keys with another value than their default that this training does not read."""
+    if not setup.trains:
+        return
+    if (preference := any_module.own(setup.module, "preference", PreferenceConfig)) is not None:
+        unread, why = set[str](), f"model.preference.loss {preference.loss} does not read it"
+        if not has_pairs(setup.data):
+            unread, why = {*vars(preference)}, "data.source yields no pairs: set Preferences there"
+        elif preference.loss != "simpo":
+            unread = {"margin"}
+        elif preference.precompute:
+            unread = {"precompute"}
+        yield from _without_effect("model.preference", preference, unread, why)
+    if setup.optim is not None and setup.optim.optimizer:
+        name = setup.optim.optimizer["class_path"].rpartition(".")[2]
+        why = f"--optimizer {name} has its own: give --optimizer.KEY, if it has that key"
+        yield from _without_effect("model.optim", setup.optim, {"betas", "eps"}, why)
+
+
+def _without_effect(section: str, given: Any, unread: set[str], why: str) -> Iterator[str]:
+    default = type(given)()
+    for key in sorted(unread):
+        if (value := getattr(given, key)) != getattr(default, key):
+            yield f"{section}.{key} is {value!r} and has no effect ({why}), or remove the key"

@@ -1,0 +1,107 @@
+"""The range of each numeric key, and the characters of texts, checked before anything is built.
+
+A type accepts -1, nan and 10**9 wherever it accepts a number, and training would run with them, or
+fail in another library. What `class_path` names checks the rest of its arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jsonargparse import Namespace
+
+from ..errors import InputError
+
+ABOVE_0, BELOW_1, FINITE = math.ulp(0.0), math.nextafter(1.0, 0.0), sys.float_info.max
+RULES = (  # what is allowed, least, most, keys
+    ("1 or more", 1, FINITE, """trainer.log_every_n_steps model.loss_chunk
+        model.blocks.checkpoint_every data.seq_len data.global_batch_size data.micro_batch_size
+        data.stream.shuffle_rows data.tokenizer.train_mib data.source.max_documents
+        data.stream.datasets.max_documents trainer.strategy.sub_group_size
+        trainer.logger.flush_secs cluster.min_nodes
+        cluster.save_s numerics.patience numerics.jump_steps last_checkpoint.every_n_steps
+        last_checkpoint.keep"""),
+    ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
+        model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
+        model.balance.bias_update_speed model.balance.aux_loss_coef
+        model.balance.sequence_loss_coef model.balance.z_loss_coef model.preference.margin
+        numerics.spike_sigmas numerics.max_roll_backs hardware.gpu_every_s console.line_every_s
+        diagnosis.every_s samples.conversations last_checkpoint.keep_every_hours
+        best_checkpoint.keep trainer.strategy.param_persistence_threshold
+        trainer.strategy.prefetch_bucket_size"""),
+    ("more than 0", ABOVE_0, FINITE, """trainer.val_check_interval model.optim.learning_rate
+        model.optim.eps model.adapter.alpha model.preference.beta data.rank_speeds
+        data.stream.weights cluster.time_limit"""),
+    ("0 or more, below 1", 0, BELOW_1, """model.optim.betas model.adapter.dropout
+        data.validation_share data.test_share"""),
+    ("a share from 0 to 1", 0, 1, "model.optim.min_learning_rate_share model.optim.decay_share"),
+    ("more than 0, below 1", ABOVE_0, BELOW_1, "model.optim.plateau_factor"),
+    # More than these would exhaust memory, processes or a timer, or is not a port.
+    ("0 to 100", 0, 100, "model.sample_temperature"),
+    ("1 to 65,536", 1, 65_536, "model.sample_tokens model.adapter.rank"),
+    ("0 to 1,024", 0, 1024, "data.num_workers"),
+    ("4 to 1,000,000", 4, 1_000_000, "numerics.spike_window"),
+    ("0 to 100,000,000 seconds", 0, 1e8, """watchdog.timeout_s watchdog.start_timeout_s
+        trainer.logger.init_timeout_s trainer.logger.finish_timeout_s"""),
+    ("1 to 100,000", 1, 100_000, "trainer.num_nodes cluster.nodes cluster.devices_per_node"),
+    ("-1 to 1,024", -1, 1024, "trainer.devices"),
+    ("1 to 65,535", 1, 65_535, "cluster.port"),
+    ("0 to 4,294,967,295", 0, 2**32 - 1, "seed_everything data.seed"),
+)  # fmt: skip
+RANGES: dict[str, tuple[str, float, float]] = {
+    key: rule[:3] for rule in RULES for key in rule[3].split()
+}
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half of a pair: no file, path or log can have them
+ANY = ("fewer digits", -(2**63), 2**63 - 1)  # integers of other keys: what C and torch hold
+
+
+def check(settings: Namespace, **own: Any) -> None:
+    """Checks the numbers and texts of a configuration.
+
+    Args:
+        settings: Of a verb.
+        own: The classes of `model` and `data`. The keys of a class that is not derived from one of
+            this library's have a meaning of their own.
+
+    Raises:
+        InputError: a number is out of the range of its key, or nan; or a text is no text.
+    """
+    library = __name__.partition(".")[0]
+    others = {
+        section
+        for section, kind in own.items()
+        if not any(base.__module__.startswith(f"{library}.") for base in kind.__mro__)
+    }
+    for key, given in _leaves(settings):
+        if isinstance(given, str) and (found := NO_TEXT.search(given)):
+            raise InputError(f"{key} has the character {found[0]!r}; give a text without it")
+        is_digits = isinstance(given, str) and key in RANGES and given.isdecimal()
+        value = int(given[:99]) if is_digits else given
+        if isinstance(value, str):
+            continue
+        allowed, least, most = ANY if isinstance(value, int) else ("a number", -math.inf, math.inf)
+        if key.partition(".")[0] not in others:
+            allowed, least, most = RANGES.get(key, (allowed, least, most))
+        if not least <= value <= most:  # nan is not
+            is_long = isinstance(value, int) and abs(value) > FINITE  # str() stops at 4,300 digits
+            shown = "a number with over 300 digits" if is_long else value
+            raise InputError(f"{key} is {shown}; give {allowed}")
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each number and text, and its key, without init_args and positions in lists."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Namespace):
+        items = vars(value).items()
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = [("init_args", each) for each in value]
+    elif isinstance(value, int | float | str) and not isinstance(value, bool):
+        yield key, value
+    for name, each in items:
+        yield from _leaves(each, key if name == "init_args" else f"{key}.{name}".lstrip("."))

@@ -1,0 +1,46 @@
+"""A key that a training does not read is refused, unless it has its default value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from trainer_dev.data import DataModule
+from trainer_dev.module import LanguageModule
+
+from dist_template.text.preference_loss import PreferenceConfig
+from dist_template.text.sources.preferences import Preferences
+from tests.support.limits import violations_of
+from tests.support.runs import run
+
+IGNORED = {
+    "a loss of pairs on texts": (
+        ["--model.preference.beta=0.5"],
+        "model.preference.beta is 0.5 and has no effect (data.source yields no pairs: set Preferences",
+    ),
+    "keys of AdamW for another optimizer": (
+        ["--optimizer=torch.optim.SGD", "--model.optim.eps=1e-6"],
+        "model.optim.eps is 1e-06 and has no effect (--optimizer SGD has its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_the_command_line_refuses_it(case: str, flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    wrong, sentence = IGNORED[case]
+    assert run("fit", *flags, *wrong) == 2
+    assert sentence in capfd.readouterr().err
+
+
+def test_keys_of_a_loss_that_does_not_read_them_are_refused() -> None:
+    pairs = DataModule(Preferences(paths=["a"]), global_batch_size=1024, micro_batch_size=1)
+
+    def of(**given: Any) -> list[str]:
+        return violations_of(data=pairs, module=LanguageModule(preference=PreferenceConfig(**given)))
+
+    assert of(loss="ipo", beta=0.5) == of(loss="simpo", margin=1.0) == of(precompute=True) == []
+    (sentence,) = of(margin=1.0)
+    assert sentence.startswith("model.preference.margin is 1.0 and has no effect (model.preference.loss dpo does not")
+    (sentence,) = of(loss="simpo", precompute=True)
+    assert "model.preference.precompute is True and has no effect" in sentence
+    assert len(violations_of(module=LanguageModule(preference=PreferenceConfig("ipo", 0.3)))) == 2

@@ -1,0 +1,116 @@
+"""Numbers: every numeric key has a range, and what is outside of it is refused before anything is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from inspect import signature
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+
+from dist_template.cli.fit import CLI
+from dist_template.cli.ranges import RANGES
+from dist_template.compat.lightning_cli import keys_of
+from dist_template.parallel.mesh import MeshStrategy
+from dist_template.text.sources.documents import Source
+from dist_template.text.tokenizers import TokenizerSpec
+from tests.support.line import OURS
+from tests.support.runs import refused
+
+# Lightning checks these itself, and most of them take -1, "auto" or null besides.
+LIGHTNINGS = {
+    *"max_epochs min_epochs max_steps min_steps max_time fast_dev_run overfit_batches precision".split(),
+    *"limit_train_batches limit_val_batches limit_test_batches limit_predict_batches".split(),
+    *"plugins check_val_every_n_epoch num_sanity_val_steps accumulate_grad_batches".split(),
+}
+MESH = {f"trainer.strategy.{name}" for name in signature(MeshStrategy).parameters}  # it refuses its own sizes
+CHECKED = {"preemption.max_time", "data.source.weights", "data.source.schedule", "data.tokenizer.vocab_size"}
+WITHOUT = {f"trainer.{name}" for name in LIGHTNINGS} | CHECKED | MESH
+CLASSES = {  # what `class_path` names
+    "data.source": Source, "data.tokenizer": TokenizerSpec, "trainer.strategy": Strategy, "trainer.logger": Logger
+}  # fmt: skip
+
+
+class Parsed(Exception):
+    pass
+
+
+def numeric(hint: Any, key: str) -> Iterator[str]:
+    """The keys of a type that take a number: those of its dataclasses, and of lists and unions of numbers."""
+    if hint in (int, float):
+        yield key
+    elif is_dataclass(hint):
+        hints = get_type_hints(hint)
+        for field in fields(hint):
+            if field.init:
+                yield from numeric(hints[field.name], f"{key}.{field.name}")
+    for one in get_args(hint):
+        yield from numeric(one, key)
+
+
+def below(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        if one.__module__.startswith("dist_template."):
+            yield one
+        yield from below(one)
+
+
+@pytest.fixture
+def parser(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def parse(self: Any, parser: Any, args: Any) -> None:
+        raise Parsed(self._subcommand_parsers["fit"])
+
+    monkeypatch.setattr(CLI, "parse_arguments", parse)
+    OURS.start()
+    with pytest.raises(Parsed) as parsed:
+        CLI(OURS, ["fit", *flags], run=True)
+    return parsed.value.args[0]
+
+
+def test_every_numeric_key_has_a_range_that_its_default_is_in(parser: Any) -> None:
+    """A number in a class of `class_path` is checked by that class."""
+    found = set()
+    for action in keys_of(parser):
+        hint = getattr(action, "_typehint", None) or action.type
+        if hint is not None and not action.dest.endswith(".help"):
+            found |= {*numeric(hint, action.dest)} - WITHOUT
+        default = action.default
+        for value in default if isinstance(default, tuple) else [default]:
+            if action.dest in RANGES and isinstance(value, int | float):
+                assert RANGES[action.dest][1] <= value <= RANGES[action.dest][2], action.dest
+    for section, base in CLASSES.items():
+        for kind in below(base):
+            for name, hint in get_type_hints(kind.__init__).items():
+                found |= {*numeric(hint, f"{section}.{name}")} - WITHOUT
+    assert found == set(RANGES)
+    assert all(math.isfinite(least) and math.isfinite(most) for _, least, most in RANGES.values())
+
+
+OUTSIDE = {
+    "model.optim.warmup=-1": "model.optim.warmup is -1.0; give 0 or more",
+    "model.optim.learning_rate=.inf": "model.optim.learning_rate is inf; give more than 0",
+    "model.optim.learning_rate=0": "model.optim.learning_rate is 0.0; give more than 0",
+    "data.stream={datasets: [{name: x}], shuffle_rows: 0}": "data.stream.shuffle_rows is 0; give 1 or more",
+    "data.stream={datasets: [{name: x}], weights: [.nan]}": "data.stream.weights is nan; give more than 0",
+    "model.adapter={alpha: .nan}": "model.adapter.alpha is nan; give more than 0",
+    "model.adapter.rank=1000000000": "model.adapter.rank is 1000000000; give 1 to 65,536",
+    "model.optim.betas=[0.9, 1]": "model.optim.betas is 1.0; give 0 or more, below 1",
+    "data.num_workers=1000000": "data.num_workers is 1000000; give 0 to 1,024",
+    "cluster.port=99999": "cluster.port is 99999; give 1 to 65,535",
+    "seed_everything=-1": "seed_everything is -1; give 0 to 4,294,967,295",
+    "trainer.max_steps=0x1" + 20 * "0": "trainer.max_steps is 1208925819614629174706176; give fewer digits",
+    "model.architecture={model_type: llama, rms_norm_eps: .nan}": "model.architecture.rms_norm_eps is nan; give a",
+    "trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: x, min_delta: .nan}}":
+        "trainer.callbacks.min_delta is nan; give a number",
+    "optimizer={class_path: torch.optim.SGD, init_args: {lr: .inf}}": "--optimizer SGD: lr is inf",
+    "data.tokenizer={class_path: ByteBPE, init_args: {train_mib: 0}}": "data.tokenizer.train_mib is 0; give 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", OUTSIDE)
+def test_a_number_outside_is_refused(flag: str, flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert OUTSIDE[flag] in refused("fit", [*flags, f"--{flag}"], capfd)
