@@ -66,6 +66,13 @@ def test_a_value_logged_in_a_hook_that_forbids_it_is_refused_as_by_lightning(tmp
         trainer_in(tmp_path).fit(module)
 
 
+def test_a_profile_has_lightnings_entry_for_the_next_batch(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, profiler="simple")
+    trainer.fit(BoringModel())
+    entries = getattr(trainer, "profiler").recorded_durations  # noqa: B009
+    assert "[_TrainingEpochLoop].train_dataloader_next" in entries
+
+
 def test_another_lightning_trains_by_its_own_loop_and_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

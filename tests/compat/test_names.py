@@ -31,7 +31,9 @@ FUNCTIONS = {
     "lightning.fabric.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "lightning.pytorch.strategies:ModelParallelStrategy._setup_distributed": "self",
     "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
-    "lightning.pytorch.plugins.precision:DeepSpeedPrecision._after_closure": "self model optimizer",
+    "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection._extract_batch_size": (
+        "self value batch_size meta"
+    ),
     "lightning.pytorch.plugins.precision:DeepSpeedPrecision._clip_gradients": (
         "self model optimizer clip_val gradient_clip_algorithm"
     ),
@@ -94,11 +96,14 @@ ATTRIBUTES = {
     "lightning.pytorch.strategies.launchers.subprocess_script": "subprocess _launch_process_observer",
     "lightning.pytorch.loggers:WandbLogger": "_wandb_init _experiment",
     "argparse:ArgumentParser": "_actions",
+    "jsonargparse._typehints": "_typehint",
     "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent": "_pcontext",
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",
     "torch.distributed.launcher.api": "LocalElasticAgent",
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler": "Popen",
     "torch.optim:Optimizer": "_optimizer_step_pre_hooks",
+    "torch.amp:GradScaler": "_per_optimizer_states found_inf_per_device",
+    "torch.nn:Module": "_non_persistent_buffers_set",
     "torch.distributed.distributed_c10d": "_world pg_map",
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_state_ctx _fsdp_param_groups",
     "torch._dynamo.config": "skip_fwd_side_effects_in_bwd_under_checkpoint",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dist_template.checkpoint.formats import read_full
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
+from dist_template.observe.loggers import run_log, tensorboard
 from dist_template.text.batches.rows import PackedRows
 from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
@@ -28,6 +30,8 @@ from tests.support.runs import logged, newest, only_run, run
 OFF = ["--trainer.limit_val_batches=0", "--trainer.logger=false", "--last_checkpoint.every_n_steps=1000"]
 OFF += ["--data.micro_batch_size=8", "--trainer.log_every_n_steps=10", "--trainer.max_steps=40"]
 FIRST, LAST = 11, 31  # batches that are counted, from the start of one to the start of the other: two log steps
+SHIPPED = ["--trainer.logger=TensorBoard", "--trainer.logger.save_dir={run}"]
+CALLS = 600  # of Python's functions in a null step
 
 
 class Vector(nn.Module):
@@ -76,8 +80,16 @@ class Counting(Callback):
             self.calls[frame.f_code.co_filename.rpartition("site-packages/")[2]] += 1
 
 
-def counted(flags: list[str]) -> Counting:
-    assert run("fit", *flags, *OFF, f"--trainer.callbacks+={__name__}.Counting") == 0
+class Calls(Counting):
+    """Without the operations, whose count takes calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Any = nullcontext()
+
+
+def counted(flags: list[str], counter: str = "Counting", *more: str) -> Counting:
+    assert run("fit", *flags, *OFF, *more, f"--trainer.callbacks+={__name__}.{counter}") == 0
     return Counting.counted
 
 
@@ -117,6 +129,17 @@ def test_a_step_makes_half_of_the_calls_that_lightnings_own_loop_makes(
     monkeypatch.setattr(cli, "lighten", lambda trainer: None)
     lightnings = counted(flags).calls
     assert ours.total() < 0.5 * lightnings.total(), ours.most_common(5)
+
+
+def test_a_step_makes_no_more_calls_than_when_it_was_last_made_fast(
+    flags: list[str], vector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As shipped, with TensorBoard. The figure does not depend on the machine, as a time would; it has three percent
+    of room. Who needs more calls in each step measures `make bench PART=step`, and says so with the new figure."""
+    for logger in (run_log, tensorboard):
+        monkeypatch.setattr(logger, "WRITE_S", 1000.0)  # whether the window has a second's writing in it is chance
+    calls, steps = counted(flags, "Calls", *SHIPPED).calls, LAST - FIRST
+    assert calls.total() <= CALLS * steps, [(file, count / steps) for file, count in calls.most_common(20)]
 
 
 class Gradients(Callback):

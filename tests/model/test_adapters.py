@@ -112,7 +112,7 @@ REFUSED = {
     "the output layer": ("targets=[lm_head]", "targets has 'lm_head', which"),
     "no target": ("targets=[]", "targets is empty"),
     "no such module": ("trainable=[nrm]", "trainable has 'nrm', .* the nearest names: norm"),
-    "no rank": ("rank=0", "model.adapter.rank is 0; give 1 or more"),
+    "no rank": ("rank=0", "model.adapter.rank is 0; give 1 to 65,536"),
 }
 
 

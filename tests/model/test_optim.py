@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import lightning as L
 import pytest
@@ -11,10 +12,11 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import get_scheduler
 
 from dist_template.errors import InputError
 from dist_template.layout import clip_by_norm
-from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
+from dist_template.model.optim import OptimConfig, Schedule, build_optimizer, build_schedule
 
 
 def learning_rates(num_steps: int, **options: object) -> list[float]:
@@ -28,6 +30,36 @@ def learning_rates(num_steps: int, **options: object) -> list[float]:
         optimizer.step()
         scheduler.step()
     return rates
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule)[:5])
+def test_schedules_are_those_of_transformers_to_the_bit(schedule: Any) -> None:
+    """And their states, so a checkpoint of either resumes with the other."""
+    for steps, warmup, share in product([1, 7, 300, math.inf], [0, 0.03, 0.5, 6], [0.0, 1 / 3, 1.0]):
+        config = OptimConfig(schedule=schedule, warmup=warmup, min_learning_rate_share=share, decay_share=share)
+        warmup_steps = int(warmup) if warmup >= 1 or steps == math.inf else int(warmup * steps)
+        optimizers = [build_optimizer(nn.Linear(2, 2), config) for _ in range(2)]
+        try:
+            ours = build_schedule(optimizers[0], config, steps)["scheduler"]
+        except InputError:
+            no_end = schedule in ("cosine", "linear", "warmup_stable_decay") or warmup < 1
+            assert warmup_steps >= steps or (steps == math.inf and no_end)
+            continue
+        total = None if steps == math.inf else int(steps)
+        decay_steps = total and min(max(1, int(share * total)), total - warmup_steps)
+        name, options = {
+            "cosine": ("cosine_with_min_lr", {"min_lr_rate": share}),
+            "constant": ("constant_with_warmup", {}),
+            "warmup_stable_decay": (schedule, {"num_decay_steps": decay_steps, "min_lr_ratio": share}),
+        }.get(schedule, (schedule, {}))
+        theirs = get_scheduler(name, optimizers[1], warmup_steps, total, options)
+        until = range((total or 300) + 1)
+        assert [ours.lr_lambdas[0](step) for step in until] == [theirs.lr_lambdas[0](step) for step in until]
+        optimizers[1].step()
+        theirs.step()
+        assert ours.state_dict().keys() == theirs.state_dict().keys()
+        ours.load_state_dict(theirs.state_dict())
+        assert ours.state_dict() == theirs.state_dict()
 
 
 def test_only_matrices_decay() -> None:

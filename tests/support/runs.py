@@ -126,5 +126,19 @@ def disk(folder: Path, size: str) -> Generator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+def refused(verb: str, flags: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """The one sentence of a command that must end with exit code 2."""
+    capfd.readouterr()
+    os.environ.pop("DIST_RUN_ID", None)  # of the run before
+    try:
+        code: Any = command([verb, *flags])
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capfd.readouterr().err
+    assert code == 2, error
+    assert "Traceback" not in error and len(error.strip().splitlines()) == 1, error
+    return error
+
+
 def quiet(_: str) -> None:
     pass

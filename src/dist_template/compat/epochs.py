@@ -20,6 +20,7 @@ from typing import Any
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
+FETCH = f"[{_TrainingEpochLoop.__name__}].train_dataloader_next"  # in a profile
 KEY = "resume_point"  # in the epoch loop's state
 
 
@@ -91,6 +92,12 @@ class ResumableEpochLoop(_TrainingEpochLoop):
             return
         self.val_loop.restarting = False  # it starts with its first batch
         self._skip_next_val = self._resume_point is Point.AFTER_VALIDATION
+
+    def _on_before_fetch(self) -> None:
+        self.trainer.profiler.start(FETCH)  # ty: ignore[missing-attribute]
+
+    def _on_after_fetch(self) -> None:
+        self.trainer.profiler.stop(FETCH)  # ty: ignore[missing-attribute]
 
     def _num_ready_batches_reached(self) -> bool:
         """Also where the epoch has fewer batches than when the checkpoint was written."""

@@ -158,16 +158,7 @@ def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[st
 
 
 class EnginePrecision(DeepSpeedPrecision):
-    """Lightning's precision plugin for an engine that is called in every micro-batch, and clips by
-    itself.
-
-    Lightning calls the hook `on_before_optimizer_step`, and clips, after every micro-batch.
-    """
-
-    def _after_closure(self, model: L.LightningModule, optimizer: Any) -> None:
-        engine: Any = model.trainer.model
-        if engine.is_gradient_accumulation_boundary():
-            super()._after_closure(model, optimizer)
+    """Lightning's precision plugin for an engine that clips by itself."""
 
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed clips what it has reduced. In stage 1, `.grad` holds this rank's shard until

@@ -5,7 +5,7 @@ checks them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
@@ -42,6 +42,12 @@ def keys_of(parser: LightningArgumentParser) -> list[Any]:
     """Returns argparse's actions, one for each key, each with `dest` and `help`. argparse has no
     public list."""
     return parser._actions
+
+
+def takes_null(action: Any) -> bool:
+    """Returns whether the type of a key includes null, which jsonargparse accepts for every key."""
+    hint = getattr(action, "_typehint", action.type)
+    return hint is Any or type(None) in get_args(hint)
 
 
 def formatter_of(parser: LightningArgumentParser) -> Any:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
@@ -42,6 +43,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_persistent(module: Any, buffer: str) -> bool:
+    """Returns whether the module's own buffer of that name is part of checkpoints."""
+    return buffer not in module._non_persistent_buffers_set
+
+
 def loss_scale(scaler: Any) -> Any:
     """Returns a GradScaler's scale as a tensor on the device: the public `get_scale` waits for the
     device.
@@ -50,6 +56,14 @@ def loss_scale(scaler: Any) -> Any:
     """
     as_tensor = getattr(scaler, "_get_scale_async", None)
     return as_tensor() if as_tensor else scaler.get_scale()
+
+
+def mark_overflow(scaler: Any, optimizer: Any) -> None:
+    """Makes a GradScaler count the current step of `optimizer` as an overflow.
+
+    Each rank's scaler knows its own gradients only, and the ranks' scales must stay equal."""
+    for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        found.fill_(1.0)
 
 
 def without_profiler_range(batches: Any) -> Iterator[Any]:
@@ -96,6 +110,22 @@ def reduce_pipeline_gradients(model: Any) -> None:
         for group in state._fsdp_param_groups:
             group.post_backward()
     root._root_post_backward_final_callback()
+
+
+@contextmanager
+def ranges() -> Generator[list[Any]]:
+    """Yields the arguments of all calls of `torch.arange` inside. torch's public hook of functions
+    is for classes of tensors alone."""
+    found: list[Any] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is torch.arange:
+                found.extend([*args, *(kwargs or {}).values()])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield found
 
 
 class FrugalStage(PipelineStage):

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +22,10 @@ from typing import Any
 from ..errors import InputError
 
 EXTRA = "extra"
+NOT_DECISIVE = re.compile(
+    r"_.*|vocab_size|max_position_embeddings|.*token_id|transformers_version|architectures|.*dtype|"
+    r"use_cache|output_.*|return_dict|.*label.*"
+)
 
 
 def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
@@ -35,10 +40,14 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
     extra = architecture.get(EXTRA) or {}
     if not isinstance(extra, dict):
         raise InputError(f"model.architecture.{EXTRA} is {extra!r}; give keys and their values")
-    # an unknown type is refused by transformers
-    if architecture.get("model_type") in CONFIG_MAPPING:
-        config_class = CONFIG_MAPPING[architecture["model_type"]]
-        known = _known(config_class)
+    kind = architecture.get("model_type", "")
+    if not isinstance(kind, str):
+        raise InputError(f"model.architecture.model_type is {kind!r}; give a name, such as llama")
+    if kind in CONFIG_MAPPING:  # an unknown type is refused by transformers
+        config_class = CONFIG_MAPPING[kind]
+        declared = {field.name for field in dataclasses.fields(config_class)}
+        # Reading the code for more names costs more than the rest of the check.
+        known = _known(config_class) if fields.keys() - declared else declared
         for key in sorted(fields.keys() - known):
             near = get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}? A" if near else "a"
@@ -72,3 +81,13 @@ def _known(config_class: Any) -> set[str]:
         code = Path(model.origin).read_text(encoding="utf-8")
         known |= set(re.findall(r'\bconfig(?:\.|, ")(\w+)', code))
     return known
+
+
+def decisive_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a transformers configuration on which a model's function depends: not
+    those that the data set, or that say how it is run."""
+    found = {}
+    for key, value in fields.items():
+        if not NOT_DECISIVE.fullmatch(key):
+            found[key] = decisive_fields(value) if isinstance(value, dict) else value
+    return found

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..errors import InputError, reason
+from ..errors import InputError, is_out_of_memory, reason
 from .architecture_keys import checked_fields
 from .kernels import Attention, set_attention
 
@@ -78,7 +78,14 @@ def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module
     # new rows.
     if not pretrained or torch.get_default_device().type == "meta":
         config.vocab_size = max(config.vocab_size, vocab_size)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+            is_meta = torch.get_default_device().type == "meta"  # place() may build it in full
+            if is_out_of_memory(error) or is_meta and isinstance(error, RuntimeError):
+                raise
+            what = f"model.architecture with model_type {config.model_type!r} cannot be built"
+            raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
     else:
         model = _load_pretrained(pretrained, config)
         embeddings: Any = model.get_input_embeddings()

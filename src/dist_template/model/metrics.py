@@ -8,16 +8,20 @@ schedulers can monitor its metrics.
 from __future__ import annotations
 
 import math
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..compat.torch import version_of
 from ..errors import InputError
+from ..project import is_users
 
 FOLD = 64  # values of a metric kept before they are summed; each takes 512 bytes of GPU memory
 
@@ -45,7 +49,20 @@ class MetricBuffer:
         self.newest: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
-        """Adds a scalar tensor, unread. Do not change it in place before the next log step."""
+        """Adds a scalar tensor, unread. Do not change it in place before the next log step.
+
+        Raises:
+            InputError: it is no tensor of one element.
+        """
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            given = f"tensor {(*value.shape,)}" if isinstance(value, Tensor) else repr(value)
+            raise InputError(
+                f"{_user_line()}: `track` of {name} was given a {type(value).__name__}, {given}:"
+                " give it a tensor of one element, such as `value.mean()` or torch.tensor(number)"
+            )
+        if isinstance(value, DTensor):  # such as the norm of a sharded weight: a collective
+            value = value.full_tensor()
+        value = value.reshape(()) if value.dim() else value
         if value.untyped_storage().nbytes() > value.nbytes:
             value = value.detach().clone()  # it would keep all that it is taken of
         elif value.requires_grad:
@@ -163,6 +180,13 @@ class SplitMeans:
         tokens, *totals = strategy.reduce(sums, group, reduce_op="sum").tolist()
         names = [*self._sums][1:]
         return {n: total / (tokens or math.nan) for n, total in zip(names, totals, strict=True)}
+
+
+def _user_line() -> str:
+    """Returns file:line of the innermost call in the user's code."""
+    frames = traceback.extract_stack()
+    users = [frame for frame in frames if is_users(frame.filename)] or frames
+    return f"{Path(users[-1].filename).name}:{users[-1].lineno}"
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

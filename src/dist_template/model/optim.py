@@ -1,21 +1,23 @@
 """How parameters are updated: parameter groups, the optimizer, the schedule per optimizer step.
 
-AdamW and a schedule of `transformers.get_scheduler`, whose arguments are the keys under
+AdamW and a schedule with the values of `transformers.get_scheduler`, by the keys under
 `model.optim`; or the classes that `--optimizer` and `--lr_scheduler` name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
@@ -158,13 +160,11 @@ def build_schedule(
         InputError: the schedule needs an end and training has none, or the warm-up is longer than
             training.
     """
-    from transformers import get_scheduler
-
     if config.waits_for_validation:
-        options = {"factor": config.plateau_factor, "patience": config.plateau_patience}
-        scheduler: Any = None
         if config.lr_scheduler is None:
-            scheduler = get_scheduler("reduce_lr_on_plateau", optimizer, None, None, options)
+            scheduler: Any = ReduceLROnPlateau(
+                optimizer, factor=config.plateau_factor, patience=config.plateau_patience
+            )
         else:
             scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
         # Lightning updates it right after the validation of the same step, and counts in batches.
@@ -195,10 +195,9 @@ def build_schedule(
             f"the warm-up of {warmup_steps} steps is not shorter than training, {num_steps:.0f}"
             " steps; lower model.optim.warmup or raise trainer.max_steps"
         )
-    name, options = _transformers_schedule(config, warmup_steps, num_steps)
-    total = int(num_steps) if ends else None
-    scheduler = get_scheduler(name, optimizer, warmup_steps, total, options)
-    return {"scheduler": scheduler, "interval": "step"}
+    # A partial, as transformers has it: LambdaLR's state is that of older checkpoints.
+    share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps)
+    return {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
 
 
 def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
@@ -206,17 +205,26 @@ def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
         return resolve_name(chosen["class_path"])(optimizer, **chosen["init_args"])
 
 
-def _transformers_schedule(
-    config: OptimConfig, warmup_steps: int, num_steps: float
-) -> tuple[str, dict[str, Any]]:
-    """Returns transformers' name of `config.schedule` and the keyword arguments of it alone."""
-    floor = config.min_learning_rate_share
-    if config.schedule == "cosine":
-        return "cosine_with_min_lr", {"min_lr_rate": floor}
-    if config.schedule == "warmup_stable_decay":
-        share, rest = int(config.decay_share * num_steps), int(num_steps) - warmup_steps
-        decay_steps = min(max(1, share), rest)
-        return "warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": floor}
-    if config.schedule == "constant":
-        return "constant_with_warmup", {}
-    return config.schedule, {}
+def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float) -> float:
+    """The learning rate of `step` as a share of the peak.
+
+    To the bit what `transformers.get_scheduler` gives; beyond the end cosine keeps its floor.
+    Their module imports peft, that bitsandbytes, and that torch's compiler, which took longer than
+    all else before the first step.
+    """
+    shape, floor = config.schedule, config.min_learning_rate_share
+    stable = shape == "warmup_stable_decay"
+    if step < warmup:
+        return step / warmup * (1 - floor) + floor if stable else step / warmup
+    if shape == "constant":
+        return 1.0
+    if shape == "inverse_sqrt":
+        scale = warmup or 10_000
+        return 1 / math.sqrt((step - warmup + scale) / scale)
+    if shape == "linear":
+        return max(0.0, (num_steps - step) / (num_steps - warmup))
+    falling = num_steps - warmup
+    if stable:
+        falling = min(max(1, int(config.decay_share * num_steps)), falling)
+    fallen = min(max(0.0, (step - (num_steps - falling)) / falling), 1.0)
+    return 0.5 * (1 + math.cos(math.pi * fallen)) * (1 - floor) + floor

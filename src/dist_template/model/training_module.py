@@ -15,7 +15,9 @@ from ..layout import clip_by_norm
 from ..parallel import pipeline_of
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
+from ..records import flatten
 from .adapters import AdapterConfig, add_adapters
+from .architecture_keys import decisive_fields
 from .balance import BalanceConfig, Balancer
 from .flops import Size
 from .kernels import cast_experts
@@ -68,6 +70,18 @@ class TrainingModule(L.LightningModule):
     def build_config(self, data: Any) -> Any:
         """Returns the transformers configuration, checked before a start; None for other models."""
         return None
+
+    def fixed_settings(self, data: Any) -> dict[str, Any]:
+        """Returns what decides the model's function or its loss, of which the weights show nothing:
+        a resumed run is compared by these. Add your own keys."""
+        found = {f"model.balance.{key}": value for key, value in vars(self.balance).items()}
+        if self.adapter is not None:
+            for key in ("alpha", "rslora", "dropout", "quantize"):
+                found[f"model.adapter.{key}"] = getattr(self.adapter, key)
+        start = "model.pretrained" if getattr(self, "pretrained", None) else "model.architecture"
+        if config := self.build_config(data):
+            found |= flatten(decisive_fields(config.to_dict()), f"{start}.")
+        return found
 
     def configure_model(self) -> None:
         """Builds the model once, when the data are known, and shards it for the strategy."""
