@@ -38,6 +38,33 @@ time.sleep(float(sys.argv[1]))
 os._exit(71)  # as the watchdog does
 """
 
+# The rank exits before its two workers ask the kernel for a signal; each holds the other's pipe to the rank.
+LATE = """
+import os, sys, time
+from dist_template.cluster import signals
+
+class Late:
+    def prctl(self, *arguments):
+        rank = os.getppid()
+        os.write(1, f"{os.getpid()}\\n".encode())
+        while os.getppid() == rank:
+            time.sleep(0.01)
+        return prctl(*arguments)
+
+prctl, signals.LIBC = signals.LIBC.prctl, Late()
+"""
+LATE_WORKERS = LATE + WORKER_THAT_LOOPS.replace("num_workers=1", "num_workers=2").replace("return 1", "return 2")
+LATE_RANK = (
+    LATE
+    + """
+from dist_template.cluster import subprocess_launcher
+import threading
+
+threading.Timer(2, os._exit, (71,)).start()  # Popen waits for what the new process does before its command
+subprocess_launcher.start([sys.executable, "-c", "import time; time.sleep(600)"])
+"""
+)
+
 RANK_THAT_IS_STUCK = """
 import os, sys
 from lightning.pytorch.strategies.launchers import subprocess_script
@@ -57,9 +84,17 @@ def lives(pid: int) -> bool:
         return False
 
 
+CODES = {
+    "a worker": WORKER_THAT_LOOPS,
+    "a rank before its imports": RANK_THAT_IS_STUCK,
+    "workers that are late": LATE_WORKERS,
+    "a rank that is late": LATE_RANK,
+}
+
+
 @LINUX
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [WORKER_THAT_LOOPS, RANK_THAT_IS_STUCK], ids=["a worker", "a rank before its imports"])
+@pytest.mark.parametrize("code", [*CODES.values()], ids=[*CODES])
 def test_what_a_rank_has_started_ends_with_it(code: str) -> None:
     env = os.environ
     process = subprocess.Popen([sys.executable, "-c", code, "3"], env=env, stdout=subprocess.PIPE, text=True)

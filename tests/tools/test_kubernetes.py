@@ -188,25 +188,32 @@ def test_a_secret_is_given_by_reference_alone() -> None:
     assert SECRET not in str(refused.value)
 
 
+def test_the_printed_cure_is_accepted_on_the_command_line() -> None:
+    objects = rendered(job("Job", None, "--cluster.kubernetes.secrets.WANDB_API_KEY=wandb/api-key"))
+    assert wrong(objects) == ""
+
+
 def test_kubectl_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\necho "Error: no server" >&2; exit $FAILS\n')
+    kubectl.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/called\necho pod/a; echo "Error: no server" >&2; exit $FAILS\n'
+    )
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("FAILS", "0")
     name = KUBERNETES.submit(job(), tmp_path)
     record = {"id": name}
+    assert KUBERNETES.is_active(record, tmp_path)
     for function in (KUBERNETES.status, KUBERNETES.logs, KUBERNETES.stop):
         function(record, tmp_path)
     called = (tmp_path / "called").read_text().splitlines()
-    assert [line.split()[0] for line in called] == ["apply", "get", "logs", "delete"]
+    assert [line.split()[0] for line in called] == ["apply", "get", "get", "logs", "delete"]
     assert name == "run-20261123-140000" and f"dist-template/run={name}" in called[1]
-    assert called[3].endswith(str(tmp_path / "kubernetes.yaml"))
+    assert called[4].endswith(str(tmp_path / "kubernetes.yaml"))
     monkeypatch.setenv("FAILS", "1")
+    assert not KUBERNETES.is_active(record, tmp_path), "a server that does not answer refuses no launch"
     with pytest.raises(InputError, match="kubectl apply: Error: no server"):
         KUBERNETES.submit(job(), tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(InputError, match="kubectl is not on PATH"):
         KUBERNETES.submit(job(), tmp_path)
-
-

@@ -122,7 +122,11 @@ def test_a_requeued_job_resumes_exactly(slurm: Slurm, prepared: list[str], tmp_p
 
 
 def test_stop_saves_and_does_not_requeue(slurm: Slurm, prepared: list[str], tmp_path: Path, capsys: Any) -> None:
-    job = Submitted(slurm, tmp_path, "stopped", *prepared, *LONG)
+    comment = 'two "words" # and \\ more'
+    job = Submitted(slurm, tmp_path, "stopped", *prepared, *LONG, options={"comment": comment})
+    assert slurm.run("squeue", "--noheader", f"--jobs={job.job}", "-o", "%k") == comment
+    second = Launched(tmp_path, "slurm", *prepared, *LONG, name="stopped")
+    assert second.end() == Exit.BAD_INPUT and "is running, as `launch --on slurm`" in second.out.read_text()
     job.reach(3)
     assert run("launch", "status", str(job.run)) == 0 and "RUNNING" in capsys.readouterr().out
     assert run("launch", "stop", str(job.run)) == 0

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from dist_template.errors import Exit
-from dist_template.tools.launch.command import main
+from dist_template.tools.launch.job import describe
+from dist_template.tools.launch.targets import target
 from tests.support.injury import OF_A_LAUNCHER, TwoHosts
 from tests.support.manifests import pods, wrong
 from tests.support.runs import CONFIGS, OURS, PROJECT, Workers, logged, run
@@ -86,16 +87,15 @@ def quickstart(flags: list[str], tmp_path: Path) -> Iterator[list[str]]:
 
 
 def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What `launch --on kubernetes` writes for two pods of one process."""
+    """What `launch --on kubernetes` applies for two pods of one process."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
     cluster: dict[str, Any] = {"nodes": 2, "devices_per_node": 1, "image": "train:1", "save_s": 30}
     cluster |= {"environment": environment, "mounts": [f"runs:{folder}"], "kubernetes": {"kind": kind}}
     (folder / "site.yaml").write_text(yaml.safe_dump({"cluster": cluster}))
     monkeypatch.chdir(PROJECT)
     monkeypatch.setenv("DIST_RUN_ID", f"pods_{kind}")
-    main(["launch", "--on=kubernetes", "--dry-run", *flags, f"--config={folder / 'site.yaml'}"], OURS)
-    written = folder / "runs" / "default" / f"pods_{kind}" / "launch" / "kubernetes.yaml"
-    return list(yaml.safe_load_all(written.read_text()))
+    job = describe(OURS, "fit", [*flags, f"--config={folder / 'site.yaml'}"], on_hosts=False)
+    return list(yaml.safe_load_all(target("kubernetes").render(job)["kubernetes.yaml"]))
 
 
 @pytest.mark.netns

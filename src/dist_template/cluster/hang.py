@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -33,22 +35,27 @@ PHASES = (
     ("<frozen importlib", "", "importing"),
 )
 # A process waits for other ranks if one of these is in its stack, with only frames of torch and
-# DeepSpeed below it.
+# DeepSpeed below it. On a GPU, collectives wait there: a process waits where it next reads or
+# synchronizes the device, which is in C for the methods of tensors.
 WAITING = ("/torch/distributed/", "/torch/autograd/graph.py", "/deepspeed/comm/")
+WAITING += ("/torch/cuda/", "/torch/accelerator/")
+READS = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(|\b(float|bool)\(")
 
 
 def locate(frame: FrameType | None) -> tuple[str, str, bool]:
     """Returns a thread's phase, file and line, and whether it waits for other ranks."""
-    files, line, phase = [], "?", ""
+    files, line, phase, reads = [], "?", "", False
     while frame is not None:
         code = frame.f_code
         if not files:
             line = f"{'/'.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno}"
+            reads = bool(READS.search(linecache.getline(code.co_filename, frame.f_lineno)))
         files.append(code.co_filename)
         phase = phase or _phase(code.co_filename, code.co_name)
         frame = frame.f_back
     inner = takewhile(lambda file: "/torch/" in file or "/deepspeed/" in file, files)
-    return phase or "elsewhere", line, any(part in file for file in inner for part in WAITING)
+    waits = reads or any(part in file for file in inner for part in WAITING)
+    return phase or "elsewhere", line, waits
 
 
 def _phase(file: str, function: str) -> str:

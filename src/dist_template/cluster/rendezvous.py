@@ -78,6 +78,27 @@ class Rendezvous:
 
 
 Act = Callable[[Rendezvous], None]
+_HOSTED: list[Any] = []  # rank 0's store, until the process group has the same one
+
+
+def agreed(key: str, proposal: str, timeout_s: float) -> str:
+    """Returns one rank's proposal, the same on all ranks that a launcher has started.
+
+    It needs the launcher's variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them,
+    and for one rank, it returns `proposal`. Ranks that torchrun restarts get the first answer.
+
+    Raises:
+        Ended: rank 0 is missing.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, world_size, address, port = (os.environ.get(name, "") for name in names)
+    if not (rank and address and port) or int(world_size or 1) < 2:
+        return proposal
+    with WATCHDOG.paused():
+        store = _open(address, int(port), int(rank), int(world_size), timeout_s)
+    if int(rank) == 0:
+        _HOSTED.append(store)
+    return store.compare_set(key, "", proposal).decode()
 
 
 def before_first_collective(trainer: Any, timeout_s: float, act: Act) -> None:
@@ -117,23 +138,31 @@ def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
         Ended: rank 0 is missing.
     """
     environment = strategy.cluster_environment
-    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = environment.main_address, environment.main_port
+    store = _open(address, port, rank, world_size, timeout_s)
+    # The agent's store outlives a restart, with the keys of the attempt before.
+    if not _is_in_agent():
+        return store
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+
+
+def _is_in_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Any:
+    in_agent = _is_in_agent()
     lost = _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
     if (rank or in_agent) and not _accepts_connections(address, port, timeout_s):
         raise lost
     is_master, timeout = rank == 0 and not in_agent, timedelta(seconds=timeout_s)
     shared: dict[str, bool] = {"wait_for_workers": False, "multi_tenant": not in_agent}
     try:
-        store = dist.TCPStore(address, port, world_size, is_master, timeout, **shared)
+        return dist.TCPStore(address, port, world_size, is_master, timeout, **shared)
     except dist.DistNetworkError as error:
         if rank == 0:
             raise
         raise lost from error
-    # The agent's store outlives a restart, with the keys of the attempt before.
-    if not in_agent:
-        return store
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
 
 
 def _accepts_connections(address: str, port: int, timeout_s: float) -> bool:

@@ -113,12 +113,14 @@ def _create(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Returns the holder; {} if the file is incomplete, None if there is no file."""
+    """Returns the holder; {} if the file is incomplete or damaged, None if there is no file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        is_ours = isinstance(holder, dict) and isinstance(holder.get("pid"), int)
+        return holder if is_ours and isinstance(holder.get("since"), int | float) else {}
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 

@@ -37,6 +37,19 @@ class _StopRequest:
 stop_request = _StopRequest()
 
 
+class _Ids:
+    """Of this process and its parent, as they were when it started."""
+
+    own, parent = os.getpid(), os.getppid()
+
+
+def _after_fork() -> None:
+    _Ids.own, _Ids.parent = os.getpid(), _Ids.own
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def job_started() -> float:
     """Returns a Unix time, which restarts by a launcher do not change."""
     return float(os.environ.setdefault(STARTED, str(time.time())))
@@ -65,6 +78,8 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Lets Linux send this process a signal when the thread that started it exits."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != _Ids.parent:  # it exited before the request
+            os.kill(os.getpid(), number)
 
 
 def ignore() -> None:

@@ -14,6 +14,12 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
+def host_name(name: str, where: str) -> None:
+    """Raises InputError if `name`, of the key or file `where`, is an option or part of a script."""
+    if name.startswith("-") or not re.fullmatch(r"[\w.@:%\[\]-]+", name):
+        raise InputError(f"{where} has {name!r}; give a name as ssh knows it")
+
+
 @dataclass(frozen=True)
 class Site:
     """Where a run is: `launch` and `plan` read it; `fit` ignores it.
@@ -76,7 +82,14 @@ class Site:
             raise InputError("cluster.hosts and cluster.hostfile are both given; give one of them")
         if self.container and not self.image:
             raise InputError(f"cluster.container is {self.container}; give cluster.image as well")
+        for name in self.environment:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                what = "give the name of a variable: letters, digits and _"
+                raise InputError(f"cluster.environment has {name!r}; {what}")
+        for name in filter(None, [self.master]):
+            host_name(name, "cluster.master")
         for name in self.hosts:
+            host_name(name, "cluster.hosts")
             if self.hosts.count(name) > 1:
                 raise InputError(f"cluster.hosts has {name} twice; give each host once")
         _ = self.memory_bytes

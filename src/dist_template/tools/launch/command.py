@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...cluster.launch import RUN_ID
+from ...cluster.redaction import HIDDEN, SECRET_VARIABLE, redacted, redacted_command
 from ...errors import Ended, InputError
 from ...project import Flags, Project, program
-from ...records import write_atomically
+from ...records import read_mapping, write_atomically
 from .job import Job, describe
-from .targets import ON_HOSTS, TARGETS, target
+from .targets import ON_HOSTS, TARGETS, Target, target
 
 RECORD = "launch.json"
 VERBS = ("fit", "validate", "test", "predict", "prepare")
@@ -38,13 +41,13 @@ def main(argv: list[str], project: Project) -> None:
     own, flags = parser().parse_known_args(argv[1:])
     to = target(own.on)
     job = describe(project, own.verb, flags, on_hosts=own.on in ON_HOSTS)
-    folder = write(job, own.on, to.render(job))
+    files = to.render(job)
+    if own.dry_run:
+        return show(job, to)
+    require_end(job)
+    folder = write(job, own.on, files)
     for file in sorted(folder.iterdir()):
         print(f"written to {file}", flush=True)
-        if own.dry_run and file.name != RECORD:
-            print(file.read_text(encoding="utf-8"))
-    if own.dry_run:
-        return
     try:
         identifier = to.submit(job, folder)
     except Ended as ended:
@@ -69,9 +72,39 @@ def parser() -> Flags:
     )
     made.add_argument("--on", choices=TARGETS, required=True, help="launcher or scheduler")
     made.add_argument("--verb", choices=VERBS, default="fit", help="what is started (fit)")
-    dry = "write and print the files of RUN/launch; submit nothing"
+    dry = "print the files and the command; write and submit nothing"
     made.add_argument("--dry-run", "--dry_run", action="store_true", help=dry)
     return made
+
+
+def show(job: Job, to: Target) -> None:
+    """Prints the files and the commands of a launch, without secrets; it writes nothing."""
+    environment = {
+        name: HIDDEN if SECRET_VARIABLE.search(name) else redacted(text)
+        for name, text in job.site.environment.items()
+    }
+    site = replace(job.site, environment=environment)
+    shown = replace(job, site=site, flags=redacted_command(job.flags))
+    for name, text in to.render(shown).items():
+        print(f"# {job.files / name}\n{text}")
+    for words in to.commands(shown):
+        print(f"# would run: {shlex.join(words)}", flush=True)
+
+
+def require_end(job: Job) -> None:
+    """Raises InputError if an earlier launch of the run is active: its files must stay in place.
+
+    A job that waits for another one, which may be that launch, is no second one."""
+    try:
+        record = _read(job.files)
+    except InputError:
+        return
+    if "dependency" in job.site.options or not target(record["on"]).is_active(record, job.files):
+        return
+    what = f"`{program('launch')} stop {job.run}` ends it; or set another {RUN_ID} or run.name"
+    raise InputError(
+        f"{job.run} is running, as `launch --on {record['on']}` has started it: {what}"
+    )
 
 
 def write(job: Job, on: str, files: dict[str, str]) -> Path:
@@ -80,7 +113,7 @@ def write(job: Job, on: str, files: dict[str, str]) -> Path:
     temporary.mkdir(mode=0o700, parents=True)  # cluster.environment may have secrets
     for name, text in files.items():
         (temporary / name).write_text(text, encoding="utf-8")
-        (temporary / name).chmod(0o755 if name.endswith(".sh") else 0o644)
+        (temporary / name).chmod(0o700 if name.endswith(".sh") else 0o600)
     record = {"on": on, "id": "", "hosts": job.hosts, "ssh": job.site.ssh}
     write_atomically(temporary / RECORD, json.dumps(record, indent=2))
     if job.files.exists():
@@ -98,8 +131,5 @@ def withdraw(job: Job) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except OSError as error:
-        where = "give a run that `launch` has started, as runs/<name>/<id>"
-        raise InputError(f"there is no {folder / RECORD}; {where}") from error
+    where = "give a run that `launch` has started, as runs/<name>/<id>"
+    return read_mapping(folder / RECORD, where)

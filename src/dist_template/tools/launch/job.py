@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.launch import RUN_ID
-from ...cluster.site import Site
+from ...cluster.site import Site, host_name
 from ...errors import InputError, reason, require
 from ...project import Project
 
@@ -93,7 +93,7 @@ def exports(environment: dict[str, str]) -> str:
 def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> Job:
     """Reads a configuration, and makes the checks of `fit` for the machines that it describes.
 
-    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses them.
+    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as many.
 
     Raises:
         InputError: the configuration cannot be run there.
@@ -107,9 +107,9 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     config_file.check([known, *flags])
     cli = read([known, *flags, "--trainer.logger=false"], project)
     settings, site = cli.config_init[known], cli.config_init[known].cluster
-    trainer, slots = vars(settings.trainer), _slots(site) if on_hosts else {}
+    trainer, slots = vars(settings.trainer), _slots(site)
     nodes = 1 if verb == "prepare" else site.nodes or len(slots) or trainer["num_nodes"]
-    if slots and nodes > len(slots):
+    if on_hosts and slots and nodes > len(slots):
         raise InputError(f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all")
     hosts = list(slots)[:nodes]
     of_hosts = [slots[host] for host in hosts]
@@ -121,7 +121,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         raise InputError(found[0])
     if verb == "fit" and site.memory_bytes:
         _compare_memory(cli, machine, site.memory_bytes)
-    sizes = (nodes, devices, hosts, machine.accelerator)
+    sizes = (nodes, devices, hosts if on_hosts else [], machine.accelerator)
     return Job(project.package, verb, flags, site, cli.run.absolute(), *sizes, cli.datamodule)
 
 
@@ -156,6 +156,7 @@ def _slots(site: Site) -> dict[str, int | None]:
     for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
         if not (known := re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)):
             raise InputError(f"{where} has {line!r}; write `name slots=N` for each node")
+        host_name(known[1], where)
         if known[1] in found:
             raise InputError(f"{where} has {known[1]} twice; remove one of its lines")
         found[known[1]] = int(known[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -14,7 +15,14 @@ from ...cluster.signals import STOP
 from ...errors import Ended, Exit, InputError
 from .job import Job, exports
 
+RUNNING, NO_ANSWER = "running", "no answer"
 RANKS = "dist_template.tools.launch.ranks"  # runs another library's launcher
+ANSWER_S = 60.0  # for a host to log in and start Python, or to signal a process
+# Prints when process $1 was started, and of which boot: a number alone may be another process's.
+IDENTITY = """identity() {
+  { stat=$(cat "/proc/$1/stat") && set -- ${stat##*) } &&
+    echo "${20} $(cat /proc/sys/kernel/random/boot_id)"; } 2>/dev/null
+}"""
 OTHERS_S = 60.0  # for the other nodes to exit after the first one has, as `srun --wait=60`
 
 
@@ -32,7 +40,8 @@ set -euo pipefail
 cd {shlex.quote(str(job.folder))}
 export NODE_RANK=$1
 {exports({**environment, **job.environment})}
-echo $$ >{shlex.quote(str(job.files))}/node-"$1".pid
+{IDENTITY}
+echo "$$ $(identity $$)" >{shlex.quote(str(job.files))}/node-"$1".pid
 exec {start}
 """
     return {"node.sh": text}
@@ -62,15 +71,9 @@ def submit(job: Job, folder: Path) -> str:
     for reader in readers:
         reader.start()
     for number in (*STOP, signal.SIGINT):
-        signal.signal(number, lambda number, _: _send(job.hosts, job.site.ssh, folder, number))
-    is_elastic, deadline = job.site.min_nodes is not None, float("inf")
-    while any(running := [node.poll() is None for node in nodes]):
-        if not all(running) and not is_elastic:
-            deadline = min(deadline, time.monotonic() + OTHERS_S)
-        if time.monotonic() > deadline:
-            _send(job.hosts, job.site.ssh, folder, signal.SIGKILL)
-            deadline = time.monotonic() + OTHERS_S
-        time.sleep(0.1)
+        signal.signal(number, lambda number, _: _signal(job, nodes, folder, number))
+    is_elastic = job.site.min_nodes is not None
+    _wait(job, nodes, is_elastic, folder)
     for reader in readers:
         reader.join()
     # 128 + a signal's number is a shell's; 255 is ssh's for a lost connection.
@@ -81,9 +84,41 @@ def submit(job: Job, folder: Path) -> str:
     return ""
 
 
-def _run_on(hosts: list[str], ssh: str, node: int, command: str, **options: Any) -> Any:
-    """Starts a shell command on a node."""
-    words = [*shlex.split(ssh), hosts[node], command] if hosts else ["bash", "-c", command]
+def _wait(job: Job, nodes: list[Any], is_elastic: bool, folder: Path) -> None:
+    """Waits for all nodes. When one has exited, the others have OTHERS_S; then they are killed.
+
+    The nodes of an elastic run may exit while others train on, until one has finished."""
+    deadline = float("inf")
+    while any(running := [node.poll() is None for node in nodes]):
+        is_ending = not is_elastic or Exit.DONE in [node.returncode for node in nodes]
+        if not all(running) and is_ending:
+            deadline = min(deadline, time.monotonic() + OTHERS_S)
+        if time.monotonic() > deadline:
+            _signal(job, nodes, folder, signal.SIGKILL)
+            deadline = time.monotonic() + OTHERS_S
+        time.sleep(0.1)
+
+
+def _signal(job: Job, nodes: list[Any], folder: Path, number: int) -> None:
+    """Sends a signal to the nodes' processes, and ends the connection to a host that is lost."""
+    lines = _send(job.hosts, job.site.ssh, folder, number)
+    for node, line in zip(nodes, lines, strict=True):
+        is_left = number == signal.SIGKILL and not line.endswith(RUNNING)  # without its process
+        if (is_left or NO_ANSWER in line) and node.poll() is None:
+            os.killpg(node.pid, signal.SIGKILL)
+
+
+def commands(job: Job) -> list[list[str]]:
+    """Returns the command that starts each node."""
+    started = [shlex.join(["bash", str(job.files / "node.sh"), str(n)]) for n in range(job.nodes)]
+    return [_words(job.hosts, job.site.ssh, node, text) for node, text in enumerate(started)]
+
+
+def _words(hosts: list[str], ssh: str, node: int, command: str) -> list[str]:
+    return [*shlex.split(ssh), hosts[node], command] if hosts else ["bash", "-c", command]
+
+
+def _run(words: list[str], **options: Any) -> Any:
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, text=True, **options)
 
 
@@ -97,21 +132,28 @@ def _probe(job: Job, node: int) -> None:
     )
     command = f"{exports(job.environment)}\n{steps}"
     try:
-        started = _run_on(job.hosts, job.site.ssh, node, command, stderr=subprocess.PIPE)
+        started = _run(
+            _words(job.hosts, job.site.ssh, node, command),
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
     except OSError as error:
         raise InputError(f"cluster.ssh {job.site.ssh!r} cannot be run: {error}") from error
-    lines = started.communicate()[1].splitlines()
-    if started.returncode:
-        host = job.hosts[node] if job.hosts else "this machine"
+    try:
+        lines = started.communicate(timeout=ANSWER_S)[1].splitlines()
         why = lines[-1] if lines else f"exit code {started.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        why = f"{NO_ANSWER} in {ANSWER_S:g} s"
+    if started.wait():
+        host = job.hosts[node] if job.hosts else "this machine"
         raise InputError(f"{host} is not ready: {why}; edit cluster.hosts, ssh or port")
 
 
 def _start(job: Job, node: int) -> Any:
-    command = shlex.join(["bash", str(job.files / "node.sh"), str(node)])
     # Ctrl-C reaches the nodes by `_send` alone.
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    return _run_on(job.hosts, job.site.ssh, node, command, errors="replace", **options)
+    return _run(commands(job)[node], errors="replace", **options)
 
 
 def _show(job: Job, node: int, process: Any) -> None:
@@ -125,12 +167,27 @@ def _show(job: Job, node: int, process: Any) -> None:
 
 def _send(hosts: list[str], ssh: str, folder: Path, number: int) -> list[str]:
     """Sends a signal to each node's process; 0 only asks for it. Returns a line for each node."""
-    lines = []
-    for node, host in enumerate(hosts or ["this machine"]):
-        command = f'kill -{number:d} "$(cat {shlex.quote(str(folder))}/node-{node}.pid)"'
-        sent = _run_on(hosts, ssh, node, command, stderr=subprocess.DEVNULL).wait() == 0
-        lines.append(f"{host}: {'running' if sent else 'no process'}")
+    names, started = hosts or ["this machine"], []
+    for node in range(len(names)):
+        file = f"{shlex.quote(str(folder))}/node-{node}.pid"
+        same = f'read -r pid since <{file} && [ "$(identity "$pid")" = "$since" ]'
+        command = shlex.join(["sh", "-c", f'{IDENTITY}\n{same} && kill -{number:d} "$pid"'])
+        quiet = {"stderr": subprocess.DEVNULL, "start_new_session": True}
+        started.append(_run(_words(hosts, ssh, node, command), **quiet))
+    deadline, lines = time.monotonic() + ANSWER_S, []
+    for name, each in zip(names, started, strict=True):
+        try:
+            code = each.wait(max(0.0, deadline - time.monotonic()))
+            lines.append(f"{name}: {'no process' if code else RUNNING}")
+        except subprocess.TimeoutExpired:
+            os.killpg(each.pid, signal.SIGKILL)
+            lines.append(f"{name}: {NO_ANSWER} in {ANSWER_S:g} s")
     return lines
+
+
+def is_active(record: dict[str, Any], folder: Path) -> bool:
+    """Returns whether a node's process runs."""
+    return any(line.endswith(RUNNING) for line in _send(record["hosts"], record["ssh"], folder, 0))
 
 
 def status(record: dict[str, Any], folder: Path, number: int = 0) -> str:

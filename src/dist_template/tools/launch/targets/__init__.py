@@ -18,10 +18,16 @@ class Target(Protocol):
     def render(self, job: Job) -> dict[str, str]:
         """Returns the files by name. Raises InputError if the target cannot run the job."""
 
+    def commands(self, job: Job) -> list[list[str]]:
+        """Returns the commands by which `submit` starts the job, after its checks."""
+
     def submit(self, job: Job, folder: Path) -> str:
         """Returns the scheduler's identifier of the job; "" from a launcher, when all has ended.
 
         Raises InputError if the job is refused, and Ended with another code than 0."""
+
+    def is_active(self, record: dict[str, Any], folder: Path) -> bool:
+        """Returns whether the launch waits or runs; False if nothing answers about it."""
 
     def status(self, record: dict[str, Any], folder: Path) -> str: ...
 

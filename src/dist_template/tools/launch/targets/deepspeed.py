@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ....errors import require
 from ..job import Job
-from ..nodes import RANKS, arguments, logs, script, status, stop, submit
+from ..nodes import RANKS, arguments, commands, is_active, logs, script, status, stop, submit
 
-__all__ = ["logs", "render", "status", "stop", "submit"]
+__all__ = ["commands", "is_active", "logs", "render", "status", "stop", "submit"]
 
 
 def render(job: Job) -> dict[str, str]:

@@ -63,7 +63,9 @@ def _check(job: Job) -> None:
     secrets = [
         f"cluster.environment.{name}" for name in shown if shown[name] != site.environment[name]
     ]
-    if redacted_command(job.arguments) != job.arguments:
+    references = "--cluster.kubernetes.secrets."  # checked above
+    words = [word for word in job.arguments if not word.startswith(references)]
+    if redacted_command(words) != words:
         secrets.append("the command")
     if secrets:
         what = "put it into a Secret and name that in cluster.kubernetes.secrets"
@@ -133,9 +135,22 @@ def _kubectl(*words: str) -> str:
     return done.stdout.rstrip()
 
 
+def commands(job: Job) -> list[list[str]]:
+    return [["kubectl", "apply", "--filename", str(job.files / FILE)]]
+
+
 def submit(job: Job, folder: Path) -> str:
     _kubectl("apply", "--filename", str(folder / FILE))
     return _name(job)
+
+
+def is_active(record: dict[str, Any], folder: Path) -> bool:
+    """Returns whether the run has pods that have not ended."""
+    ended = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
+    try:
+        return bool(_kubectl("get", "pods", f"--selector={LABEL}={record['id']}", ended, "-o=name"))
+    except InputError:
+        return False
 
 
 def status(record: dict[str, Any], folder: Path) -> str:

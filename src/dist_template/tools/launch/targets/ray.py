@@ -22,9 +22,9 @@ from ....cluster.signals import end_with_parent
 from ....errors import DECIDED, Exit, require
 from .. import nodes
 from ..job import Job
-from ..nodes import logs, status, stop
+from ..nodes import is_active, logs, status, stop
 
-__all__ = ["command", "logs", "render", "status", "stop", "submit"]
+__all__ = ["command", "commands", "is_active", "logs", "render", "status", "stop", "submit"]
 
 MAX_RESTARTS = 3  # as in launch/torchrun.sh
 OTHERS_S = 7 * 86_400  # a worker whose process has exited waits for those of the others
@@ -39,14 +39,17 @@ def command(job: Job, python: str, folder: str) -> str:
 
 
 def render(job: Job) -> dict[str, str]:
-    driver = replace(job, nodes=1, hosts=[])
-    return nodes.script(driver, command(job, job.python, str(job.folder)), {})
+    return nodes.script(replace(job, nodes=1), command(job, job.python, str(job.folder)), {})
+
+
+def commands(job: Job) -> list[list[str]]:
+    return nodes.commands(replace(job, nodes=1))
 
 
 def submit(job: Job, folder: Path) -> str:
     """Runs the driver here, for the cluster at RAY_ADDRESS, or for this machine without it."""
     require("ray", "launch --on ray")
-    return nodes.submit(replace(job, nodes=1, hosts=[]), folder)
+    return nodes.submit(replace(job, nodes=1), folder)
 
 
 def main(workers: str, device: str, *process: str) -> int:

@@ -12,14 +12,15 @@ from ....errors import InputError, first_line
 from ..job import Job, exports, project_file
 from ..nodes import logs
 
-__all__ = ["logs", "render", "status", "stop", "submit"]
+__all__ = ["commands", "is_active", "logs", "render", "status", "stop", "submit"]
 
 
 def render(job: Job) -> dict[str, str]:
     """Returns job.sh. launch/slurm.sh adds the job's sizes to the flags, and requeues the job."""
     site, text = job.site, Path(project_file("launch/slurm.sh")).read_text(encoding="utf-8")
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
-    options |= {"job-name": job.run_id, "output": f"{job.files}/slurm-%j.log"}
+    name = f"{job.run.parent.name}-{job.run_id}"
+    options |= {"job-name": name, "output": f"{job.files}/slurm-%j.log"}
     options |= {"nodes": job.nodes, "ntasks-per-node": job.devices, "gpus-per-node": job.devices}
     options["signal"] = f"SIGUSR1@{site.save_s}"
     if job.accelerator != "cuda" or "gres" in site.options:
@@ -29,8 +30,13 @@ def render(job: Job) -> dict[str, str]:
     if (limit := site.time_limit_s) is not None:
         options["time"] = f"{limit // 3600}:{limit // 60 % 60:02}:{limit % 60:02}"
     options |= site.options
+    for name, value in options.items():
+        if not re.fullmatch(r"[\w-]+", name) or not f"{value}".isprintable():
+            what = "give a long name of sbatch, with a value of one line"
+            raise InputError(f"cluster.options or partition has {name!r}: {value!r}; {what}")
     lines = [
-        f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in options.items()
+        f"#SBATCH --{name}" + (f"={_quoted(f'{value}')}" if value not in (None, "") else "")
+        for name, value in options.items()
     ]
     settings = {"PYTHON": "python" if site.container else job.python, **_container(job)}
     command = shlex.join(["launch/slurm.sh", job.verb, *job.flags])
@@ -45,9 +51,19 @@ exec bash {command}
     }
 
 
+def _quoted(text: str) -> str:
+    """Returns a value as sbatch reads it: words end at a blank, and lines at a #."""
+    if re.fullmatch(r"[^\s\"'\\#]+", text):
+        return text
+    return '"' + re.sub(r'(["\\#])', r"\\\1", text) + '"'
+
+
 def _container(job: Job) -> dict[str, str]:
     """Returns the settings of launch/slurm.sh that run the tasks in the image."""
     image, mounts = job.site.image, ",".join([f"{job.folder}:{job.folder}", *job.site.mounts])
+    if job.site.container and re.search(r"\s", f"{image}{mounts}"):
+        what = "launch/slurm.sh splits its words at blanks: rename them"
+        raise InputError(f"cluster.image, cluster.mounts or {job.folder} has a blank; {what}")
     if job.site.container == "pyxis":
         flags = f"--container-image={image} --container-mounts={mounts}"
         return {"SRUN_FLAGS": f"{flags} --container-workdir={job.folder}"}
@@ -55,6 +71,10 @@ def _container(job: Job) -> dict[str, str]:
         gpu = "--nv " if job.accelerator == "cuda" else ""
         return {"CONTAINER": f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"}
     return {}
+
+
+def commands(job: Job) -> list[list[str]]:
+    return [["sbatch", "--parsable", str(job.files / "job.sh")]]
 
 
 def submit(job: Job, folder: Path) -> str:
@@ -65,7 +85,7 @@ def submit(job: Job, folder: Path) -> str:
     """
     if "dependency" not in job.site.options:
         job.require_data()
-    return _run("sbatch", "--parsable", str(folder / "job.sh")).partition(";")[0]
+    return _run(*commands(job)[0]).partition(";")[0]
 
 
 def _run(*words: str) -> str:
@@ -81,6 +101,17 @@ def _run(*words: str) -> str:
             why += " trainer.accelerator cpu"
         raise InputError(f"Slurm refuses {words[0]}: {why}")
     return done.stdout.strip()
+
+
+def is_active(record: dict[str, Any], folder: Path) -> bool:
+    """Returns whether the job is pending, running or suspended."""
+    if not record["id"]:
+        return False
+    states = "--states=PENDING,RUNNING,SUSPENDED"
+    try:
+        return bool(_run("squeue", "--noheader", states, f"--jobs={record['id']}"))
+    except InputError:  # Slurm has forgotten it
+        return False
 
 
 def status(record: dict[str, Any], folder: Path) -> str:

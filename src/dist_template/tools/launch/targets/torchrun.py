@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 
 from ..job import Job, project_file
-from ..nodes import arguments, logs, script, status, stop, submit
+from ..nodes import arguments, commands, is_active, logs, script, status, stop, submit
 
-__all__ = ["logs", "render", "status", "stop", "submit"]
+__all__ = ["commands", "is_active", "logs", "render", "status", "stop", "submit"]
 
 
 def render(job: Job) -> dict[str, str]:
