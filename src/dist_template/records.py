@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from yaml import YAMLError
+
+from .errors import InputError, first_line
 
 GIB = 2**30  # bytes
 
@@ -22,6 +27,21 @@ def write_atomically(path: Path, text: str, keep_earlier: bool = False) -> None:
         earlier = len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}.{earlier}{path.suffix}"))
     os.replace(temporary, path)
+
+
+def read_mapping(path: Path, cure: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """Returns the object in a JSON file, or in another that `parse` reads; {} if it is null.
+
+    Raises:
+        InputError: there is no such file, or it is damaged; the message ends with `cure`.
+    """
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, YAMLError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}): {cure}") from error
+    if not isinstance(found or {}, dict):
+        raise InputError(f"{path} is a {type(found).__name__}, and not an object: {cure}")
+    return found or {}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -134,3 +134,16 @@ def test_text_fits_a_screen_and_has_flags_to_type() -> None:
     assert text.startswith(findings[0].level.upper()) and "--" in text
     assert all(each.title in text for each in findings)
     assert len(as_text(findings, full=True)) > len(text)
+
+
+@pytest.mark.parametrize("last", [9.0, 16.0])
+def test_a_validation_that_is_worse_than_before_training_shows_overfitting(last: float) -> None:
+    """A short training has only two validations: before it, and at its end."""
+    run = a_run(100, 1, columns={"eval/loss": None})
+    run.metrics.add({"step": 0, "time": 0.0, "eval/loss": 10.8})
+    run.metrics.add({"step": 100, "time": 100.0, "eval/loss": last})
+    found = {each.rule: each for each in diagnose(run)}
+    assert ("overfits" in found) == (last > 10.8)
+    if last > 10.8:
+        assert "eval/loss was 10.8 at step 0 and is 16 at step 100" in found["overfits"].evidence
+        assert all(change.key != "trainer.max_steps" for cause in found["overfits"].causes for change in cause.changes)

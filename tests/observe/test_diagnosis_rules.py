@@ -9,7 +9,7 @@ import pytest
 from dist_template.observe.diagnosis.engine import RULES, diagnose
 from dist_template.observe.diagnosis.finding import Finding
 from dist_template.observe.history.run import History
-from tests.support.histories import CASES, a_run, noisy
+from tests.support.histories import CASES, Column, a_run, noisy
 
 NEEDS_A_CRASH = {"out_of_memory", "crashed"}  # tests/callbacks/test_crashes.py
 
@@ -48,7 +48,9 @@ def test_a_healthy_run_has_no_findings_at_any_time(upto: float) -> None:
 
 @pytest.mark.parametrize("upto", [0.27, 0.9, 1.0])
 def test_a_load_of_experts_that_still_falls_is_reported_at_the_end(upto: float) -> None:
-    load = {"moe/expert_load_max_over_mean": lambda done: noisy(3.9 - 0.8 * done, 0.02)}  # 2.8 is the limit
+    load: dict[str, Column | None] = {
+        "moe/expert_load_max_over_mean": lambda done: noisy(3.9 - 0.8 * done, 0.02)
+    }  # 2.8 is the limit
     run = a_run(300, 10, upto=upto, columns=load, config={"model.balance.bias_update_speed": 0.003})
     findings = found(run)
     assert ("experts_overloaded" in findings) == (upto == 1)

@@ -7,13 +7,16 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dist_template.cluster.environment import git
+from dist_template.observe.loggers import tensorboard
 from dist_template.observe.loggers.tensorboard import TensorBoard
 from tests.support import read_back
 from tests.support.runs import CONFIGS, run_in_subprocess
@@ -97,3 +100,17 @@ def test_tensorboard_names_a_run_by_its_name_and_id(tmp_path: Path) -> None:
     logger.log_metrics({"train/loss": 0.0}, step=1)
     logger.finalize("success")
     assert set(EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()) == {"quickstart/one"}
+
+
+def test_log_steps_leave_tensorboards_thread_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is woken for each event: by a fast loop once a second, and a log step's metrics are one event."""
+    monkeypatch.setattr(tensorboard, "WRITE_S", 100.0)
+    logger, steps = TensorBoard(str(tmp_path)), range(200)
+    for step in steps:
+        with patch.object(EventFileWriter, "add_event", autospec=True, side_effect=EventFileWriter.add_event) as added:
+            logger.log_metrics({f"train/{number}": float(step) for number in range(20)}, step)
+        assert step == 0 or not added.called
+    with patch.object(EventFileWriter, "add_event", autospec=True, side_effect=EventFileWriter.add_event) as added:
+        logger.save()
+    assert added.call_count == len(steps) - 1
+    assert read_back.tensorboard_points(tmp_path)["train/19"] == {step: [float(step)] for step in steps}

@@ -22,6 +22,7 @@ from .finding import as_text
 from .rules.crashes import sentence
 
 RECORD = "crash_record"  # attribute of an exception: path of what callbacks/crash.py recorded
+OF_MEMORY = ("out_of_memory", "memory_grows", "memory_nearly_full")
 NUM_LINES = 4  # lines of the user's code that are printed
 DISK_FULL = (
     "error: a disk is full ({}): free space, then give the same command again; the run resumes"
@@ -122,10 +123,7 @@ def _lines(path: Path, record: dict[str, Any]) -> Iterator[str]:
         history = read_run(folder)
     except InputError:  # it crashed before anything else was written
         history = History(folder, crashes=[record])
-    findings = [finding for finding in diagnose(history) if finding.rule != "crashed"]
-    memory = [finding for finding in findings if finding.rule == "out_of_memory"]
-    others = [finding for finding in findings if finding not in memory and finding.level != "info"]
-    for text in (as_text(memory, full=True), as_text(others)):
-        if text:
-            yield f"\n{text}"
+    if record["kind"] == "out_of_memory":  # other findings have nothing to do with a crash
+        findings = [each for each in diagnose(history) if each.rule in OF_MEMORY]
+        yield f"\n{as_text(findings, full=True)}" if findings else ""
     yield f"\nthe traceback is in {path.with_suffix('.txt')}; TRACEBACK=1 prints it here"

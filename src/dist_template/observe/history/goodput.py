@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from .metrics import read_lines
+from .metrics import is_number, read_lines
 
 KINDS = ("productive", "start", "restart", "checkpoint", "data_wait", "validation", "lost")
 FILE = "goodput.jsonl"
 
 
+def read_attempts(run: Path) -> list[dict[str, Any]]:
+    found = read_lines(run / FILE, "attempt", "time", "step", "from_step")
+    return [line for line in found if all(is_number(line.get(kind, 0.0)) for kind in KINDS)]
+
+
 def read(run: Path) -> dict[str, float]:
     """Returns the seconds of each kind over all attempts of a run; {} if nothing was written."""
-    attempts = {line["attempt"]: line for line in read_lines(run / FILE)}  # the last line counts
+    attempts = {line["attempt"]: line for line in read_attempts(run)}  # the last line counts
     total = dict.fromkeys(KINDS, 0.0)
     done: list[list[float]] = []  # first step, last step, productive seconds that are not lost
     end = None

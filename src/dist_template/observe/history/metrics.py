@@ -95,22 +95,36 @@ def _empty() -> tuple[array[int], array[float], array[float]]:
     return array("q"), array("d"), array("d")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a JSONL file, if it exists; incomplete lines are skipped."""
+def is_number(value: Any) -> bool:
+    """Returns whether a step, a time or a duration is one."""
+    return isinstance(value, int | float) and -(2**53) < value < 2**53
+
+
+def _integer(digits: str) -> float:
+    return int(digits) if len(digits) < 20 else float(digits)  # float() of a longer int may fail
+
+
+def read_lines(path: Path, *numbers: str) -> list[dict[str, Any]]:
+    """Returns the objects of a JSONL file, if it exists; incomplete and damaged lines are skipped.
+
+    `numbers` are keys that an object must have with a number.
+    """
     if not path.exists():
         return []
     found = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                found.append(json.loads(line))
-            except ValueError:
+                read = json.loads(line, parse_int=_integer)
+                if isinstance(read, dict) and all(is_number(read[key]) for key in numbers):
+                    found.append(read)
+            except (ValueError, LookupError, TypeError, RecursionError):
                 continue
     return found
 
 
 def read_metrics(run: Path, limit: int = 0) -> Metrics:
     metrics = Metrics(limit)
-    for line in read_lines(run / FILE):
+    for line in read_lines(run / FILE, "step", "time"):
         metrics.add(line)
     return metrics

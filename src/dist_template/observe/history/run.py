@@ -9,8 +9,9 @@ from typing import Any
 
 from ...deprecations import recorded
 from ...errors import InputError
+from ...records import read_mapping
 from . import goodput
-from .metrics import FILE, Metrics, read_lines, read_metrics
+from .metrics import FILE, Metrics, is_number, read_lines, read_metrics
 
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS, ENVIRONMENT = "defaults.yaml", "environment.json"
@@ -97,7 +98,8 @@ def look_again(history: History) -> None:
     history.incidents = read_incidents(history.folder)
     history.goodput = goodput.read(history.folder)
     crashes = [_read(path, json.loads) for path in (history.folder / CRASHES).glob("*.json")]
-    history.crashes = sorted(crashes, key=lambda crash: crash["time"])
+    crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
+    history.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
 
 def read_incidents(run: Path) -> list[dict[str, Any]]:
@@ -105,7 +107,8 @@ def read_incidents(run: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path, parse: Any) -> dict[str, Any]:
-    return parse(path.read_text(encoding="utf-8")) or {} if path.exists() else {}
+    cure = "restore it, or move it away: the rest of the run is then read without it"
+    return read_mapping(path, cure, parse) if path.exists() else {}
 
 
 def _at(tree: Any, path: str, default: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ...records import read_mapping
 from ...table import Table
 from .curves import Figure, Panel
 
@@ -13,7 +13,7 @@ from .curves import Figure, Panel
 def newest(run: Path) -> dict[str, Any]:
     """Returns what tools/evaluate has written last; {} if there is none."""
     files = sorted((run / "evaluation").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    return json.loads(files[-1].read_text("utf-8")) if files else {}
+    return read_mapping(files[-1], "evaluate again, or remove it") if files else {}
 
 
 def forest(found: dict[str, Any]) -> list[Figure]:
@@ -47,6 +47,6 @@ def tables(found: dict[str, Any]) -> list[Table]:
         for end in ("worst", "best")
         for each in found[end]
     ]
-    head = ["", "document", "bits per byte", "baseline"]
+    head = ["", "document", found.get("unit", "bits per byte"), "baseline"]
     documents = Table("Where the run is worst and best", head, rows)
     return [*([Table("", ["", "verdict"], verdicts)] if verdicts else []), documents]

@@ -10,7 +10,6 @@ import numpy as np
 
 from ...table import Table
 from ..history import goodput
-from ..history.metrics import read_lines
 from ..history.run import History
 
 Of = Callable[[History], float | None]
@@ -52,12 +51,12 @@ def _warm_median(values: np.ndarray) -> float:
 def steps(history: History) -> int:
     """Returns the last optimizer step that the run has recorded."""
     ends = [int(history.metrics[name].steps[-1]) for name in history.metrics.names]
-    ends += [int(line["step"]) for line in read_lines(history.folder / goodput.FILE)[-1:]]
+    ends += [int(line["step"]) for line in goodput.read_attempts(history.folder)[-1:]]
     return max([*ends, *(int(crash.get("step") or 0) for crash in history.crashes)], default=0)
 
 
 def attempts(history: History) -> int | None:
-    return len({line["attempt"] for line in read_lines(history.folder / goodput.FILE)}) or None
+    return len({line["attempt"] for line in goodput.read_attempts(history.folder)}) or None
 
 
 # Name, form and value of what is shown of every run, if it is known.

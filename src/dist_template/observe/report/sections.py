@@ -198,7 +198,7 @@ def _checkpoints(history: History) -> list[Table | Text]:
             continue
         saved = manifest.read(path)
         mib = sum(size for size, _ in saved["files"].values()) / 2**20
-        ranks, strategy = str(saved["world_size"]), str(saved["strategy"])
+        ranks, strategy = str(saved.get("world_size", "")), str(saved.get("strategy", ""))
         rows.append([path.name, f"{mib:,.1f}", ranks, strategy, "sizes match"])
     return [Table("", ["name", "MiB", "processes", "strategy", "state"], rows)] if rows else []
 

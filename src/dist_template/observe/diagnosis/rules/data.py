@@ -17,6 +17,7 @@ OVERLAP = 0.01  # of the validation split: above, the validation loss does not m
 UNSHIFTED = 0.8  # of the labels; at most a tenth of the tokens of a text repeat the one before
 MIN_VALIDATIONS = 4
 OVERFIT_RISE = 0.02  # of the best validation loss
+FIRST_RISE = 0.1  # above the first of few validations, which no healthy training reaches
 
 
 def labels_masked(history: History) -> Iterator[Finding]:
@@ -90,28 +91,35 @@ def train_validation_overlap(history: History) -> Iterator[Finding]:
 def overfits(history: History) -> Iterator[Finding]:
     """Reports a validation loss that rises while the training loss falls."""
     loss = expected.metric(history, "train/loss")
-    # No checkpoint is kept of the validation before training.
-    validation = robust.later(expected.metric(history, "eval/loss"), 0)
-    if min(len(validation), len(loss)) < MIN_VALIDATIONS or history.key("data.repeat_first_batch"):
+    every = expected.metric(history, "eval/loss")
+    validation = robust.later(every, 0)  # no checkpoint is kept of the one before training
+    is_worse = False
+    if 0 < len(validation) < MIN_VALIDATIONS:
+        is_worse = every.last > (1 + FIRST_RISE) * every.values[0]
+        validation = every
+    is_short = len(validation) < MIN_VALIDATIONS and not is_worse
+    if is_short or len(loss) < MIN_VALIDATIONS or history.key("data.repeat_first_batch"):
         return  # repeat_first_batch overfits on purpose
     best = int(np.argmin(validation.values))
     since, lowest = validation[best:], float(validation.values[best])
     step, last_step = robust.span(since)
     rise = validation.last / lowest - 1
     noise = robust.noise(validation.values[: best + 1]) / lowest if best > 2 else 0.0
-    if len(since) < 3 or rise < max(OVERFIT_RISE, 3 * noise) or robust.rising_share(since) < 0.7:
+    is_few = len(since) < 3 and not is_worse
+    if is_few or rise < max(OVERFIT_RISE, 3 * noise) or robust.rising_share(since) < 0.7:
         return
-    before = loss[loss.steps <= step]
+    before = loss[loss.steps <= max(step, int(loss.steps[0]))]
     if not len(before) or robust.tail(loss) >= robust.tail(before):
         return  # both rise: training diverges
     tokens, size = expected.metric(history, "train/tokens"), history.fact("data.train_tokens")
     epochs = tokens.last / size if len(tokens) and size else 0.0
     steps, decay = expected.max_steps(history), history.key("model.optim.weight_decay")
-    stop = [
-        Change("trainer.max_steps", int(steps) if math.isfinite(steps) else None, step),
-        Change("config", None, "configs/preset/early_stopping.yaml"),
-    ]
-    best_kept = f"stop there (best-step{step} is kept)."
+    stop = [Change("config", None, "configs/preset/early_stopping.yaml")]
+    best_kept = "nothing was learned that holds for other data: use more data, or a smaller model."
+    if step:
+        now = int(steps) if math.isfinite(steps) else None
+        stop.insert(0, Change("trainer.max_steps", now, step))
+        best_kept = f"stop there (best-step{step} is kept)."
     causes = [Cause(f"The validation loss is lowest at step {step}: {best_kept}", stop)]
     if epochs > 2:
         more = "use more data, or a smaller model."
