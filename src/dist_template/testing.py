@@ -52,11 +52,11 @@ def this_project(file: str) -> Project:
     raise FileNotFoundError(f"no folder above {file} has a package with a __main__.py")
 
 
-def check_config(project: Project, *flags: str) -> list[str]:
+def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
     """Returns a sentence for each thing in a configuration that cannot work on the machine that it
     describes.
 
-    Devices and nodes are those of the configuration; where it says auto, one node with 8 GPUs.
+    Devices and nodes are those of the configuration; where it says auto, one node with `gpus`.
     Nothing is started.
 
     Raises:
@@ -65,7 +65,7 @@ def check_config(project: Project, *flags: str) -> list[str]:
     """
     cli = parse(["fit", *flags], project)
     trainer = vars(cli.config_init.trainer)
-    machine = Machine.described(trainer, default=8)
+    machine = Machine.described(trainer, default=gpus)
     return violations(machine, trainer, cli.model, cli.datamodule)
 
 

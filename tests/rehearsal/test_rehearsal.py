@@ -41,7 +41,7 @@ def test_the_default_project_passes_under_ddp(tmp_path: Path, capsys: pytest.Cap
     assert "all checks hold" in printed
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["ok"]
-    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 14
+    assert [check["verdict"] for check in found["checks"]] == ["pass"] * 19
     assert found["checks"][0]["got"] == "64 ranks"
 
 

@@ -16,41 +16,26 @@ from torch import Tensor
 
 from ..errors import InputError
 from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples
-from .forward_hooks import describe
+from .one_process import (
+    every_gradient,
+    labels_are_next_tokens,
+    no_later_token,
+    no_other_document,
+    no_seed_in_a_step,
+    other_hash_seed,
+    tied_weights,
+)
 from .record import RunRecord
-from .report import Result, Verdict
+from .report import NOT_POSSIBLE, NotEqual, NotOffered, Result, Verdict
 from .root_cause import disagreement, lost_at_the_end, trace, trace_resumed
 from .runs import RunFailed, Runs
 
-NOT_POSSIBLE = "not possible here"
-LOSS, GRAD_NORM, LOGITS = 1e-5, 1e-4, 1e-5  # tolerated relative differences, in fp32
-
-
-class NotEqual(Exception):
-    """A check failed.
-
-    Args:
-        got: What was found.
-        cause: The first difference and the code to inspect; several checks may have the same.
-        where: The step, if it is known.
-    """
-
-    verdict: Verdict = "FAIL"
-
-    def __init__(self, got: str, cause: str, where: str = "") -> None:
-        super().__init__(got)
-        self.got = got
-        self.cause = cause
-        self.where = where
-
-
-class NotOffered(NotEqual):
-    """The strategy or the model does not support what the check needs."""
-
-    verdict = "limit"
-
-    def __init__(self, why: str, got: str = NOT_POSSIBLE) -> None:
-        super().__init__(got, cause="", where=why)
+LOSS, GRAD_NORM, LOGITS, EVALUATION = (
+    1e-5,
+    1e-4,
+    1e-5,
+    1e-4,
+)  # tolerated relative differences, in fp32
 
 
 @dataclass(frozen=True)
@@ -82,47 +67,6 @@ class Check:
                 got, cause, verdict = "a training failed", str(failure), "FAIL"
         seconds = time.perf_counter() - started
         return Result(self.name, self.expected, got, verdict, where, seconds, cause)
-
-
-# ---- one process -----------------------------------------------------------------------------
-
-
-def no_other_document(runs: Runs) -> str:
-    why = "no row of the first batches has two documents, or data.cross_document_attention is true"
-    return _no_leakage(runs, "documents", why)
-
-
-def no_later_token(runs: Runs) -> str:
-    return _no_leakage(runs, "future", "forward does not return one row of logits for each token")
-
-
-def _no_leakage(runs: Runs, name: str, why_not: str) -> str:
-    key, places = (runs.one.tensors("leakage") or {}).get(name), runs.one.places
-    if key is None:
-        raise NotOffered(why_not)
-    if key:
-        cause = (
-            f"the first change is in {describe(key, places)}; forward"
-            f" ({places.get('forward', '?')}) passes the document boundaries"
-        )
-        raise NotEqual("outputs change", cause)
-    return "no output changes"
-
-
-def every_gradient(runs: Runs) -> str:
-    missing = runs.one.tensors("missing") or {}
-    used = [name for name, has_run in missing.items() if has_run]
-    if used:
-        raise NotEqual(
-            f"{len(used)} parameters get none",
-            f"{used[0]} gets no gradient though the forward of its module runs"
-            f" ({runs.one.owner(used[0])}): its output is detached, or the loss does not use it;"
-            " if intended, freeze it with requires_grad_(False)",
-        )
-    if missing:
-        why = f"their modules are never called, first {next(iter(missing))}"
-        raise NotOffered(why, f"{len(missing)} get none")
-    return f"{len(runs.one.gradients)} parameters"
 
 
 # ---- the same training on several processes --------------------------------------------------
@@ -209,6 +153,30 @@ def shared_tensors(runs: Runs) -> str:
     return f"{runs.small.processes} ranks agree after each step"
 
 
+def evaluation(runs: Runs) -> str:
+    """The same rows in larger batches and over ranks: a mean of means differs."""
+    want, num = runs.one.eval(), 0
+    place = runs.one.places.get("validation_step", "?")
+    for other, means in ((runs.big, "batches"), (runs.strategy, "ranks")):
+        if not relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
+            raise NotOffered("the weights that it evaluates differ, see above")
+        for step, metrics in sorted(other.eval().items()):
+            for name, value in want.get(step, {}).items():
+                num += 1
+                have = metrics.get(name, float("nan"))
+                if relative_difference({step: value}, {step: have})[0] <= EVALUATION:
+                    continue
+                where = (
+                    f"step {step} of {other.folder.name!r} has {name} {have:.6g}, not {value:.6g}"
+                )
+                cause = f"the same rows in other {means} have another result: add up values and"
+                cause += f" counts over all {means} and divide once, at the end"
+                raise NotEqual(f"{name} differs", f"{cause} (validation_step, {place})", where)
+    if not num:
+        raise NotOffered("no metric is logged in validation")
+    return f"{num} values"
+
+
 # ---- checkpoints -----------------------------------------------------------------------------
 
 
@@ -280,7 +248,13 @@ def _read_exported(folder: Path) -> tuple[dict[str, Tensor], Any]:
 CHECKS = (
     Check("a document sees itself alone", "other documents change nothing", no_other_document),
     Check("no token sees a later one", "later tokens change nothing", no_later_token),
-    Check("every parameter gets a gradient", "all trainable parameters", every_gradient),
+    Check(
+        "the label of a token is the next", "its loss predicts token t+1", labels_are_next_tokens
+    ),
+    Check("every parameter gets a gradient", "all that are trained", every_gradient),
+    Check("tied weights are one tensor", "as the architecture says", tied_weights),
+    Check("no generator starts again", "no step seeds one", no_seed_in_a_step),
+    Check("a hash seed has no effect", "bit-identical", other_hash_seed),
     Check("starting weights over strategies", "one process = ddp = strategy", starting_weights),
     Check("every rank sees its samples once", "the samples of one process", each_sample_once),
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
@@ -288,6 +262,7 @@ CHECKS = (
     Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
     Check("each gradient = one process", f"within {GRADIENT:.0e} of the largest", each_gradient),
     Check("ranks agree on what they share", "equal parameters, buffers", shared_tensors),
+    Check("evaluation = one big batch", f"within {EVALUATION:.0e}", evaluation),
     Check("kill and resume = uninterrupted", "bit-identical losses", kill_and_resume),
     Check("resume on fewer processes", f"loss within {LOSS:.0e}", resume_on_fewer),
     Check("checkpoint -> exported model", f"same logits within {LOGITS:.0e}", exported_logits),

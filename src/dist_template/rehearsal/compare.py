@@ -72,6 +72,18 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
     return ""
 
 
+def labels(expected: RunRecord, got: RunRecord) -> str:
+    """Describes a sample of the first step whose labels are not those of `expected`, or ""."""
+    known: dict[str, str] = {}
+    for run in (expected, got):
+        for rank in range(run.size):
+            for each in run.forward_passes(rank):
+                for row, label in zip(each["rows"], each["labels"], strict=False):
+                    if known.setdefault(row, label) != label and run is got:
+                        return f"a sample of rank {rank} has other labels in step 1"
+    return ""
+
+
 def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int] | None:
     """Returns (step, tensor, rank, other rank) of the first tensor whose replicas differ, or None.
 

@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from ..compat.deepspeed import is_partitioned_in_half
-from ..compat.hooks import own
 from ..compat.lightning import accumulates
-from ..compat.torch import on_optimizer_step
 from ..parallel import pipeline_of
 from ..parallel.pipeline.division import Elsewhere, Position
-from ..weights import from_all_ranks, is_partitioned_by_zero
+from ..weights import from_all_ranks
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
-from .recorder import fingerprint, samples_in
+from .gradient_hooks import gradient_of
+from .recorder import fingerprint, labels_in, samples_in
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
-HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-Factors = Mapping[str, tuple[float, str]]  # {hook: (factor, file:line)}
+STEPS = ("training_step", "forward", "validation_step", "build_model", "configure_model")
+STEPS += ("configure_optimizers",)
 
 
 class Details(Callback):
     """Saves forward passes and gradients of the first step, and the trained model's logits.
 
-    forward<rank>.pt   per micro-batch: rows (a hash of each), tensors (see `ForwardHooks`)
+    forward<rank>.pt   per micro-batch: rows and labels (a hash of each sample's), tensors (see
+                       `ForwardHooks`), changed: a parameter with another value than before, or ""
     places.pt          {module: class and file:line}; also of training_step, forward, datamodule,
                        optimizer, order
     draws.pt           {module: "dropout", or another use of the random generator in its forward}
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
     buffers.pt         {buffer: value} after the first step
+    untied.pt          names of an embedding and a head that the architecture ties and that are two
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
     logits.pt          (batch, logits) of the trained module
 
@@ -56,6 +57,7 @@ class Details(Callback):
         self._passes: list[dict[str, Any]] = []
         self._batch: Any = None
         self._missing: dict[str, bool] = {}
+        self._weights: dict[str, str] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if self.dropout_is_off:
@@ -70,8 +72,10 @@ class Details(Callback):
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
         modules = [(n, m) for n, m in pl_module.named_modules() if not isinstance(m, Elsewhere)]
         places = {name: code_locations.of_module(module) for name, module in modules}
-        for name in ("training_step", "forward"):
-            places[name] = code_locations.of_function(getattr(pl_module, name))
+        for name in STEPS:
+            if hasattr(pl_module, name):
+                places[name] = code_locations.of_function(getattr(pl_module, name))
+        places["transform"] = code_locations.of_function(getattr(data, "transform", None))
         owners = {"datamodule": data, "optimizer": trainer.optimizers[0], "order": order}
         for name, owner in owners.items():
             places[name] = code_locations.of_class(type(owner))
@@ -87,7 +91,12 @@ class Details(Callback):
     ) -> None:
         self._batch = batch if self._batch is None else self._batch
         if self._hooks:
-            self._hooks.begin([fingerprint(sample) for sample in samples_in(batch)])
+            rows, labels = samples_in(batch), labels_in(batch)
+            self._hooks.begin([*map(fingerprint, rows)], [*map(fingerprint, labels)])
+            weights = {name: fingerprint(each) for name, each in pl_module.named_parameters()}
+            before = self._weights or weights
+            self._passes[-1]["changed"] = next((n for n in weights if before[n] != weights[n]), "")
+            self._weights = weights
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
         if self._hooks:
@@ -119,6 +128,7 @@ class Details(Callback):
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._save(trainer, "missing", self._missing)
+        self._save(trainer, "untied", _untied(pl_module))
         pl_module.eval()
         logits = self._call.repeat(pl_module)
         pl_module.train()
@@ -133,6 +143,19 @@ class Details(Callback):
             torch.save(value, self.folder / f"{name}.pt")
 
 
+def _untied(module: nn.Module) -> str:
+    """Names an embedding and a head of two tensors though the configuration ties them, or ""."""
+    for child in module.modules():
+        is_tied = getattr(getattr(child, "config", None), "tie_word_embeddings", False)
+        if is_tied and hasattr(child, "get_output_embeddings"):
+            model: Any = child
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+            names = [n for end in ends for n, m in module.named_modules() if m is end]
+            if len(names) == 2 and ends[0].weight is not ends[1].weight:
+                return " and ".join(names)
+    return ""
+
+
 class _Draws(ForwardHooks):
     """Also records which modules advance the random generator in their own code."""
 
@@ -143,11 +166,11 @@ class _Draws(ForwardHooks):
         self.passes, self._position = passes, position
         super().__init__(root)
 
-    def begin(self, rows: list[str]) -> None:
+    def begin(self, rows: list[str], labels: list[str]) -> None:
         """Called at the start of a micro-batch."""
         self.tensors, self.inside = {}, []
-        self.passes.append({"rows": rows, "tensors": self.tensors})
-        self._state = torch.get_rng_state()
+        self.passes.append({"rows": rows, "labels": labels, "tensors": self.tensors})
+        self._state = _random_state()
 
     def _keep(self, key: str, value: Any) -> None:
         if self._position is not None:  # all micro-batches run after the last one's start
@@ -160,10 +183,16 @@ class _Draws(ForwardHooks):
         self.draws.setdefault(self.inside[-1] if self.inside else "training_step", what)
 
     def changed(self) -> None:
-        state = torch.get_rng_state()
-        if not torch.equal(state, self._state):
+        state = _random_state()
+        if state != self._state:
             self._state = state
             self.note("another random number")
+
+
+def _random_state() -> tuple[str, ...]:
+    """Of the generators that code uses without naming one: torch's, numpy's, Python's."""
+    states = (random.getstate(), np.random.get_state())
+    return fingerprint(torch.get_rng_state()), *map(repr, states)
 
 
 def _turn_dropout_off(note: Callable[[], Any]) -> None:
@@ -193,93 +222,3 @@ def _turn_dropout_off(note: Callable[[], Any]) -> None:
         return attention(query, key, value, attn_mask, 0.0, *args, **options)
 
     functional.scaled_dot_product_attention = without_dropout
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the unsharded gradient, or None if there is none. Collective."""
-    if is_partitioned_by_zero(parameter) or is_partitioned_in_half(parameter):
-        from deepspeed.utils import safe_get_full_grad  # DeepSpeed keeps it elsewhere than in .grad
-
-        gradient = safe_get_full_grad(parameter)
-    else:
-        gradient = parameter.grad
-    return None if gradient is None else full(gradient)
-
-
-class GradientHooks(Callback):
-    """Writes factors.pt: `Factors` in the order of execution; the last is the optimizer's step.
-
-    They are those of the norm over all stages of a pipeline.
-
-    Args:
-        folder: Destination.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._factors: dict[str, tuple[float, str]] = {}
-        self._norm = 0.0  # after the last hook
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        for owner in [*trainer.callbacks, pl_module]:  # ty: ignore[missing-attribute]
-            if type(owner).__module__.startswith(f"{__package__}."):
-                continue
-            base = Callback if isinstance(owner, Callback) else L.LightningModule
-            for name in HOOKS:
-                if hasattr(base, name) and (hook := own(owner, name, base)):
-                    label = f"{type(owner).__name__}.{name}"
-                    setattr(owner, name, self._measured(trainer, pl_module, hook, label))
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        optimizer: Any = trainer.optimizers[0]
-        self._handle = on_optimizer_step(optimizer, lambda *_: self._at_step(trainer, pl_module))
-
-    def _measured(self, trainer: Any, module: Any, hook: Any, label: str) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            if trainer.global_step or accumulates(trainer):
-                return hook(*args, **kwargs)
-            before = _norm(trainer, module)
-            result = hook(*args, **kwargs)
-            self._add(label, before, _norm(trainer, module), code_locations.of_function(hook))
-            return result
-
-        return measured
-
-    def _at_step(self, trainer: Any, module: Any) -> None:
-        if trainer.global_step == 0 and self._factors:
-            self._add("the optimizer's step", self._norm, _norm(trainer, module), "")
-
-    def _add(self, label: str, before: float, after: float, location: str) -> None:
-        self._factors[label] = (after / before if before else 1.0, location)
-        self._norm = after
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_step == 1 and self._factors and trainer.is_global_zero:
-            torch.save(self._factors, self.folder / "factors.pt")
-            self._factors = {}
-
-
-def _norm(trainer: Any, module: Any) -> float:
-    """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
-    if pipeline := pipeline_of(trainer.strategy):
-        return pipeline.norm([*module.parameters()]).item()
-    total = 0.0
-    for parameter in module.parameters():
-        gradient = gradient_of(parameter) if parameter.requires_grad else None
-        if gradient is not None:
-            total += gradient.double().pow(2).sum().item()
-    return total**0.5
-
-
-def first_other_factor(expected: Factors, got: Factors, tolerance: float) -> str:
-    """Describes the first hook with another factor than expected; "" if there is none."""
-    for hook, (factor, location) in got.items():
-        expected_factor, _ = expected.get(hook, (1.0, ""))
-        if abs(factor - expected_factor) > tolerance * expected_factor:
-            where = f" ({location})" if location else ""
-            return (
-                f"{hook}{where} multiplies the gradients, which agree after backward, by"
-                f" {factor:.4g} instead of {expected_factor:.4g}"
-            )
-    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from typing import Any
@@ -29,7 +30,12 @@ class RaggedLabels(Callback):
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         if owns_order(data):  # a data module of texts; another's `transform` may mean anything
             transform = data.transform
-            data.transform = lambda batch: _with_ragged_labels(transform(batch))
+
+            @functools.wraps(transform)
+            def masked(batch: dict[str, Any]) -> dict[str, Any]:
+                return _with_ragged_labels(transform(batch))
+
+            data.transform = masked
 
 
 def _with_ragged_labels(batch: dict[str, Any]) -> dict[str, Any]:

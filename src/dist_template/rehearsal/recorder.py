@@ -31,6 +31,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..layout import shard_place
 from ..model.any_module import metrics_of, results_of
 from ..weights import gather, is_partitioned_by_zero
 
@@ -137,6 +138,15 @@ def samples_in(batch: Any) -> Tensor:
     return samples_in(batch[0]) if isinstance(batch, list | tuple) else batch
 
 
+def labels_in(batch: Any) -> Any:
+    """Returns the tensor whose rows are the samples' labels: `labels`, or the second of a tuple; an
+    empty tuple if there is none."""
+    found = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(batch, list | tuple) and len(batch) > 1:
+        found = batch[1]
+    return found if isinstance(found, Tensor) and found.ndim else ()
+
+
 def replicas(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yields (name, (shard, hash)) of this rank's parameters and buffers.
 
@@ -150,18 +160,7 @@ def replicas(module: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _replica(tensor: Tensor) -> tuple[str, str]:
-    return _shard(tensor), fingerprint(tensor)
-
-
-def _shard(tensor: Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return ""
-    coordinate = tensor.device_mesh.get_coordinate() or []
-    found = ""
-    for index, placement in zip(coordinate, tensor.placements, strict=True):
-        if not placement.is_replicate():
-            found += f" {placement}:{index}"
-    return found
+    return shard_place(tensor), fingerprint(tensor)
 
 
 def optimizer_state(trainer: Any, module: nn.Module) -> dict[str, str]:

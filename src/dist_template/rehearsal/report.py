@@ -14,6 +14,34 @@ from ..table import in_columns
 
 Verdict = Literal["pass", "FAIL", "limit", "not run"]
 WIDTHS = (7, 36, 6, 0)  # verdict, check, seconds, what was found
+NOT_POSSIBLE = "not possible here"
+
+
+class NotEqual(Exception):
+    """A check failed.
+
+    Args:
+        got: What was found.
+        cause: The first difference and the code to inspect; several checks may have the same.
+        where: The step, if it is known.
+    """
+
+    verdict: Verdict = "FAIL"
+
+    def __init__(self, got: str, cause: str, where: str = "") -> None:
+        super().__init__(got)
+        self.got = got
+        self.cause = cause
+        self.where = where
+
+
+class NotOffered(NotEqual):
+    """The strategy or the model does not support what the check needs."""
+
+    verdict = "limit"
+
+    def __init__(self, why: str, got: str = NOT_POSSIBLE) -> None:
+        super().__init__(got, cause="", where=why)
 
 
 @dataclass(frozen=True)

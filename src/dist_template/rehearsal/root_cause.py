@@ -10,13 +10,15 @@ from .compare import (
     forward_pass,
     gradient_factor,
     gradients,
+    labels,
     replicas,
     samples,
 )
-from .first_step import first_other_factor
+from .gradient_hooks import first_other_factor
 from .record import RunRecord
 
 FACTOR = 1e-3  # tolerated relative difference of the factor by which a hook scales the gradients
+LOSS = "check the loss and its division"
 NOT_SAVED = "make it a buffer, or save it in on_save_checkpoint"
 
 
@@ -26,8 +28,15 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
         return f"the starting weights differ first in {name}"
     if text := samples(expected, got):
         return f"{text}; the order comes from {got.places.get('order', 'the loader')}"
+    if text := labels(expected, got):
+        return f"{text}: look at what makes them (transform, {got.places.get('transform', '?')})"
     if (found := replicas(got)) and found[0] == 0:
         return disagreement(got, found)
+    for run in (expected, got):
+        changed = (each["changed"] for rank in range(run.size) for each in run.forward_passes(rank))
+        if name := next(filter(None, changed), ""):
+            why = "between the micro-batches of a step: look at hooks that run for each of them"
+            return f"{name} changes {why} (on_train_batch_start, on_train_batch_end)"
     if text := forward_pass(expected, got):
         return text
     factors, other_factors = expected.tensors("factors") or {}, got.tensors("factors") or {}
@@ -35,16 +44,17 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
     unclipped = {hook: factor for hook, factor in other_factors.items() if "clipping" not in hook}
     if text := first_other_factor(factors, unclipped, FACTOR):
         return text
-    if text := first_gradient(expected, got):
+    buffers, other_buffers = expected.tensors("buffers") or {}, got.tensors("buffers") or {}
+    changed = first_difference(buffers, other_buffers, FORWARD)
+    if (text := first_gradient(expected, got)) and not (changed and LOSS in text):
         return text
     if text := first_other_factor(factors, other_factors, FACTOR):
         return text
     if found:
         return disagreement(got, found)
-    buffers, other_buffers = expected.tensors("buffers") or {}, got.tensors("buffers") or {}
-    if name := first_difference(buffers, other_buffers, FORWARD):
-        why = f"it depends on the rank's own data ({got.owner(name)})"
-        return f"buffer {name} differs after the first step: {why}"
+    if changed:
+        why = f"it depends on the rank's own data ({got.owner(changed)})"
+        return f"buffer {changed} differs after the first step: {why}"
     rates = expected.after(1, "rates", 0)
     for rank in range(got.size):
         if (other_rates := got.after(1, "rates", rank)) != rates:
@@ -84,7 +94,7 @@ def first_gradient(expected: RunRecord, got: RunRecord) -> str:
         factor = gradient_factor(expected, got)
         how = "differ" if factor is None else f"are {factor:.4g} times as large"
         return (
-            f"outputs agree and all gradients {how}: check the loss and its division by"
+            f"outputs agree and all gradients {how}: {LOSS} by"
             " batch['tokens_per_micro_batch'], the counted tokens of the global batch"
             f" (training_step, {got.places.get('training_step', 'module.py')})"
         )

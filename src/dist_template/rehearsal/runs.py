@@ -1,6 +1,7 @@
 """The trainings of a rehearsal. Each runs once, when a check first needs it.
 
     one            one process, with gradient accumulation
+    other_hash     the same as one, in a process with another PYTHONHASHSEED
     big            one process, each global batch as one micro-batch
     ddp            two processes, DDP
     strategy       the chosen strategy
@@ -24,13 +25,17 @@ from lightning.pytorch import Callback
 
 from ..checkpoint import manifest
 from ..project import Project
-from .first_step import Details, GradientHooks
+from .first_step import Details
+from .gradient_hooks import GradientHooks
 from .interventions import KillAt, RaggedLabels
 from .leakage import LeakageTest
 from .record import RunRecord
 from .shrink_config import Small, checkpoint_step
 from .shrink_strategy import halve
+from .step_probes import LabelProbe, SeedProbe
 from .workers import Workers
+
+HASH_SEED = "1"  # one that a process draws for itself is this once in 2**32
 
 
 class RunFailed(Exception):
@@ -94,8 +99,19 @@ class Runs:
 
     @property
     def one(self) -> RunRecord:
+        probes = [probe(self.folder / "one") for probe in (LeakageTest, LabelProbe, SeedProbe)]
+        return self._run("one", 1, self._single(), probes)
+
+    @property
+    def other_hash(self) -> RunRecord:
+        return self._run("other_hash", 1, self._single(), hash_seed=HASH_SEED)
+
+    def _single(self) -> dict[str, Any]:
+        """Returns the training of one process, whose loss has all logits at once, for its probe."""
         config = self.small.variant(1, "auto")
-        return self._run("one", 1, config, [LeakageTest(self.folder / "one")])
+        if config["model"].get("loss_chunk"):
+            config["model"]["loss_chunk"] = None
+        return config
 
     @property
     def big(self) -> RunRecord:
@@ -170,6 +186,7 @@ class Runs:
         callbacks: Sequence[Callback] = (),
         checkpoint: str | None = None,
         has_dropout: bool = False,
+        hash_seed: str | None = None,
     ) -> RunRecord:
         if name not in self._records:
             # `last` is searched among the runs of one name.
@@ -178,7 +195,7 @@ class Runs:
             argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder = self.folder / name
             recorders = [Details(folder, not has_dropout), GradientHooks(folder)]
-            with Workers(num, self.project) as workers:
+            with Workers(num, self.project, hash_seed) as workers:
                 self._records[name] = workers.run(
                     argv,
                     folder,

@@ -70,15 +70,17 @@ class Small:
             is_big: The global batch is one micro-batch.
         """
         config = copy.deepcopy(self.config)
-        config["trainer"] |= {"devices": processes, "strategy": strategy}
         data, batches = config["data"], self.accumulation * self.data_parallel
+        evaluated = 1 if is_big else batches // (data_parallel or processes)
+        config["trainer"] |= {"devices": processes, "strategy": strategy}
+        config["trainer"]["limit_val_batches"] = evaluated  # the same rows
         if self.is_text:
             data["micro_batch_size"] = data["global_batch_size"] if is_big else MICRO_BATCH_SIZE
         elif is_big:
             data["batch_size"] *= batches
             config["trainer"]["accumulate_grad_batches"] = 1
         else:
-            config["trainer"]["accumulate_grad_batches"] = batches // (data_parallel or processes)
+            config["trainer"]["accumulate_grad_batches"] = evaluated
         return config
 
     def with_dropout(self) -> dict[str, Any]:
@@ -121,6 +123,7 @@ def shrink(
     small = Small(config, num, data_parallel_size(strategy, num), steps, stages, notes=notes)
     config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
     _shrink_trainer(config["trainer"], spec, num, steps)
+    config["trainer"]["limit_val_batches"] = small.accumulation
     if small.is_text:
         _shrink_data(small, folder, keep_data)
     else:
@@ -144,6 +147,8 @@ def checkpoint_step(steps: int) -> int:
 def _shrink_callbacks(config: dict[str, Any], steps: int) -> None:
     if "watchdog" in config:
         config["watchdog"] |= {"timeout_s": 0, "start_timeout_s": 0}  # worker.py detects hangs
+    if "replicas" in config:
+        config["replicas"]["ignore"] = ["*"]  # a check compares them, and names the cause
     for key in ("last_checkpoint", "best_checkpoint"):
         if "dirpath" in config.get(key, {}):
             config[key]["dirpath"] = "{run}/checkpoints"
@@ -157,7 +162,7 @@ def _shrink_trainer(trainer: dict[str, Any], spec: Any, num: int, steps: int) ->
     trainer |= {"accelerator": "cpu", "devices": num, "num_nodes": 1, "precision": "32-true"}
     trainer |= {"strategy": spec, "max_steps": steps, "max_epochs": None, "max_time": None}
     trainer |= {"min_steps": None, "min_epochs": None, "limit_train_batches": None}
-    trainer |= {"val_check_interval": max(1, steps // 2), "limit_val_batches": 2}
+    trainer |= {"val_check_interval": max(1, steps // 2)}
     trainer |= {"num_sanity_val_steps": 0, "logger": False, "log_every_n_steps": 1}
     trainer["profiler"] = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -14,6 +13,7 @@ from typing import Any
 from ..errors import first_line
 from . import code_locations
 from .report import Result
+from .workers import hashing_with
 
 NAME, EXPECTED = "the source keeps its order", "two readings are equal"
 MAX_DOCUMENTS = 10_000
@@ -50,15 +50,8 @@ def _difference(source: Any, first: list[tuple[str, str]], second: list[tuple[st
 
 
 def _read(source: Any, seed: str) -> list[tuple[str, str]]:
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = seed
-    try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(_documents, source).result()
-    finally:
-        os.environ.pop("PYTHONHASHSEED")
-        if before is not None:
-            os.environ["PYTHONHASHSEED"] = before
+    with hashing_with(seed), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_documents, source).result()
 
 
 def _documents(source: Any) -> list[tuple[str, str]]:

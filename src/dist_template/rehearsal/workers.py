@@ -20,9 +20,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from multiprocessing import resource_tracker
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,18 +54,34 @@ def clean_processes() -> Any:
     return context
 
 
+@contextlib.contextmanager
+def hashing_with(seed: str | None) -> Generator[None]:
+    """Processes that are spawned in this context hash strings with `seed`; None changes nothing."""
+    before = os.environ.get("PYTHONHASHSEED")
+    try:
+        os.environ |= {"PYTHONHASHSEED": seed} if seed else {}
+        yield
+    finally:
+        if seed and before is None:
+            del os.environ["PYTHONHASHSEED"]
+        os.environ |= {"PYTHONHASHSEED": before} if before else {}
+
+
 class Workers:
     """Runs commands of a project, one after the other, on `num` CPU processes.
 
     Args:
         num: Ranks, each a process with one thread. With 1, there is no process group.
         project: Its module and data are trained.
+        hash_seed: PYTHONHASHSEED of the ranks, which then import everything anew. None: that of the
+            process from which all are forked.
     """
 
-    def __init__(self, num: int, project: Project) -> None:
+    def __init__(self, num: int, project: Project, hash_seed: str | None = None) -> None:
         self.num = num
         self.project = project
-        self._context = clean_processes()
+        self.hash_seed = hash_seed
+        self._context: Any = clean_processes() if hash_seed is None else get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []  # process, and the parent's end of its pipe
 
     def __enter__(self) -> Workers:
@@ -130,7 +146,8 @@ class Workers:
             environment = job.environment | _rank_environment(rank, num, port)
             arguments = (theirs, replace(job, environment=environment))
             process = self._context.Process(target=_serve, args=arguments, name=f"rank {rank}")
-            process.start()
+            with hashing_with(self.hash_seed):
+                process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
