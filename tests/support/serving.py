@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import faulthandler
 import json
@@ -19,6 +20,7 @@ import torch
 from dist_template.cli.main import run
 from dist_template.rehearsal.workers import clean_processes
 from dist_template.tools.serve import app as serving
+from dist_template.tools.serve import connections
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.line import OURS
 
@@ -92,7 +94,7 @@ def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ |= environment
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    serving.BODY_S = 0.5  # a test waits for its end
+    serving.BODY_S, connections.HEADER_S = 0.5, 1.0  # tests wait for their end
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -107,14 +109,29 @@ def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
         os._exit(code)
 
 
-async def ask(app: Any, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
-    """Sends one request to an ASGI application; returns the status and the body of its answer."""
+def made(folder: Path, **limits: Any) -> Any:
+    """The application of a model, without a server."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    given = argparse.Namespace(**{"name": "tiny", "context": 4096, "log_prompts": True} | LIMITS | limits)
+    return serving.App(model, AutoTokenizer.from_pretrained(folder), "", given)
+
+
+async def ask(
+    app: Any, path: str, body: Any = None, gone_after: float | None = None, **headers: str
+) -> tuple[int, bytes]:
+    """Sends one request to an ASGI application; returns the status and the body of its answer.
+
+    The client closes the connection after `gone_after` seconds; the status is 0 without an answer.
+    """
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     received, sent = [{"type": "http.request", "body": raw}], []
 
     async def receive() -> dict[str, Any]:
         if not received:
-            await asyncio.Event().wait()
+            await (asyncio.Event().wait() if gone_after is None else asyncio.sleep(gone_after))
+            return {"type": "http.disconnect"}
         return received.pop()
 
     async def send(event: dict[str, Any]) -> None:
@@ -123,4 +140,4 @@ async def ask(app: Any, path: str, body: Any = None, **headers: str) -> tuple[in
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     method = "GET" if body is None else "POST"
     await app({"type": "http", "method": method, "path": path, "headers": pairs}, receive, send)
-    return sent[0]["status"], b"".join(event.get("body", b"") for event in sent[1:])
+    return sent[0]["status"] if sent else 0, b"".join(event.get("body", b"") for event in sent[1:])

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
+from dist_template.tools.serve.requests import bodies
 from tests.support.serving import LIMITS, Server, chat_model
 
 KEY, SECRET = "a key", "what the prompt says"
@@ -96,6 +99,12 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "a long answer": (400, {"json": {"prompt": "a", "max_tokens": 65}}, "has at most 64 tokens"),
     "settings of its own": (400, {"json": {"prompt": "a", "generation_config": "{}"}}, "generation_config: "),
     "several answers": (400, {"json": {"prompt": "a", "n": 2}}, "n: "),
+    "a long stop string": (400, {"json": {"prompt": "a", "stop": "x" * 65}}, "stop.0: String should have at most 64"),
+    "an empty stop string": (400, {"json": {"prompt": "a", "stop": ""}}, "stop.0: String should have at least 1"),
+    "five stop strings": (400, {"json": {"prompt": "a", "stop": list("abcde")}}, "stop: List should have at most 4"),
+    "a stop that is no text": (400, {"json": {"prompt": "a", "stop": 3}}, "stop: "),
+    "a long user": (400, {"json": {"prompt": "a", "user": "x" * 257}}, "user: "),
+    "options of streams": (400, {"json": {"prompt": "a", "stream_options": {"no": 1}}}, "stream_options.no: "),
     "logprobs, which are not given": (400, {"json": {"prompt": "a", "logprobs": 2}}, "logprobs: "),
 }
 
@@ -109,12 +118,76 @@ def test_a_bad_request_gets_a_4xx_and_a_sentence(server: Server, case: str) -> N
     assert told in error["message"], error
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [[], [{}], [{"role": "user", "content": [{"no": "type"}]}], [{"role": "user", "content": 3}]],
-)
-def test_bad_messages_get_a_400(server: Server, messages: Any) -> None:
-    assert post(server, CHAT, json={"messages": messages}).status_code == 400
+CALL = {"function": {"name": "f", "arguments": "{}"}}
+TURNS: dict[str, tuple[Any, str]] = {
+    "none": ([], "messages: List should have at least 1"),
+    "no role": ([{}], "messages.0.role: Field required"),
+    "another role": ([{"role": "root", "content": "a"}], "messages.0.role: "),
+    "no type": ([{"role": "user", "content": [{"no": "type"}]}], "messages.0.content.parts.0.type: Field required"),
+    "no text": ([{"role": "user", "content": 3}], "messages.0.content.text: Input should be a valid string"),
+    "an image": ([{"role": "user", "content": [{"type": "image_url", "text": ""}]}], "the model reads text; a part is"),
+    "129 calls": ([{"role": "assistant", "tool_calls": [CALL] * 129}], "messages.0.tool_calls: "),
+    "arguments that are none": (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
+        "the request: JSONDecodeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_bad_messages_get_a_400_and_a_sentence(server: Server, case: str) -> None:
+    messages, told = TURNS[case]
+    answer = post(server, CHAT, json={"messages": messages})
+    assert answer.status_code == 400 and told in answer.json()["error"]["message"], answer.text
+
+
+def test_1001_messages_are_too_many() -> None:
+    assert bodies()[CHAT](messages=MESSAGES * 1000)
+    with pytest.raises(ValidationError, match="at most 1000"):
+        bodies()[CHAT](messages=MESSAGES * 1001)
+
+
+def test_messages_of_parts_and_earlier_answers_are_read(server: Server) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": SECRET}]}]
+    parts += [{"role": "assistant", "content": "yes", "refusal": None, "annotations": []}, *MESSAGES]
+    parts += [{"role": "assistant", "content": None, "tool_calls": [CALL | {"id": "1", "type": "function"}]}]
+    parts += [{"role": "tool", "tool_call_id": "1", "content": "3"}]
+    answer = post(server, CHAT, json={"messages": parts, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+
+
+def test_what_is_sent_is_not_repeated(server: Server) -> None:
+    seen = len(server.log())
+    answer = post(server, TEXT, json={"prompt": "a", "x" * 15_000: 1})
+    assert answer.status_code == 400 and len(answer.content) < 600
+    assert post(server, "/" + "y" * 8_000).status_code == 404
+    lines = [json.dumps(line) for line in server.log()[seen:]]
+    assert lines and max(map(len, lines)) < 600
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_small_temperatures_are_greedy_and_no_stop_strings_are_none(server: Server, stream: bool) -> None:
+    asked = {"prompt": "a", "max_tokens": 6, "stream": stream}
+    texts = [post(server, TEXT, json=asked | {"temperature": t, "stop": []}) for t in (0, 1e-300, 0.009)]
+    assert [one.status_code for one in texts] == [200] * 3
+    assert not stream or all(one.text.endswith("data: [DONE]\n\n") and "error" not in one.text for one in texts)
+    assert stream or len({one.json()["choices"][0]["text"] for one in texts}) == 1
+
+
+def test_a_connection_without_a_complete_header_is_closed(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
+        start = time.monotonic()
+        with pytest.raises(OSError):  # the server has closed it
+            for _ in range(200):
+                slow.sendall(b"GET /health HTTP/1.1\r\nx: " if _ == 0 else b"y")
+                time.sleep(0.05)
+        assert 0.5 < time.monotonic() - start < 8
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as idle:
+        assert idle.recv(10) == b""
+    with httpx.Client() as kept:  # one connection answers again
+        for _ in range(2):
+            assert kept.get(f"{server.url}/health").status_code == 200
+            time.sleep(0.6)
 
 
 def test_routes_and_keys(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import concurrent.futures
 import json
@@ -23,7 +22,7 @@ from dist_template.tools.serve import app as serving
 from dist_template.tools.serve import command
 from tests.support.line import OURS
 from tests.support.runs import only_run, run
-from tests.support.serving import LIMITS, Server, ask, chat_model
+from tests.support.serving import Server, ask, chat_model, made
 
 KEY, SECRET = "a key", "what the prompt says"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -35,14 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---- time ----------------------------------------------------------------------------------------------------------
-
-
-def made(folder: Path, **limits: Any) -> Any:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    given = argparse.Namespace(**{"name": "tiny", "context": 4096, "log_prompts": True} | LIMITS | limits)
-    return serving.App(model, AutoTokenizer.from_pretrained(folder), "", given)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -87,7 +78,69 @@ def test_prompts_are_logged_where_that_is_asked_for(folder: Path, capsys: pytest
         await ask(app, TEXT, {"prompt": SECRET, "max_tokens": 1})
 
     asyncio.run(one())
-    assert json.loads(capsys.readouterr().out)["request"]["prompt"] == SECRET
+    assert json.loads(json.loads(capsys.readouterr().out)["request"])["prompt"] == SECRET
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_model_is_a_500_in_json_and_one_line(
+    folder: Path, stream: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = made(folder)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError('no "logits" ' + "x" * 10_000)
+
+    async def one() -> tuple[int, bytes]:
+        await app.warm_up()
+        app._model.generate = fails
+        return await ask(app, TEXT, {"prompt": SECRET, "max_tokens": 1, "stream": stream})
+
+    code, body = asyncio.run(one())
+    assert code == (200 if stream else 500)
+    error = json.loads(body.decode().strip().rpartition("data: ")[2])["error"]
+    assert error == {"message": "the server failed; its log has the reason", "type": "server_error", "code": 500}
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["code"] == 500 and "logits" in line and len(line) < 1000
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_client_is_gone_is_not_computed_further(
+    folder: Path, stream: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = made(folder, max_tokens=3000)
+
+    async def both() -> float:
+        await app.warm_up()
+        gone = {"prompt": "a", "max_tokens": 3000, "temperature": 0, "stream": stream}
+        waiting = asyncio.create_task(ask(app, TEXT, gone, gone_after=0.2))
+        await asyncio.wait([waiting])
+        start = time.monotonic()
+        assert (await ask(app, TEXT, {"prompt": "a", "max_tokens": 2}))[0] == 200
+        return time.monotonic() - start
+
+    assert asyncio.run(both()) < 1, "3,000 tokens take longer"
+    assert [json.loads(line)["code"] for line in capsys.readouterr().out.splitlines()] == [499, 200]
+
+
+def test_a_large_request_is_read_while_others_are_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, checked = made(folder), serving.checked
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(1)
+        return checked(*given)
+
+    async def both() -> tuple[int, float]:
+        await app.warm_up()
+        monkeypatch.setattr(serving, "checked", slowly)
+        large = asyncio.create_task(ask(app, TEXT, {"prompt": "a", "max_tokens": 1}))
+        start = time.monotonic()
+        await asyncio.sleep(0.1)
+        await ask(app, "/health")
+        took = time.monotonic() - start
+        return (await large)[0], took
+
+    code, took = asyncio.run(both())
+    assert code == 200 and took < 0.5
 
 
 def test_sigterm_in_the_middle_of_a_stream_ends_it_and_the_process_with_0(tmp_path: Path) -> None:

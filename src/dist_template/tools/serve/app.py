@@ -7,23 +7,25 @@ import asyncio
 import hmac
 import json
 import re
-import threading
 import time
 import uuid
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import GenerateManager, GenerationState, Modality
 
-from .requests import CHAT, TEXT, Refused, checked
+from .ending import Ending
+from .requests import CHAT, TEXT, Refused, checked, shortened
 
-STOP: ContextVar[threading.Event] = ContextVar("stop")  # set: this request's generation stops
+ENDING: ContextVar[Ending] = ContextVar("ending")  # of this request's generation
 BODY_S = 10.0  # seconds for a client to send its request
+GONE = 499  # nginx's code in the log: the client closed the connection before the answer's end
+LOGGED = 4000  # most characters of a request in the log
 COMPLETION = re.compile(rb'[^\\]"completion_tokens":(\d+)')  # of an answer's "usage"
+FAILED = b'data: {"error"'  # of a handler's stream whose generation has raised
 MODELS, HEALTH, READY, METRICS = "/v1/models", "/health", "/ready", "/metrics"
 METHODS = {CHAT: "POST", TEXT: "POST"} | dict.fromkeys((MODELS, HEALTH, READY, METRICS), "GET")
 CLOSE, RETRY = (b"connection", b"close"), (b"retry-after", b"2")
@@ -59,16 +61,18 @@ class App:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer = Answer(scope["path"], send)
         try:
-            await self._route(scope, receive, answer)
+            await self._route(scope, answer.watch(receive), answer)
         except Refused as refused:
             await answer.refuse(*refused.args)
+        except Exception as error:
+            answer.error = shortened(repr(error))
+            await answer.refuse(500, "the server failed; its log has the reason")
         finally:
             if answer.path not in (HEALTH, READY, METRICS):
                 self._log(answer)
 
     async def warm_up(self) -> None:
         """Generates two tokens; the server is ready then."""
-        STOP.set(threading.Event())
         prompt = self._tokenizer("a", return_tensors="pt").to(self._model.device)
         await self._thread.async_submit(self._model.generate, **prompt, max_new_tokens=2)
         self.is_ready = True
@@ -97,19 +101,22 @@ class App:
         if path in (HEALTH, READY):
             return await answer.whole(200, {"status": "ok"})
         raw = await _read(receive, given.max_body)
-        answer.body, answer.tokens["prompt"] = checked(path, raw, self._tokenizer, given)
         if len(self._running) >= given.max_requests:
             raise Refused(429, f"{given.max_requests} requests are being answered")
-        stop = threading.Event()
-        STOP.set(stop)
+        ENDING.set(ending := Ending(self._tokenizer))
         try:
             async with asyncio.timeout(given.timeout_s) as self._running[answer.id]:
-                response = await self._handlers[path].handle_request(dict(answer.body), answer.id)
-                await response(scope, receive, answer.send)  # a stream ends if its client is gone
+                body, length = await asyncio.to_thread(checked, path, raw, self._tokenizer, given)
+                answer.body, answer.tokens["prompt"] = body, length
+                ending.strings = body.get("stop", [])
+                rest = {name: body[name] for name in body if name != "stop"}
+                made = self._handlers[path].handle_request(rest, answer.id)
+                if response := await _unless_gone(made, receive):
+                    await response(scope, receive, answer.send)
         except TimeoutError as error:
             raise Refused(504, "the time for this request is over") from error
         finally:
-            stop.set()
+            ending.is_over.set()
             del self._running[answer.id]
 
     def _log(self, answer: Answer) -> None:
@@ -118,9 +125,11 @@ class App:
         self._seconds.observe(seconds)
         for kind, number in answer.tokens.items():
             self._tokens.labels(kind).inc(number)
-        line = {"time": round(time.time(), 3), "id": answer.id, "path": answer.path, "code": code}
-        line |= {"ms": round(seconds * 1000, 1), "tokens": answer.tokens}
-        line |= {"request": answer.body} if self.given.log_prompts else {}
+        line: dict[str, Any] = {"time": round(time.time(), 3), "id": answer.id}
+        line |= {"path": shortened(answer.path), "code": code, "ms": round(seconds * 1000, 1)}
+        line |= {"tokens": answer.tokens} | ({"error": answer.error} if answer.error else {})
+        if self.given.log_prompts:
+            line["request"] = shortened(json.dumps(answer.body, ensure_ascii=False), LOGGED)
         print(json.dumps(line), flush=True)
 
 
@@ -130,7 +139,19 @@ class Answer:
     def __init__(self, path: str, send: Any) -> None:
         self.path, self.id, self._send = path, uuid.uuid4().hex, send
         self.code, self.tokens = 0, {"prompt": 0, "completion": 0}
-        self.is_stream, self.start, self.body = False, time.perf_counter(), {}
+        self.is_stream, self.is_complete, self.error = False, False, ""
+        self.start, self.body = time.perf_counter(), dict[str, Any]()
+
+    def watch(self, receive: Any) -> Any:
+        """Returns `receive`, after which the log says whether the client has gone."""
+
+        async def watched() -> Any:
+            event = await receive()
+            if event["type"] == "http.disconnect" and not self.is_complete:
+                self.code = GONE
+            return event
+
+        return watched
 
     async def send(self, event: dict[str, Any]) -> None:
         """Sends an event of a handler; a stream gets the mark at which OpenAI's end."""
@@ -138,16 +159,20 @@ class Answer:
             self.code = event["status"]
             self.is_stream = b"event-stream" in dict(event["headers"]).get(b"content-type", b"")
         else:
-            for tokens in COMPLETION.findall(event.get("body", b"")):
+            body = event.get("body", b"")
+            if self.is_stream and FAILED in body:
+                raise RuntimeError(body.decode())  # its quotes are not JSON's
+            for tokens in COMPLETION.findall(body):
                 self.tokens["completion"] = int(tokens)
+            self.is_complete = not event.get("more_body")
             if self.is_stream and not event.get("more_body"):
-                event = event | {"body": event.get("body", b"") + b"data: [DONE]\n\n"}
+                event = event | {"body": body + b"data: [DONE]\n\n"}
         await self._send(event)
 
     async def refuse(self, code: int, sentence: str) -> None:
         """Sends an error in OpenAI's form; in a stream that has started, as its last event."""
         kind = "invalid_request_error" if code < 500 else "server_error"
-        error = {"error": {"message": sentence, "type": kind, "code": code}}
+        error = {"error": {"message": shortened(sentence), "type": kind, "code": code}}
         if not self.code:
             return await self.whole(code, error)
         self.code, last = code, f"data: {json.dumps(error)}\n\n".encode()
@@ -172,14 +197,44 @@ class OneThread(GenerationState, GenerateManager):
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         return self
 
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
+    ) -> Any:
+        inputs = {**inputs, "stopping_criteria": [ENDING.get()]}
+        return super().generate_streaming(model, processor, inputs, *given, **named)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, *given: Any, **named: Any
+    ) -> Any:
+        inputs = {**inputs, "stopping_criteria": [ENDING.get()]}
+        return await super().generate_non_streaming(model, processor, inputs, *given, **named)
+
     def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> asyncio.Future:
-        stop = STOP.get()
+        ending = ENDING.get(None)
 
-        def is_over(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return torch.full((len(tokens),), stop.is_set(), device=tokens.device)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            if ending and ending.is_over.is_set():
+                raise TimeoutError("the request was given up before its turn")
+            return fn(*args, **kwargs)
 
-        submitted = super().async_submit(fn, *args, **kwargs, stopping_criteria=[is_over])
-        return asyncio.shield(submitted)  # the thread could not set a cancelled one's result
+        # Shielded: the thread could not set a cancelled one's result.
+        return asyncio.shield(super().async_submit(generate, *args, **kwargs))
+
+
+async def _unless_gone(handled: Any, receive: Any) -> Any:
+    """Returns what a handler returns; None if the client closes the connection before it."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(handled), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _read(receive: Any, most: int) -> bytes:
@@ -189,6 +244,8 @@ async def _read(receive: Any, most: int) -> bytes:
         async with asyncio.timeout(BODY_S):
             while event.get("more_body"):
                 event = await receive()
+                if event["type"] == "http.disconnect":
+                    raise Refused(GONE, "the client closed the connection")
                 size += len(event.get("body", b""))
                 body = body + event.get("body", b"") if size <= most else b""
     except TimeoutError as error:

@@ -59,11 +59,22 @@ def main(argv: list[str], project: Project) -> None:
         os.execvpe(command[0], command, os.environ | ({"VLLM_API_KEY": key} if key else {}))
     from .app import App
 
-    model = served.model.to("cuda" if has_gpu else "cpu")
+    model = on_device(served.model, "cuda" if has_gpu else "cpu")
     model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
     given.context = getattr(model.config, "max_position_embeddings", sys.maxsize)
     signals.ignore()  # uvicorn has handlers of its own, and raises what it received again
     asyncio.run(_serve(App(model, served.tokenizer, key, given), listening, given))
+
+
+def on_device(model: Any, device: str) -> Any:
+    """Moves `model` to `device`, with parameters in bf16 on a GPU that computes in it."""
+    import torch
+
+    from ...parallel.half import HalfParameters
+
+    if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        HalfParameters("bf16-true").convert_module(model)
+    return model.to(device)
 
 
 def flags(argv: list[str]) -> argparse.Namespace:
@@ -114,9 +125,13 @@ async def _serve(app: Any, listening: socket.socket, given: argparse.Namespace) 
     """Serves until uvicorn receives SIGTERM or SIGINT; then running requests end."""
     import uvicorn
 
+    from .connections import protocol
+
     quiet: Any = {"lifespan": "off", "log_level": "warning", "access_log": False}
     patience = given.grace_s + 5  # app.drain comes before
-    server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=patience, **quiet))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=protocol(), timeout_graceful_shutdown=patience, **quiet)
+    )
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     await app.warm_up()
     print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)

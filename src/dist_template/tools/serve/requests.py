@@ -1,37 +1,117 @@
-"""What a request may contain: its fields, and how many tokens."""
+"""What a request may contain: its fields, their sizes, and how many tokens."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import Modality
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+GREEDY = 0.01  # a lower temperature: logits divided by it overflow
+ROLES = Literal["system", "developer", "user", "assistant", "tool"]
+SHOWN = 300  # most characters of an error, and of a path in the log
 
 
 class Refused(Exception):
     """Refuses a request. Its arguments are an HTTP status and a sentence."""
 
 
-@cache
-def fields(path: str) -> Any:
-    """Returns pydantic's model of a body. It lacks the fields that transformers' handlers ignore,
-    and those that would replace the server's settings: a request with one of them is refused."""
-    from pydantic import ConfigDict, Field, create_model
+def shortened(text: str, most: int = SHOWN) -> str:
+    """Returns the beginning of a text that may repeat what a client has sent."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
-    chat = {"messages": (list[dict], Field(min_length=1)), "tools": (list[dict] | None, None)}
-    own: Any = chat if path == CHAT else {"prompt": (str, Field(min_length=1))}
-    kinds: Any = {"model": str, "stream": bool, "stream_options": dict, "user": str}
-    kinds["stop"] = str | list[str]
-    ranges: Any = {"n": (1, 1), "max_tokens": (1, 2**31), "max_completion_tokens": (1, 2**31)}
-    ranges |= {"temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "frequency_penalty": (0.0, 2.0)}
-    ranges["seed"] = (0, 2**63 - 1)
-    own |= {name: (kind | None, None) for name, kind in kinds.items()}
-    for name, (least, most) in ranges.items():
-        own[name] = (type(least) | None, Field(None, ge=least, le=most))
-    return create_model(path, __config__=ConfigDict(extra="forbid", strict=True), **own)
+
+@cache
+def bodies() -> dict[str, Any]:
+    """Returns pydantic's model of a body by its path; pydantic comes with the extra."""
+    from pydantic import (
+        AfterValidator,
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Discriminator,
+        Field,
+        Tag,
+    )
+
+    def _of_text(kind: str) -> str:
+        if kind != "text":
+            raise ValueError("the model reads text; a part is {'type': 'text', 'text': …}")
+        return kind
+
+    Name = Annotated[str, Field(max_length=256)]
+    Tokens = Annotated[int, Field(ge=1, le=2**31)]
+    Stop = Annotated[str, Field(min_length=1, max_length=64)]
+
+    class Fields(BaseModel):
+        model_config = ConfigDict(extra="forbid", strict=True)
+
+    class Part(Fields):
+        type: Annotated[Name, AfterValidator(_of_text)]
+        text: str
+
+    class Function(Fields):
+        name: Name
+        arguments: str
+
+    class Call(Fields):
+        id: Name | None = None
+        type: Literal["function"] = "function"
+        function: Function
+
+    class Message(Fields):
+        """Its further fields, as an earlier answer has them, are not read by the handlers."""
+
+        model_config = ConfigDict(extra="ignore")
+        role: Literal["system", "developer", "user", "assistant", "tool"]
+        content: (
+            Annotated[
+                Annotated[str, Tag("text")]
+                | Annotated[list[Part], Field(max_length=1000), Tag("parts")],
+                Discriminator(lambda given: "parts" if isinstance(given, list) else "text"),
+            ]
+            | None
+        ) = None
+        tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
+        tool_call_id: Name | None = None
+
+    class StreamOptions(Fields):
+        include_usage: bool | None = None
+
+    class Request(Fields):
+        """A body. It lacks the fields that transformers' handlers ignore, and those that would
+        replace the server's settings: a request with one of them is refused."""
+
+        model: Name | None = None
+        user: Name | None = None
+        stream: bool | None = None
+        stream_options: StreamOptions | None = None
+        stop: (
+            Annotated[
+                list[Stop],
+                Field(max_length=4),
+                BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+            ]
+            | None
+        ) = None
+        n: Literal[1] | None = None
+        seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+        max_tokens: Tokens | None = None
+        max_completion_tokens: Tokens | None = None
+        temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+        top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
+        frequency_penalty: Annotated[float, Field(ge=0, le=2)] | None = None
+
+    class Chat(Request):
+        messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
+        tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+
+    class Completion(Request):
+        prompt: Annotated[str, Field(min_length=1)]
+
+    return {CHAT: Chat, TEXT: Completion}
 
 
 def checked(path: str, raw: bytes, tokenizer: Any, given: Any) -> tuple[dict[str, Any], int]:
@@ -43,7 +123,7 @@ def checked(path: str, raw: bytes, tokenizer: Any, given: Any) -> tuple[dict[str
     if path == CHAT and not tokenizer.chat_template:
         raise Refused(400, f"the model has no chat template; use {TEXT}")
     try:
-        body = fields(path).model_validate_json(raw).model_dump(exclude_none=True)
+        body = bodies()[path].model_validate_json(raw).model_dump(exclude_none=True)
         prompt = body.get("prompt")
         if path == CHAT:
             read = ChatCompletionHandler.get_processor_inputs_from_messages
@@ -57,6 +137,8 @@ def checked(path: str, raw: bytes, tokenizer: Any, given: Any) -> tuple[dict[str
         raise Refused(400, f"{where}: {found.get('msg', repr(error))}") from error
     if body.setdefault("model", given.name) != given.name:
         raise Refused(404, f"the model is {given.name!r}, and {body['model']!r} is not served")
+    if body.get("temperature", 1) < GREEDY:
+        body["temperature"] = 0.0
     most = given.max_tokens
     asked = body.pop("max_completion_tokens", None) or body.get("max_tokens")
     if (asked or 1) > most or length + (asked or 1) > given.context:
