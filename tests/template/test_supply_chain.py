@@ -167,6 +167,24 @@ def test_lock_takes_what_is_old_enough_and_not_blocked(case: str, tools: Path, t
         assert [path.read_bytes() for path in sorted(folder.iterdir())] == before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "version"), tiers([([], "1.0"), (["--upgrade"], "1.1")], [([], "1.0")]))
+def test_lock_keeps_the_versions_that_constraints_do_not_name(
+    options: list[str], version: str, tools: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(LOCKS, tmp_path / "requirements")
+    (tmp_path / "constraints.txt").write_text("setuptools==1.0\ntorch==2.13.0\n")
+    names = ("cyclonedx-bom", "detect-secrets", "pip-audit", "uv")
+    kept = "".join(f"{name}=={version} \\\n    --hash=sha256:{'a' * 64}\n" for name in names)
+    (folder / "tools.txt").write_text(kept.replace("1.1", "1.0"))
+    with Server(index) as address:
+        settings = {"UV_DEFAULT_INDEX": f"{address}/simple", "UV_NO_CACHE": "1", "UV_INDEX": ""}
+        lock = [sys.executable, "requirements/lock.py", str(tools / "uv"), "--cool-down=0days", *options]
+        done = run(*lock, cwd=tmp_path, **settings)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "tools.txt").read_text() == kept
+
+
 AUDITS = {"vulnerable": "Error 1", "sound": "No known vulnerabilities found", "no answer": "Error 3"}
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from dist_template.observe.history.metrics import read_metrics
 from dist_template.project import Project
+from tests.support.commits import commit, git, somebody  # noqa: F401  (a fixture)
 from tests.support.line import main
 from tests.support.runs import SENTENCES, SMALL_LLAMA
 
@@ -22,7 +23,6 @@ from .conftest import OUTER, ROOT, BakedProject, bake_from, bake_into
 VERSION = json.loads((ROOT / "cookiecutter.json").read_text())["_version"]
 MAJOR, MINOR = (int(number) for number in VERSION.split(".")[:2])
 NEXT, AFTER_NEXT = f"{MAJOR}.{MINOR + 1}.0", f"{MAJOR}.{MINOR + 2}.0"
-WHO = {f"GIT_{role}_{key}": "ada@example.org" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
 DEPRECATED = f'(Deprecation("run.plotly", "{NEXT}", "{AFTER_NEXT}", new="run.plotly_from"),)'
 MINE = '''
 
@@ -50,28 +50,11 @@ last_checkpoint: {{every_n_steps: 3, keep: 3}}
 """
 
 
-@pytest.fixture(autouse=True)
-def somebody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in WHO.items():
-        monkeypatch.setenv(key, value)
-
-
-def git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip()
-
-
 def edit(path: Path, old: str, new: str) -> None:
     """Replaces a text that the file has."""
     text = path.read_text(encoding="utf-8")
     assert old in text, f"{path} has no {old!r}"
     path.write_text(text.replace(old, new), encoding="utf-8")
-
-
-def commit(folder: Path, message: str) -> None:
-    git(folder, "add", "--all")
-    git(folder, "commit", "-q", "-m", message)
 
 
 def started(*command: str, cwd: Path, library: Path) -> subprocess.CompletedProcess[str]:
@@ -147,7 +130,7 @@ def test_an_edited_project_is_upgraded_and_its_checkpoint_resumes_exactly(templa
     (whole,) = (project / "runs" / "mine").iterdir()
 
     release_next(template)
-    done = started("make", "upgrade", f"RUN={sys.executable}", cwd=project, library=old)
+    done = started("make", "upgrade", f"RUN={sys.executable}", "TRUST=1", cwd=project, library=old)
     assert done.returncode and "error: upgraded from" in done.stderr, done.stdout + done.stderr
     assert git(project, "diff", "--name-only", "--diff-filter=U").split() == ["Makefile", "README.md"]
     for name in ("Makefile", "README.md"):
@@ -163,7 +146,7 @@ def test_an_edited_project_is_upgraded_and_its_checkpoint_resumes_exactly(templa
     git(project, "add", "Makefile", "README.md")
     done = started("git", "cherry-pick", "--continue", cwd=project, library=template)
     assert done.returncode == 0 and not git(project, "status", "--porcelain"), done.stderr
-    done = started("make", "upgrade", f"RUN={sys.executable}", cwd=project, library=template)
+    done = started("make", "upgrade", f"RUN={sys.executable}", "TRUST=1", cwd=project, library=template)
     assert done.returncode == 0 and "nothing to upgrade" in done.stdout, done.stdout + done.stderr
     assert "configs/mine.yaml: run.plotly is run.plotly_from\n" in done.stdout
     assert (project / "configs/mine.yaml").read_text() == CONFIG.replace("plotly:", "plotly_from:")
@@ -188,7 +171,7 @@ def test_an_edited_project_is_upgraded_and_its_checkpoint_resumes_exactly(templa
 def upgraded(project: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     """`python -m <package> upgrade` in this process."""
     monkeypatch.setattr(Project, "folder", project / "my_trainer")
-    return main(["upgrade", *flags])
+    return main(["upgrade", "--trust", *flags])
 
 
 @pytest.mark.slow
@@ -237,7 +220,7 @@ def test_what_cannot_be_upgraded_is_refused_and_left_as_it_is(
     text = record.read_text()
     for change, sentence in {
         '"template": ""': "cannot be read: it has no template or no answers",
-        '"template": "/nowhere"': "error: `git clone --quiet /nowhere` fails: fatal: repository",
+        '"template": "/nowhere"': "error: `git clone --quiet -- /nowhere` fails: fatal: repository",
         '"template": "http://127.0.0.1:9/a.git"': "a.git` fails: fatal: unable to access",
         '"template": "old.zip"': "the template is old.zip: name a newer archive, TO=<address>.zip",
     }.items():

@@ -246,6 +246,16 @@ def test_bad_input_is_refused_in_one_sentence(
     assert not (trained / "evaluation").exists(), "nothing is half-written"
 
 
+def test_a_run_without_a_held_out_split_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    config["data"]["test_share"] = 0.0
+    (trained / "config.yaml").write_text(yaml.safe_dump(config))
+    assert run("evaluate", str(trained), "--baseline=start") == 2
+    error = capsys.readouterr().err
+    assert f"data.test_share of {trained} is 0, so its test split is empty" in error and error.count("\n") == 1
+    assert not (trained / "evaluation").exists()
+
+
 @pytest.mark.slow
 def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
     """As a user types it: FSDP2 on two processes, which `evaluate` starts."""

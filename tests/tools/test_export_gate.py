@@ -121,9 +121,7 @@ def test_a_stale_key_value_cache_is_told_from_a_wrong_layer(trained: Trained, tm
         gate.check(exported, "float32")
 
 
-def test_a_stale_token_cache_is_refused_before_anything_is_read(
-    flags: list[str], corpus: Path, tmp_path: Path
-) -> None:
+def test_a_stale_token_cache_is_refused_before_anything_is_read(flags: list[str], corpus: Path, tmp_path: Path) -> None:
     texts = shutil.copytree(corpus, tmp_path / "texts")
     own = [*flags, f"--data.source.paths=[{texts}/*.txt]", f"--data.cache_dir={tmp_path}/cache"]
     assert run("fit", *own, "--trainer.max_steps=1", "--trainer.limit_val_batches=0") == 0

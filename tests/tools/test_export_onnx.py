@@ -73,9 +73,10 @@ def test_smaller_weights_are_judged_by_their_loss(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "nats per token" in line]
     loss = float(line.split("loss ")[1].split()[0])
     assert abs(loss) < 0.05
-    assert f"onnx, {dtype}" in (tmp_path / "out/README.md").read_text() and line.split(", ", 2)[2] in (
-        tmp_path / "out/README.md"
-    ).read_text()
+    assert (
+        f"onnx, {dtype}" in (tmp_path / "out/README.md").read_text()
+        and line.split(", ", 2)[2] in (tmp_path / "out/README.md").read_text()
+    )
 
 
 def test_a_graph_of_other_weights_is_refused(fitted: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from dist_template.tools.plan.candidates import Candidate, candidates
 from dist_template.tools.plan.command import _largest
 from dist_template.tools.plan.estimate import STATE, Machine, Planned
 from dist_template.tools.plan.planner import Planner
+from dist_template.tools.plan.trace import Traced
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.memory import Allocated, Live, State
 from tests.support.runs import Workers, run
@@ -52,8 +54,8 @@ CASES = [  # strategy, architecture, precision, checkpointing
     ("fsdp2_offload", LLAMA, "bf16-true", "full"),
     ("ddp", EXPERTS, "32-true", "full"),
 ]
-DAILY = [CASES[1], CASES[5], CASES[9]]
-SEQ_LEN, ROWS = 256, 4
+DAILY, SEQ_LEN, ROWS = [CASES[1], CASES[5], CASES[9]], 256, 4
+H100S = Machine(1, 2, 80 * GB, 6e14, 1e15, 3e11, 4e10)
 
 
 def planner(architecture: dict[str, Any], batch: int, seq_len: int, precision: str, accelerator: str) -> Planner:
@@ -68,7 +70,7 @@ def estimate(made: Planner, name: str, ranks: int, rows: int, mode: str = "none"
     if isinstance(strategy, dict):
         kind = type(strategy["class_path"], (), {})
         candidate = Candidate(name, "", {}, kind, strategy["init_args"])
-    return made.option(candidate, Machine(nodes, ranks // nodes, 80 * GB, 6e14, 1e15, 3e11, 4e10), rows, mode)
+    return made.option(candidate, replace(H100S, nodes=nodes, devices=ranks // nodes), rows, mode)
 
 
 @pytest.mark.slow
@@ -173,8 +175,7 @@ def test_fsdp2_without_expert_parallelism_gathers_a_whole_layer_of_experts() -> 
     """11.5 B parameters: 21 GiB each of two layers in bf16, 43 GiB of gradients in fp32."""
     made = planner(DEEPSEEK_V3, 4096, 4096, "bf16-mixed", "cuda")
     assert made.traced.size.total == 671_026_404_352
-    machine = Machine(32, 8, 80 * GB, 6e14, 1e15, 3e11, 4e10)
-    every = {candidate.name: candidate for candidate in candidates(32, 8)}
+    machine, every = replace(H100S, nodes=32, devices=8), {each.name: each for each in candidates(32, 8)}
     found = {name: made.option(every[name], machine, 1, "full") for name in ("fsdp2 256", "fsdp2 256 x ep 64")}
     alone, by_experts = found.values()
     assert alone.parts()["buffers"] > 2 * 21 * 2**30 and alone.parts()["backward"] > 43 * 2**30
@@ -185,9 +186,8 @@ def test_fsdp2_without_expert_parallelism_gathers_a_whole_layer_of_experts() -> 
 @pytest.mark.slow
 def test_the_best_fits_and_its_flags_are_accepted_by_fit() -> None:
     made = planner(LLAMA_8B, 256, 4096, "bf16-mixed", "cuda")
-    options = made.options(Machine(1, 8, 80 * GB, 6e14, 1e15, 3e11, 4e10))
+    best, *_ = options = made.options(replace(H100S, devices=8))
     assert [option.fits for option in options] == sorted((option.fits for option in options), reverse=True)
-    best = options[0]
     assert best.total() <= 80 * GB and 0.3 < best.mfu() <= 0.6
     parts = {mode: made.option(best.candidate, best.machine, 1, mode).parts() for mode in ("none", "full")}
     # a block's input in bf16 of 32 blocks, and little more, against about 34 bytes x tokens x width x blocks
@@ -207,6 +207,51 @@ def test_the_flags_of_every_candidate_describe_its_arguments() -> None:
 def test_the_largest_is_found_within_a_sixteenth(most: int) -> None:
     found = _largest(lambda size: size <= most * 1024, 1024) // 1024
     assert most - most // 16 <= found <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", tiers(["qwen2", "starcoder2", "gpt_neox"], ["qwen2"]))
+def test_column_parallel_biases_are_as_short_as_their_weights(model_type: str) -> None:
+    fields = {key: size for key, size in LLAMA.items() if key != "num_key_value_heads" or model_type != "gpt_neox"}
+    made = planner(fields | {"model_type": model_type}, 8, 64, "bf16-mixed", "cuda")
+    assert "tp 2" in {option.candidate.name for option in made.options(H100S)} and made.failed == {}
+
+
+@pytest.mark.slow
+def test_a_strategy_whose_trace_fails_does_not_end_the_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = Traced._short
+
+    def failing(*given: Any) -> Any:
+        if given[-1] > 1:
+            raise RuntimeError("shapes do not match. Details")
+        return short(*given)
+
+    monkeypatch.setattr(Traced, "_short", failing)
+    assert run("plan", *FLAGS, *(given := ["--devices=2", "--memory=80GB"])) == 0
+    printed = capsys.readouterr().out
+    assert "as the trace of a block fails: tp 2 (shapes do not match)" in printed and "1 x 2    ddp" in printed
+    monkeypatch.setattr(Traced, "_short", lambda *_: 1 / 0)
+    assert run("plan", *FLAGS, *given) == 2
+    assert capsys.readouterr().err.endswith("error: plan cannot trace this model: division by zero\n")
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.96, False), (0.94, True)])
+def test_a_twentieth_of_the_memory_is_left(share: float, fits: bool) -> None:
+    one = estimate(planner(LLAMA | {"num_hidden_layers": 2}, 8, 64, "bf16-mixed", "cuda"), "ddp", 2, 1)
+    one.machine = replace(H100S, memory=one.total() / share)
+    assert one.fits is fits
+
+
+@pytest.mark.slow
+def test_the_simplest_of_equally_fast_strategies_comes_first() -> None:
+    made = planner(LLAMA | {"num_hidden_layers": 2}, 8, 64, "bf16-mixed", "cuda")
+    slow = replace(H100S, flops=1e10, peak=2e10)  # computation hides what is sent
+    names = [option.candidate.name for option in made.options(slow)]
+    assert names[0] == "ddp" and names.index("fsdp2 2") < min(map(names.index, ("zero1", "zero2", "zero3")))
+    alone = {option.candidate.name for option in made.options(replace(slow, devices=1))}
+    assert "one device" in alone and not {"zero1", "zero2", "zero3"} & alone
 
 
 FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--trainer.precision=bf16-mixed",
@@ -251,5 +296,5 @@ def test_several_machines_and_a_cluster_of_the_configuration(capsys: pytest.Capt
     given = ["--cluster.nodes=1", "--cluster.device_memory=24GB", "--devices=1:4", "--gpu=NVIDIA A10"]
     assert run("plan", *FLAGS, *given) == 0
     printed = capsys.readouterr().out
-    assert re.findall(r"^1 x (\d) ", printed, flags=re.MULTILINE) == ["1", "2", "4"]
+    assert re.findall(r"^1 x (\d) ", printed, re.MULTILINE) == ["1", "2", "4"]
     assert "Not calibrated on a GPU" in printed and "--config configs/strategy/" in printed

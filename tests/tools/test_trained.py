@@ -32,6 +32,16 @@ def test_a_run_a_checkpoint_and_a_folder_name_the_same_model(flags: list[str], t
         assert torch.equal(logits(one), logits(found[0])), one.path
 
 
+def test_a_runs_own_config_file_is_accepted_by_every_verb(flags: list[str], tmp_path: Path) -> None:
+    """It has keys of `fit`, such as ckpt_path, that other verbs do not have."""
+    assert run("fit", *flags, "--trainer.max_steps=2", "--trainer.limit_val_batches=0") == 0
+    config, checkpoint = only_run(tmp_path) / "config.yaml", newest(only_run(tmp_path))
+    given = f"--config={config}"
+    assert run("export", given, f"--checkpoint={checkpoint}", f"--output={tmp_path / 'out'}") == 0
+    assert run("doctor", given) in (0, 1) and run("prepare", given) == 0
+    assert run("test", given, f"--ckpt_path={checkpoint}", "--trainer.limit_test_batches=1") == 0
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -31,11 +31,9 @@ from ..records import GIB
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-LOCK = "constraints.txt"
-BLOCKED = "requirements/blocked.txt"
-SHARED_MEMORY = Path("/dev/shm")
+LOCK, BLOCKED = "constraints.txt", "requirements/blocked.txt"
 SCARCE_GIB, TOO_LITTLE_GIB = 20, 1  # free disk space: a few small checkpoints; not even one
-SHARED_GIB = 1  # Docker's default is 64 MiB, which NCCL and the batches of loader workers fill
+SHARED_MEMORY, SHARED_GIB = Path("/dev/shm"), 1  # Docker's 64 MiB are filled by loader workers
 OPEN_FILES = 4096  # sockets to other ranks, files of the token cache, pipes of loader workers
 TIMEOUT_S = 60.0  # for nvidia-smi, and for two processes to start and meet
 
@@ -251,29 +249,31 @@ def check_all_reduce(where: Where) -> Findings:
                 rank.wait()
         log.seek(0)
         printed = [line for line in log.read().splitlines() if line.strip()]
-    last = printed[-1] if printed else "no output"
-    what = f"{backend} between two processes"
+    last, what = (printed or ["no output"])[-1], f"{backend} between two processes"
     if why:
         todo = "check firewall and loopback; set another GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         yield PROBLEM, f"{what}: {why}; {last}", todo
-    else:
-        seconds = time.monotonic() - started
-        yield OK, f"{what}: {last}; {seconds:.1f} s including start-up", ""
+        return
+    yield OK, f"{what}: {last}; {time.monotonic() - started:.1f} s including start-up", ""
 
 
 def reduce_once(rank: int, port: int, backend: str) -> None:
-    """Runs in one of the two processes; prints the time of a second all-reduce of 4 MB."""
+    """Runs in one of two processes; the first prints the time of a second all-reduce."""
     import torch
     import torch.distributed as dist
 
+    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
+    if backend == "nccl":  # else both processes also use the first GPU
+        torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    tensor = torch.ones(2**20, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
+    tensor = torch.ones(2**20, device=device)
     for _ in range(2):
         started = time.perf_counter()
         dist.all_reduce(tensor)
         total = float(tensor[-1])
     assert total == 4, f"two all-reduces of 1 over 2 processes gave {total}"
-    print(f"4 MB in {1000 * (time.perf_counter() - started):.1f} ms", flush=True)
+    if rank == 0:  # unbuffered lines of both would be one
+        print(f"4 MB in {1000 * (time.perf_counter() - started):.1f} ms", flush=True)
     dist.destroy_process_group()
 
 

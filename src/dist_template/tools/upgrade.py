@@ -21,6 +21,7 @@ from ..errors import InputError, first_line, require
 from ..project import Flags, Project, program
 
 RECORD = ".cruft.json"  # in cruft's format; the template's hook post_gen_project.py writes it
+TRUSTED = "dist-template.trusted"  # in git's configuration: an address whose hooks may run
 RELEASE = re.compile(r"v\d+\.\d+\.\d+")
 Version = tuple[str, str]  # a tag or commit, by which the library is pinned, and its commit
 
@@ -30,10 +31,14 @@ def main(argv: list[str], project: Project) -> None:
     flags = Flags("upgrade", description=__doc__)
     what = "a tag, branch or commit of the template, or the address of a newer .zip archive"
     flags.add_argument("--to", help=f"{what}; default: the newest release, else the last commit")
-    to = flags.parse_args(argv[1:]).to
+    hooks = "run the template's hooks, programs of its address, on this machine without asking"
+    flags.add_argument("--trust", action="store_true", help=hooks)
+    given = flags.parse_args(argv[1:])
+    to = given.to
     require("cookiecutter", "upgrade")
     root = project.folder.absolute().parent
     record = _tracked(root)
+    _check_trust(root, record["template"], given.trust)
     with tempfile.TemporaryDirectory(prefix="upgrade-") as name:
         old, new = _versions(record, to, Path(name))
         if old == new:
@@ -61,7 +66,7 @@ def _tracked(root: Path) -> dict[str, Any]:
         record = json.loads((root / RECORD).read_text(encoding="utf-8"))
         if not (record["template"] and record["context"]["cookiecutter"]):
             raise ValueError("it has no template or no answers")
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"{root / RECORD}, the record of the template's version and the answers,"
         raise InputError(f"{what} cannot be read: {first_line(error)}") from error
     if not _git(root, "ls-tree", "--name-only", "HEAD", RECORD, check=False):
@@ -71,6 +76,27 @@ def _tracked(root: Path) -> dict[str, Any]:
         name = changed.splitlines()[0].split(maxsplit=1)[-1]
         raise InputError(f"{name} has uncommitted changes: commit or stash them, then upgrade")
     return record
+
+
+def _check_trust(root: Path, address: str, is_given: bool) -> None:
+    """Prints the template's address, and asks once for each whether its hooks may run.
+
+    Anybody who may edit the record could name another. The answer is in this clone's git
+    configuration, which no commit contains.
+
+    Raises:
+        InputError: they may not, or nobody can be asked.
+    """
+    print(f"the template is {address}", flush=True)
+    if is_given or _git(root, "config", "--local", TRUSTED, check=False) == address:
+        return
+    why = "give --trust (`make upgrade TRUST=1`) if you trust this address, or edit it"
+    if sys.stdin.isatty():
+        question = "its hooks run on this machine; do you trust this address? [y/N] "
+        if input(question).strip().lower() in ("y", "yes"):
+            _git(root, "config", "--local", TRUSTED, address)
+            return
+    raise InputError(f"upgrade runs the hooks of {address}, which {RECORD} names: {why} there")
 
 
 def _versions(record: dict[str, Any], to: str | None, folder: Path) -> tuple[Version, Version]:
@@ -83,7 +109,7 @@ def _versions(record: dict[str, Any], to: str | None, folder: Path) -> tuple[Ver
     if not recorded:
         why = f"{address} was no git repository when the project was generated from it"
         raise InputError(f"{why}: write the commit that it was into {RECORD}")
-    _git(folder, "clone", "--quiet", address, str(clone))
+    _git(folder, "clone", "--quiet", "--", address, str(clone))
     tags = _git(clone, "tag", "--list", "--sort=-version:refname").split()
     # the library of a template's folder is the folder's own, whatever is tagged
     releases = [] if Path(address).is_dir() else [tag for tag in tags if RELEASE.fullmatch(tag)]
@@ -111,7 +137,7 @@ def _commit(root: Path, record: dict[str, Any], version: Version, out: Path, *pa
         template = url2pathname(name.removeprefix("file://")) if "file:" in name else name
     answers = [f"{key}={value}" for key, value in record["context"]["cookiecutter"].items()]
     quiet = ["--no-input", "--default-config", "--checkout", name, "--output-dir", f"{out}/new"]
-    command = [sys.executable, "-m", "cookiecutter", *quiet, template, *origin, *answers]
+    command = [sys.executable, "-m", "cookiecutter", *quiet, "--", template, *origin, *answers]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         why = " ".join(done.stderr.strip().splitlines()[-1:])

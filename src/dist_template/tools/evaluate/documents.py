@@ -33,8 +33,13 @@ class DocumentScores(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         data = trainer.datamodule
-        if not (hasattr(data, "documents") and hasattr(pl_module, "sums")) or data.source.pairs:
+        if not (hasattr(data, "documents") and hasattr(pl_module, "sums")):
             raise InputError("evaluate measures texts by their likelihood; use `test` for others")
+        if data.source.pairs:
+            raise InputError(
+                "a run on preferences cannot be evaluated or promoted yet: `export` and `serve`"
+                " take it, and `validate` measures the loss of its pairs"
+            )
         pl_module.loss_kernel = "torch"  # Liger's gives one sum for all tokens
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:

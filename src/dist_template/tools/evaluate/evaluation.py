@@ -41,6 +41,12 @@ def evaluate(given: Any, name: str, project: Project) -> list[Comparison]:
         raise InputError("several baselines are runs that differ in their seed: give one of others")
     flags, *_ = trained.of_run(str(first.run), project, "RUN")
     data: Any = WithoutTrainer(project, flags, run=False).datamodule
+    if not getattr(data, share := f"{given.split}_share", 1):
+        other = "validation" if given.split == "test" else "test"
+        raise InputError(
+            f"data.{share} of {first.name} is 0, so its {given.split} split is empty: give --split"
+            f" {other}, or train with a data.{share} that holds out {LEAST} documents or more"
+        )
     folder = first.run / "evaluation"
     work = folder / f".{name}"
     work.mkdir(parents=True, exist_ok=True)
@@ -80,9 +86,7 @@ def _in_common(tables: list[Any], given: Any) -> list[Any]:
     return [table.loc[held] for table in tables]
 
 
-def _compared(
-    tables: list[Any], num: int, own: Any, is_whole: bool
-) -> list[Comparison]:
+def _compared(tables: list[Any], num: int, own: Any, is_whole: bool) -> list[Comparison]:
     """Compares by bytes, which any tokenizers allow, and by equal tokens; then tasks.
 
     Of conversations only some tokens count, so that they are compared by tokens alone.
@@ -115,19 +119,24 @@ def _write(
     from pandas import concat
 
     rows, figures, shown = [own], [], tables[0].assign(text=tables[0]["text"].str[:CHARACTERS])
+    whole = corpus.is_whole(given.split)
     for number, table in enumerate(tables):
         means = own[own["model"] == number].groupby("measure")["value"].mean().to_dict()
-        known = {"model": names[number], "figures": _figures(table) | means}
-        known["sources"] = {str(s): _figures(part) for s, part in table.groupby("source") if s}
+        known = {"model": names[number], "figures": _figures(table, whole) | means}
+        known["sources"] = {
+            str(s): _figures(part, whole) for s, part in table.groupby("source") if s
+        }
         figures.append(known | {"is_baseline": number >= len(given.runs)})
         print(f"{names[number]}: " + "  ".join(f"{k} {v:.4f}" for k, v in known["figures"].items()))
         table = table.assign(model=number, measure="nats", value=table["nats"]).reset_index()
         rows.append(table.drop(columns=["text", "end", "tokenizer", "nats"]))
     for column, table in {"run": tables[0], "baseline": tables[-1]}.items():
-        shown[column] = table["nats"] / math.log(2) / table["bytes"]
+        size = table["tokens"] if whole else math.log(2) * table["bytes"]
+        shown[column] = table["nats"] / size
     order = shown["run"] - shown["baseline"] * (len(tables) > len(given.runs))
     shown = shown.loc[order.sort_values().index, ["sample", "text", "run", "baseline"]]
     found = {"split": given.split, "documents": len(shown), "models": figures}
+    found["unit"] = "loss" if whole else "bits per byte"
     found |= {"contaminated_share": contaminated_share(corpus, given.split)}
     found |= {"best": shown[:SHOWN].to_dict("records"), "comparisons": [*map(asdict, comparisons)]}
     found |= {"worst": shown[: -SHOWN - 1 : -1].to_dict("records")}
@@ -136,6 +145,8 @@ def _write(
     write_atomically(folder / f"{name}.json", json.dumps(found, indent=1))
 
 
-def _figures(table: Any) -> dict[str, float]:
+def _figures(table: Any, is_whole: bool) -> dict[str, float]:
+    """Returns the means; bits per byte only of text, as of conversations only some tokens count."""
     nats, tokens, size = (float(table[column].sum()) for column in ("nats", "tokens", "bytes"))
-    return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / size}
+    by_byte = {} if is_whole else {"bits_per_byte": nats / math.log(2) / size}
+    return {"loss": nats / tokens, **by_byte}

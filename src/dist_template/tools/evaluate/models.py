@@ -15,6 +15,7 @@ from ...deprecations import recorded
 from ...errors import Ended, Exit, InputError
 from ...observe.history.run import CONFIG
 from ...project import Project
+from ...records import read_mapping
 from ...text.tokenizers import Pretrained
 from ..export import trained
 from ..export.onnx import MANIFEST
@@ -30,7 +31,7 @@ class Model(NamedTuple):
     folder: str | None = None
 
     def config(self) -> dict[str, Any]:
-        return recorded((self.run / CONFIG).read_text("utf-8"))
+        return read_mapping(self.run / CONFIG, "restore it", recorded)
 
 
 def of_run(name: str, project: Project, flag: str) -> Model:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse.typing import PositiveInt
+
 from ...cli import config_file
+from ...cli.parser import one_sentence
 from ...errors import InputError, first_line, require
 from ..export.trained import Trained
 
 KEYS = {"tasks": [], "task_folder": None, "chat_template": False, "limit": None}
 KEYS |= {"metric": None, "lower_is_better": False}  # configs/evaluate.yaml describes them
+TYPES = {"tasks": list[str], "task_folder": str | None, "chat_template": bool}
+TYPES |= {"limit": PositiveInt | None, "metric": str | None, "lower_is_better": bool}
 
 
 def read(path: str | None) -> dict[str, Any]:
@@ -22,6 +28,14 @@ def read(path: str | None) -> dict[str, Any]:
     given = config_file.read(path) if path else {}
     if unknown := sorted(given.keys() - KEYS.keys()):
         raise InputError(f"--config {path}: {unknown[0]} is none of {', '.join(KEYS)}")
+    parser = ArgumentParser(exit_on_error=False)
+    for key, kind in TYPES.items():
+        parser.add_argument(f"--{key}", type=kind)
+    try:
+        parser.parse_object(given)
+    except ArgumentError as error:
+        why = one_sentence(" ".join(str(error).split()), {*KEYS})
+        raise InputError(f"--config {path}: {why}") from error
     if given.get("tasks"):
         require("lm_eval", "tasks")
     try:

@@ -21,7 +21,8 @@ CHECKS = (
 )  # fmt: skip
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True}
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
-ZERO = ((1, {}), (2, {}), (2, OFFLOAD), (3, {}), (3, OFFLOAD | {"offload_parameters": True}))
+OFFLOADED = ((2, OFFLOAD), (3, OFFLOAD | {"offload_parameters": True}))  # also of one process
+ZERO = ((1, {}), (2, {}), (3, {}), *OFFLOADED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +59,15 @@ class Candidate:
         return self.name.removesuffix(f", {self.schedule}")
 
     @property
+    def complexity(self) -> int:
+        """Returns how many kinds of sharding it combines; DeepSpeed, another engine, is two."""
+        given = self.arguments or {}
+        sizes = [size for key, size in given.items() if key.endswith("_size")]
+        engine = 2 * ("stage" in given) + (self.schedule not in ("", SCHEDULES[0]))
+        offload = 2 * any("offload" in key for key in given)
+        return engine + sum(size > 1 for size in sizes) + offload
+
+    @property
     def spec(self) -> Any:
         """Returns trainer.strategy."""
         name, arguments = getattr(self.kind, "__name__", ""), self.arguments
@@ -81,7 +91,7 @@ def candidates(nodes: int, devices: int) -> Iterator[Candidate]:
     """Yields all strategies of `nodes` x `devices` ranks; parallel sizes are powers of two."""
     world, offload = nodes * devices, {"cpu_offload": True}
     yield Candidate("ddp" if world > 1 else "one device", "ddp", {})
-    for stage, options in ZERO:
+    for stage, options in ZERO if world > 1 else OFFLOADED:
         given = options | ({"stage": 1} if stage == 1 else {})
         name, file = f"zero{stage}{', offload' if options else ''}", f"zero{max(stage, 2)}"
         yield Candidate(name, file, given, ZeroStrategy, given | {"stage": stage})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...observe.diagnosis.memory import LIVE_PARAMETERS, Estimate
+from ...observe.diagnosis.rules.resources import FULL
 from ...observe.history.run import History
 from .candidates import Candidate
 from .trace import Traced
@@ -86,16 +87,18 @@ class Planned(Estimate):
 
     @property
     def fits(self) -> bool:
-        return self.total() <= self.machine.memory
+        """Whether the share of the device's memory is left that diagnosis asks for."""
+        return self.total() <= FULL * self.machine.memory
 
     @property
     def order(self) -> Any:
-        """What fits comes first, then the fastest, what sends least, and what recomputes least."""
+        """What fits comes first, then the fastest (times of equal three digits are a tie), the
+        simplest strategy, what sends least, and what recomputes least."""
         if not self.fits:
             return 1, self.total()
-        sent = sum(size for size, *_ in self.sent())
+        sent, took = sum(size for size, *_ in self.sent()), float(f"{self.seconds():.3g}")
         rows, recomputed = self.micro_batch_size, RECOMPUTED[self.checkpointing]
-        return 0, round(self.seconds(), 3), sent, recomputed, -rows
+        return 0, took, self.candidate.complexity, sent, recomputed, -rows
 
     def sent(self) -> Iterator[tuple[float, int, bool]]:
         """Yields bytes that a device sends in an optimizer step, the neighbours that they reach,

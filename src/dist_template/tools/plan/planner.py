@@ -8,7 +8,7 @@ from typing import Any
 
 from ...cli.limits.machine import Machine as Described
 from ...cli.limits.machine import Setup
-from ...errors import InputError
+from ...errors import InputError, reason
 from ...observe.history.run import History
 from .candidates import Candidate, candidates
 from .estimate import RECOMPUTED, Machine, Planned
@@ -26,24 +26,43 @@ class Planner:
         self._trainer, self._described = trainer, described
         self.traced = Traced(module, data, described.accelerator != "cpu")
         self._config = module.build_config(self.traced.data)
+        self.failed: dict[str, list[str]] = {}  # why a trace fails -> the strategies without it
 
     def options(self, machine: Machine) -> list[Planned]:
         """Returns the best micro-batch, checkpointing and schedule of each strategy, the best
-        first."""
+        first.
+
+        Raises:
+            InputError: `fit` accepts no strategy, or no model of one can be traced.
+        """
         found = []
         for candidate, rows in self._accepted(machine).items():
             sizes = [2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0]
             made = [(size, mode) for size in sizes for mode in RECOMPUTED]
-            every = [self.option(candidate, machine, *each) for each in made]
-            allowed = [option for option in every if option.is_allowed]
-            found += sorted(allowed, key=lambda option: option.order)[:1]
+            every = self._ranked(candidate, machine, made)
+            found += [option for option in every if option.is_allowed][:1]
+        if not found and self.failed:
+            raise InputError(f"plan cannot trace this model: {next(iter(self.failed))}")
         shown: dict[str, Planned] = {}
         for option in sorted(found, key=lambda option: option.order):
             shown.setdefault(option.candidate.sizes, option)
         return [*shown.values()]
 
     def fits(self, machine: Machine) -> bool:
-        return any(self.option(each, machine, 1, "full").fits for each in self._accepted(machine))
+        accepted, smallest = self._accepted(machine), [(1, "full")]
+        return any(o.fits for each in accepted for o in self._ranked(each, machine, smallest))
+
+    def _ranked(
+        self, candidate: Candidate, machine: Machine, made: list[tuple[int, str]]
+    ) -> list[Planned]:
+        """Returns the estimates, the best first; none, as `failed` explains, if a trace fails."""
+        try:
+            every = [self.option(candidate, machine, *each) for each in made]
+            return sorted(every, key=lambda option: option.order)
+        except Exception as error:  # of the model's own code, whose shapes are a rank's
+            names = self.failed.setdefault(reason(error), [])
+            names += [candidate.sizes] * (candidate.sizes not in names)
+            return []
 
     def _accepted(self, machine: Machine) -> dict[Candidate, int]:
         """Returns the strategies that `fit` accepts, and the sequences of a rank in a step.

@@ -25,6 +25,8 @@ def show(planner: Planner, machines: list[Machine]) -> None:
     title = f"{total} parameters, {trained} of them trained, a step of"
     title += f" {data.global_batch_size} sequences of {data.seq_len} tokens\n"
     print(Table(title, HEAD, [_cells(option) for option in options], NOTE).as_text())
+    for why, names in planner.failed.items():
+        print(f"\nNot planned, as the trace of a block fails: {', '.join(names)} ({why})")
     fitting = [option for option in options if option.fits]
     for option in fitting[:BEST]:
         flags = f"{option.candidate.flags} --data.micro_batch_size {option.micro_batch_size}"

@@ -162,8 +162,9 @@ class Traced:
         setattr(parent, name, every)
         for key, parameter in made.get_submodule(path).named_parameters() if tp > 1 else ():
             style = self._style(f"{path}.{key}")
-            if style in ("colwise", "packed_colwise", "rowwise") and parameter.ndim > 1:
-                dimension = -1 if style == "rowwise" else -2
+            rowwise = style == "rowwise" and parameter.ndim > 1  # its bias is of full length
+            if rowwise or style in ("colwise", "packed_colwise"):
+                dimension = -1 if rowwise else max(-2, -parameter.ndim)
                 size = parameter.shape[dimension] // tp
                 parameter.data = parameter.data.narrow(dimension, 0, size)
         return made

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...records import sha256, write_atomically
+from ...records import read_mapping, sha256, write_atomically
 
 FACTS = "version.json"
 WITHDRAWN = "withdrawn"
@@ -44,7 +44,8 @@ class Registry:
         found = []
         for number in self.numbers():
             folder = self.folder / f"v{number}"
-            facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+            cure = "restore it, or move the version's folder away"
+            facts = read_mapping(folder / FACTS, cure)
             found.append({"version": number, **facts, WITHDRAWN: (folder / WITHDRAWN).exists()})
         return found
 

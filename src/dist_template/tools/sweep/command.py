@@ -49,6 +49,7 @@ def _checked(given: Any, flags: list[str], project: Project) -> tuple[Path, dict
     from ...cli import config_file
     from ...cli.fit import parse
     from ...cli.limits import Machine, violations
+    from ...cli.run import RunConfig
     from .study import distribution, flags_of
 
     where, space = f"--space {given.space}", config_file.read(given.space, "--space")
@@ -77,6 +78,7 @@ def _checked(given: Any, flags: list[str], project: Project) -> tuple[Path, dict
     definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
     definition |= {"space": space, "flags": flags, "metric": best.monitor, "mode": best.mode}
     definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"
+    RunConfig(name=definition["name"], root=config.run.root).check(writes=False)
     folder = Path(config.run.root) / definition["name"]
     folder.mkdir(parents=True, exist_ok=True)
     return folder, definition | {"of": config.run.name}

@@ -28,7 +28,9 @@ class Sweep:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder, self._optuna, path = folder, optuna, str(folder / "journal.log")
         self._turn = JournalFileOpenLock(str(folder / "next"))
-        backend = JournalFileBackend(path, JournalFileOpenLock(path))
+        lock = JournalFileOpenLock(path)
+        _drop_torn_line(Path(path), lock)
+        backend = JournalFileBackend(path, lock)
         self._where: Any = {"storage": optuna.storages.JournalStorage(backend), "study_name": ""}
         if definition:
             options: Any = {"direction": f"{definition['mode']}imize", "load_if_exists": True}
@@ -61,15 +63,24 @@ class Sweep:
         with (lock := RunLock()):
             for trial in [one for one in self.study().trials if not one.state.is_finished()]:
                 is_free = lock.take(self.run(trial.number) / "worker") is None
-                if is_free and not self.study().trials[trial.number].state.is_finished():
+                if not is_free or self.study().trials[trial.number].state.is_finished():
+                    continue
+                if self._has_values(trial):
                     yield trial.number
+                else:
+                    self.trial(trial.number).set_user_attr("end", "killed before it had values")
+                    self.study().tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
             while (number := self._new(lock, most)) is not None:
                 yield number
+
+    def _has_values(self, trial: Any) -> bool:
+        return trial.params.keys() == self.definition["space"].keys()
 
     def _new(self, lock: RunLock, most: int) -> int | None:
         self._turn.acquire()  # one process at a time: a trial's number determines its values
         try:
-            if (number := len(self.study().trials)) >= most:
+            number = len(trials := self.study().trials)
+            if sum(map(self._has_values, trials)) >= most:
                 return None
             lock.take(self.run(number) / "worker")
             space = {key: distribution(entry) for key, entry in self.definition["space"].items()}
@@ -78,6 +89,24 @@ class Sweep:
             return number
         finally:
             self._turn.release()
+
+
+def _drop_torn_line(journal: Path, lock: Any) -> None:
+    """Removes the end of an entry that a killed process did not write completely, with a word.
+
+    optuna writes the next entry behind it, and then refuses the whole journal."""
+    if not journal.exists():
+        return
+    lock.acquire()  # optuna writes under it
+    try:
+        with journal.open("r+b") as file:
+            content = file.read()
+            end = content.rfind(b"\n") + 1
+            file.truncate(end)
+    finally:
+        lock.release()
+    if end < len(content):
+        print(f"{journal}: its last entry was cut by a kill and is dropped; it is done again")
 
 
 def distribution(entry: dict[str, list[Any]]) -> Any:
