@@ -7,7 +7,6 @@ SHELL := bash
 PYTHON ?= python3
 OUT ?= build
 FROM ?= gh:org/dist-template
-TAG ?=
 TORCH_INDEX ?=
 TORCH_CUDA ?=
 PROJECT := {{cookiecutter.project_slug}}
@@ -57,6 +56,9 @@ check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hook
 bench: $(READY) dev build/peers  ## measure the project beside a hand-written loop and its peers (PART="step dist data …")
 	.venv/bin/python -m benchmarks $(PART)
 
+slower: $(READY) dev build/peers  ## what has become slower since the newest release, or SINCE=<commit>
+	.venv/bin/python -m benchmarks.against $(SINCE)
+
 build/peers: $(READY) benchmarks/peers.txt
 	@.venv/bin/python -m pip install --quiet --no-deps --upgrade --target build/peers -r benchmarks/peers.txt && touch build/peers
 
@@ -67,7 +69,7 @@ docs: $(READY)  ## build the documentation site, its reference page from the cod
 # From git and not from this folder, so that the archive pins the library to what others can fetch.
 starter: $(READY)  ## archive a generated project, for people without cookiecutter (FROM=gh:org/dist-template TAG=)
 	rm -rf '$(OUT)/starter' && mkdir -p '$(OUT)/starter'
-	.venv/bin/cookiecutter '$(FROM)' $(if $(TAG),--checkout '$(TAG)') --no-input --default-config -o '$(OUT)/starter'
+	.venv/bin/cookiecutter '$(FROM)' $${TAG:+--checkout "$$TAG"} --no-input --default-config -o '$(OUT)/starter'
 	@if grep '^dist-template @ file:.*/$$' '$(OUT)'/starter/*/constraints.txt; then echo "starter: FROM=$(FROM) is a \
 	folder, which other machines do not have: give a git address."; exit 1; fi
 	tar -czf '$(OUT)/my-trainer.tar.gz' -C '$(OUT)/starter' my-trainer
@@ -85,7 +87,7 @@ release: $(READY)  ## check, set VERSION in every file, commit and build (VERSIO
 	$(MAKE) --no-print-directory dist
 
 dist: $(READY) docs  ## build HEAD's wheel, sdist, template archive, site and notes into build/release, the same bytes each time
-	.venv/bin/python .ci/release.py build $(TAG)
+	.venv/bin/python .ci/release.py build "$${TAG-}"
 	cp -r site build/release/site
 
 lock audit:  ## hashes of the generated project's versions (TORCH_INDEX after another torch); known vulnerabilities of them

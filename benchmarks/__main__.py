@@ -25,6 +25,7 @@ PARTS = {
     "serving": "latency and tokens per second of the verb serve; failures among 1,000 requests",
     "growth": "how cost grows: metrics, callbacks, tensors, ranks, lengths, steps",
     "gpu": "model FLOPs utilization, memory; needs an NVIDIA GPU, but for --quick",
+    "gpu-check": "CUDA against the CPU: losses, waits, a NaN, ZeRO-3, verbs, saves; the same",
 }
 DEFAULT = ["step", "data", "checkpoint", "startup"]
 
@@ -40,6 +41,8 @@ def main() -> int:
     quick = "run every line, with little work, gpu on a CPU too: it measures nothing"
     parser.add_argument("--quick", "--smoke", action="store_true", help=quick)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON files")
+    parser.add_argument("--models", default="", help="of gpu: parts of their names, with commas; default: all")
+    parser.add_argument("--arms", default="", help="of gpu and gpu-check: the same of what they run; default: all")
     given = parser.parse_args()
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
@@ -48,12 +51,11 @@ def main() -> int:
     if given.quick and given.output == parser.get_default("output"):
         parser.error("--quick measures nothing that may stand in results: give another --output")
     warnings.filterwarnings("ignore")
-    options = Options(rounds=given.rounds, quick=given.quick)
     for part in given.parts or DEFAULT:
         print(f"{part}: {PARTS[part]}", flush=True)
-        load = os.getloadavg()[0]
-        result = importlib.import_module(f"benchmarks.{part}").run(options)
-        path = write(result, options, load, given.output)
+        options = Options(given.rounds, given.quick, given.models, given.arms, given.output, os.getloadavg()[0])
+        result = importlib.import_module(f"benchmarks.{part.replace('-', '_')}").run(options)
+        path = write(result, options)
         print(f"\n{table(path)}\nwritten to {path}\n", flush=True)
     return 0
 

@@ -7,6 +7,9 @@ defaults, and with `torch_compile`; litgpt's model in the hand-written loop, whe
 project without compile, whose peak memory and time are set against what the verb `plan` predicts from the roofline. MFU
 counts 6 N + 12 L d T operations a token (PaLM's convention) over the peak of `flops.py`.
 
+The micro-batch is the largest whose memory `plan` finds room for. A result is written after each arm, and stays when
+the next run measures other models (`--models 125M --arms project,hand`); an arm that runs out of memory is a row.
+
 Targets: MFU of 0.45 for Llama-3.2-1B's shape at 4,096 tokens (published for 1 to 1.3 B: 0.38 to 0.40), 0.35 for 125M at
 2,048, 0.46 for 3B at 4,096; a mixture of experts with its figure told. 0.985 of the hand-written loop's speed, 1.25 of
 the Trainer's, 1.02 of the Trainer's with compile. `--quick` runs every line of it on a CPU at small sizes.
@@ -18,11 +21,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import random
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,79 +34,37 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from trainer_dev.module import LanguageModule
 
 from dist_template.cli.limits.machine import Machine as Described
+from dist_template.errors import InputError
 from dist_template.model.flops import Size, peak
-from dist_template.text.batches.rows import PackedRows
 from dist_template.tools.plan.candidates import Candidate
 from dist_template.tools.plan.estimate import Machine, Planned
 from dist_template.tools.plan.planner import Planner
 
-from .arms import Comparison, Sample, compare
+from .arms import Comparison, Sample, quiet
+from .gpu_models import MODELS, SMOKE, LitTask, Model, WholeRows
 from .loops import hand, project, trainer
 from .loops.task import Task, prepare
-from .record import Figure, Options, Result
+from .record import Figure, Options, Result, read, write
 
 NAME = "gpu"
 COMPILE = torch.compile
+TARGETS = (("hand", 0.985), ("Trainer", 1.25), ("Trainer, compiled", 1.02))
 
 
-@dataclass(frozen=True)
-class Model:
-    """What is trained, and the least MFU that it should reach; None: the figure is told."""
+@dataclass
+class Measured:
+    """One model's arms, so far."""
 
-    architecture: dict[str, Any]
-    seq_len: int
-    micro_batch: int
-    mfu: float | None = None
-
-
-def llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
-    return {
-        "model_type": "llama", "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-
-
-MODELS = {
-    "Llama-3.2-1B": Model(llama(2048, 8192, 16, 32, 8, 128256), 4096, 8, 0.45),
-    "125M": Model(llama(768, 2048, 12, 12, 12, 50304), 2048, 32, 0.35),
-    "3B": Model(llama(3072, 8192, 28, 24, 8, 128256), 4096, 2, 0.46),
-    "DeepSeek-V3 style, 1B active": Model(  # 4.0 B parameters, 1.0 B of them active for a token
-        {
-            "model_type": "deepseek_v3", "hidden_size": 1536, "intermediate_size": 6144, "moe_intermediate_size": 1024,
-            "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 768,
-            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-            "first_k_dense_replace": 1, "n_routed_experts": 32, "num_experts_per_tok": 4, "n_shared_experts": 1,
-            "n_group": 1, "topk_group": 1, "num_mtp_layers": 0, "vocab_size": 65536,
-        },
-        4096, 1,
-    ),
-}  # fmt: skip
-SMOKE = {  # of the same kinds
-    "Llama-3.2-1B": Model(llama(64, 128, 2, 4, 2, 257), 32, 2, 0.45),
-    "DeepSeek-V3 style, 1B active": Model(
-        MODELS["DeepSeek-V3 style, 1B active"].architecture
-        | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-           "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32,
-           "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4,
-           "num_experts_per_tok": 2, "vocab_size": 257},
-        32, 2,
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class WholeRows(Task):
-    """Rows whose documents may see each other; `project` gets the same by its flag."""
-
-    @property
-    def rows(self) -> PackedRows:
-        rows = super().rows
-        return PackedRows(rows.tokens, self.seq_len, rows.eos_token_id, cross_document_attention=True)
+    title: str
+    model: Model
+    size: Size
+    comparison: Comparison
+    memory: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # GiB, by arm and round
+    failed: dict[str, str] = field(default_factory=dict)  # by arm
 
 
 def run(options: Options) -> Result:
@@ -110,57 +72,130 @@ def run(options: Options) -> Result:
     cuda = torch.cuda.is_available()
     if not cuda and not options.quick:
         raise SystemExit("gpu: there is no NVIDIA GPU here; --quick runs every line on a CPU, and measures nothing")
-    result = Result(NAME)
+    result, models = earlier(options), chosen(SMOKE if options.quick else MODELS, options.models, "--models")
     large = 64 if options.quick else 8192
     roofline = Figure(
         f"matrix product {large} x {large} x {large}", [product_tflops((large,) * 3, cuda)], unit="TFLOP/s"
     )
-    result.figures.append(roofline)
+    put(result, [roofline])
     print(f"  {roofline.what}: {roofline.median:.0f} {roofline.unit}", flush=True)
     name = torch.cuda.get_device_name() if cuda else "cpu"
     found = peak(name, "bf16-mixed")
-    tflops = found[0] if found else None
-    if not tflops:
-        result.notes.append(f"{name} is not in the table of flops.py: no MFU is told")
-    for title, model in (SMOKE if options.quick else MODELS).items():
+    if not found:
+        note(result, f"{name} is not in the table of flops.py: no MFU is told")
+    for title, given in models.items():
+        result.figures = [each for each in result.figures if not each.what.startswith(f"{title}: ")]
+        model = fitting(given, roofline.median * 1e12) if cuda else given
+        if model is None:
+            put(result, [Figure(f"{title}: a micro-batch of one row", [], instead="more memory than there is free")])
+            continue
+        told = model.architecture
+        shape = (model.micro_batch * model.seq_len, told["hidden_size"], told["intermediate_size"])
+        product = Figure(f"{title}: matrix product {' x '.join(map(str, shape))}", [product_tflops(shape, cuda)])
+        put(result, [replace(product, unit="TFLOP/s")])
         size = Size.of(_skeleton(model))
-        rows = model.micro_batch * model.seq_len
-        shape = (rows, model.architecture["hidden_size"], model.architecture["intermediate_size"])
-        reached = product_tflops(shape, cuda)
-        result.figures.append(Figure(f"matrix product {' x '.join(map(str, shape))}", [reached], unit="TFLOP/s"))
-        comparison, memory = measure(title, model, options, cuda)
-        result.comparisons.append(comparison)
-        flops = size.flops_per_token(model.seq_len)
-        assert flops, "each of these models tells its layers, width and experts"
-        result.notes.append(f"{title}: {size.total / 1e9:.2f} B parameters, {(size.active or 0) / 1e9:.2f} B active")
-        for arm, samples in comparison.samples.items():
-            speeds = [rows * flops / sample.wall_s / 1e12 for sample in samples]
-            least = model.mfu if arm == "project" else None
-            if tflops:
-                result.figures.append(Figure(f"{title}: MFU, {arm}", [s / tflops for s in speeds], at_least=least))
-            else:
-                result.figures.append(Figure(f"{title}: model's operations, {arm}", speeds, unit="TFLOP/s"))
-            result.figures.append(Figure(f"{title}: peak memory, {arm}", memory[arm], unit="GiB"))
-        planned = predicted(model, roofline.median * 1e12)
-        if cuda:
-            bytes_ = planned.total() - planned.parts()["allowance"]
-            ratios = [bytes_ / 2**30 / measured for measured in memory["plan"]]
-            result.figures.append(Figure(f"{title}: plan's memory over the measured", ratios))
-            ratios = [planned.seconds() / sample.wall_s for sample in comparison.samples["plan"]]
-            result.figures.append(Figure(f"{title}: plan's time of a step over the measured", ratios))
-        for other, least in (("hand", 0.985), ("Trainer", 1.25), ("Trainer, compiled", 1.02)):
-            speeds = comparison.wall_ratios(other, "project")
-            result.figures.append(Figure(f"{title}: speed of project over {other}", speeds, at_least=least))
+        note(result, f"{title}: {size.total / 1e9:.2f} B parameters, {(size.active or 0) / 1e9:.2f} B active")
+        measured = Measured(title, model, size, Comparison(title, "optimizer step", "hand"))
+
+        def keep(measured: Measured = measured) -> None:
+            put(result, figures(measured, found[0] if found else None, roofline.median * 1e12, cuda))
+            samples = {arm: each for arm, each in measured.comparison.samples.items() if each}
+            rounds = min(map(len, samples.values()), default=0)
+            whole = {arm: each[:rounds] for arm, each in samples.items()}
+            kept = replace(measured.comparison, reference="hand" if "hand" in whole else next(iter(whole), ""))
+            result.comparisons = [other for other in result.comparisons if other.title != measured.title]
+            if whole:
+                result.comparisons.append(replace(kept, samples=whole))
+            write(result, options)
+
+        measure(measured, options, cuda, keep)
     return result
+
+
+def earlier(options: Options) -> Result:
+    """What runs for other models have written on this GPU; they are not measured again."""
+    path = options.output / f"{NAME}.json"
+    if path.exists():
+        about, result = read(path)
+        if about["machine"]["gpu"] == (torch.cuda.get_device_name() if torch.cuda.is_available() else None):
+            return result
+    return Result(NAME)
+
+
+def chosen(things: dict[str, Any], names: str, flag: str) -> dict[str, Any]:
+    """Those whose name is, or else has, one of `names`, which commas part; all for ""."""
+    found = {} if names else things
+    for name in filter(None, (each.strip().lower() for each in names.split(","))):
+        exact = {key: value for key, value in things.items() if key.lower() == name}
+        found |= exact or {key: value for key, value in things.items() if name in key.lower()}
+    if not found:
+        raise SystemExit(f"gpu: {flag} {names!r} names none of {', '.join(things)}")
+    return found
+
+
+def put(result: Result, figures: list[Figure]) -> None:
+    """Adds figures in place of earlier ones of the same thing."""
+    known = {figure.what for figure in figures}
+    result.figures = [each for each in result.figures if each.what not in known] + figures
+
+
+def note(result: Result, text: str) -> None:
+    result.notes += [text] * (text not in result.notes)
+
+
+def figures(measured: Measured, tflops: float | None, roofline: float, cuda: bool) -> list[Figure]:
+    """Of all arms that have run: MFU, memory, plan against what was measured, speed of the project over others."""
+    title, model, samples = measured.title, measured.model, measured.comparison.samples
+    flops = measured.size.flops_per_token(model.seq_len)
+    assert flops, "each of these models tells its layers, width and experts"
+    found = [Figure(f"{title}: rows in a micro-batch", [model.micro_batch])]
+    for arm, why in measured.failed.items():
+        found.append(Figure(f"{title}: {arm}", [], instead=why))
+    for arm, each in samples.items():
+        if not each:
+            continue
+        speeds = [model.micro_batch * model.seq_len * flops / sample.wall_s / 1e12 for sample in each]
+        least = model.mfu if arm == "project" else None
+        if tflops:
+            found.append(Figure(f"{title}: MFU, {arm}", [speed / tflops for speed in speeds], at_least=least))
+        else:
+            found.append(Figure(f"{title}: model's operations, {arm}", speeds, unit="TFLOP/s"))
+        found.append(Figure(f"{title}: peak memory, {arm}", measured.memory[arm], unit="GiB"))
+    if cuda and samples.get("plan"):
+        planned = predicted(model, roofline)
+        bytes_ = planned.total() - planned.parts()["allowance"]
+        ratios = [bytes_ / 2**30 / gib for gib in measured.memory["plan"]]
+        found.append(Figure(f"{title}: plan's memory over the measured", ratios))
+        ratios = [planned.seconds() / sample.wall_s for sample in samples["plan"]]
+        found.append(Figure(f"{title}: plan's time of a step over the measured", ratios))
+    for other, least in TARGETS:
+        pairs = [*zip(samples.get(other, []), samples.get("project", []), strict=False)]
+        if pairs:
+            speeds = [theirs.wall_s / ours.wall_s for theirs, ours in pairs]
+            found.append(Figure(f"{title}: speed of project over {other}", speeds, at_least=least))
+    return found
+
+
+def fitting(model: Model, roofline: float) -> Model | None:
+    """The model with the largest micro-batch, a power of 2, for which `plan` finds memory; None: there is not enough.
+
+    At most four times the given one, which suits 80 GB: more rows are no faster."""
+    free = torch.cuda.mem_get_info()[0]
+    rows = 4 * model.micro_batch
+    while rows:
+        candidate = replace(model, micro_batch=rows)
+        if predicted(candidate, roofline).total() <= free:
+            return candidate
+        rows //= 2
+    return None
 
 
 def predicted(model: Model, flops: float) -> Planned:
     """What `plan` says of the arm of that name."""
-    data = SimpleNamespace(
-        seq_len=model.seq_len, global_batch_size=model.micro_batch, cross_document_attention=True
-    )  # fmt: skip
+    data = SimpleNamespace(seq_len=model.seq_len, global_batch_size=model.micro_batch, cross_document_attention=True)
     planner = Planner(LanguageModule(architecture=model.architecture), data, {}, Described("cuda", 1, 1, "bf16-mixed"))
-    machine = Machine(1, 1, 80e9, flops, flops, 300e9, 40e9)
+    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 80e9
+    machine = Machine(1, 1, memory, flops, flops, 300e9, 40e9)
     return planner.option(Candidate("one device", "ddp", {}), machine, model.micro_batch, "none")
 
 
@@ -178,9 +213,9 @@ def product_tflops(shape: tuple[int, int, int], cuda: bool) -> float:
     return 2 * m * k * n / min(seconds[5:]) / 1e12
 
 
-def measure(title: str, model: Model, options: Options, cuda: bool) -> tuple[Comparison, dict[str, list[float]]]:
-    """Times, and peak memory in GiB, of each arm in each round."""
-    memory: dict[str, list[float]] = defaultdict(list)
+def measure(measured: Measured, options: Options, cuda: bool, keep: Callable[[], None]) -> None:
+    """Runs the chosen arms in each round, in a new order, and calls `keep` after each."""
+    model, samples = measured.model, measured.comparison.samples
     with tempfile.TemporaryDirectory() as folder:
         task = WholeRows(
             Path(folder), model.architecture, 6 if options.quick else 40, 2 if options.quick else 15,
@@ -190,8 +225,8 @@ def measure(title: str, model: Model, options: Options, cuda: bool) -> tuple[Com
         prepare(task, texts=40 * model.micro_batch)
         fast = replace(task, compile=True)
         arms: dict[str, Callable[[], Sample]] = {
-            "hand": partial(hand.train, fast),
             "project": partial(project.train, fast),
+            "hand": partial(hand.train, fast),
             "plan": partial(project.train, task),
             "Trainer": partial(trainer.train, task),
             "Trainer, compiled": partial(trainer.train, fast),
@@ -201,27 +236,44 @@ def measure(title: str, model: Model, options: Options, cuda: bool) -> tuple[Com
             arms["project, Liger's loss"] = partial(project.train, by_liger)
         if importlib.util.find_spec("litgpt") and model.architecture["model_type"] == "llama":
             arms["litgpt's model by hand"] = partial(hand.train, LitTask(**vars(fast)))
-        alone = {name: partial(remember, arm, memory[name], cuda) for name, arm in arms.items()}
-        compiles = torch.compile if cuda else traces
-        with patch.object(torch, "compile", compiles):
-            return compare(Comparison(title, "optimizer step", "hand"), alone, options.rounds, warm=False), memory
+        arms = chosen(arms, options.arms, "--arms")
+        samples |= {arm: [] for arm in arms}
+        for number in range(1, options.rounds + 1):
+            for arm in random.sample([*arms], len(arms)):
+                if arm in measured.failed:
+                    continue
+                if sample := attempt(measured, arm, arms[arm], cuda):
+                    samples[arm].append(sample)
+                told = measured.failed.get(arm) or f"{samples[arm][-1].wall_s:.4f} s a step"
+                print(f"  {measured.title}: round {number} of {options.rounds}: {arm}: {told}", flush=True)
+                keep()
+
+
+def attempt(measured: Measured, arm: str, train: Callable[[], Sample], cuda: bool) -> Sample | None:
+    """Runs an arm with nothing left on the device from the one before; None if the memory did not suffice."""
+    torch.compiler.reset()
+    gc.collect()
+    gc.unfreeze()
+    gc.enable()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        with quiet(), patch.object(torch, "compile", torch.compile if cuda else traces):
+            sample = train()
+    except torch.OutOfMemoryError:
+        measured.failed[arm] = f"out of memory with {measured.model.micro_batch} rows in a micro-batch"
+        return None
+    except InputError as error:  # the project's sentence for the same
+        measured.failed[arm] = str(error)
+        return None
+    measured.memory[arm].append(torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0)
+    return sample
 
 
 def traces(function: Any = None, **options: Any) -> Any:
     """torch.compile without its back end, which takes minutes on a CPU."""
     return COMPILE(function, backend="eager")
-
-
-def remember(arm: Callable[[], Sample], memory: list[float], cuda: bool) -> Sample:
-    """Run `arm` with nothing left on the device from the one before."""
-    torch.compiler.reset()
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    sample = arm()
-    memory.append(torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0)
-    return sample
 
 
 def _skeleton(model: Model) -> nn.Module:
@@ -233,40 +285,3 @@ def _now(cuda: bool) -> float:
     if cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-class LitTask(WholeRows):
-    """The same training of litgpt's own model, of the same shape."""
-
-    def build(self) -> nn.Module:
-        from litgpt.config import Config
-        from litgpt.model import GPT
-
-        assert self.architecture
-        told = self.architecture
-        config = Config(
-            block_size=self.seq_len, n_layer=told["num_hidden_layers"], n_embd=told["hidden_size"],
-            n_head=told["num_attention_heads"], n_query_groups=told["num_key_value_heads"],
-            intermediate_size=told["intermediate_size"], vocab_size=told["vocab_size"],
-            padded_vocab_size=told["vocab_size"], mlp_class_name="LLaMAMLP", norm_class_name="RMSNorm",
-            rotary_percentage=1.0, parallel_residual=False, bias=False,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        gpt = GPT(config)
-        gpt.lm_head.weight = gpt.transformer.wte.weight  # tied, as in the others
-        return LitModel(gpt)
-
-
-class LitModel(nn.Module):
-    """litgpt's model, called as transformers' are."""
-
-    def __init__(self, gpt: Any) -> None:
-        super().__init__()
-        self.gpt = gpt
-
-    @property
-    def model(self) -> Any:
-        return SimpleNamespace(layers=self.gpt.transformer.h)
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool) -> Any:
-        return SimpleNamespace(logits=self.gpt(input_ids))

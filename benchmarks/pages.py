@@ -25,8 +25,17 @@ HEAD = """# Results
 Written by `python -m benchmarks.pages` from the JSON files beside it: the newest run of each part, `make bench PART=…`.
 A ratio is a median over rounds, with the smallest and the largest; how it is taken stands in `benchmarks/arms.py`, what
 is compared and why at the head of each part. The JSON holds the seconds. They are a machine's, and no figure of ours.
+Nothing is called held that was measured before a change of what it measures, as `benchmarks/pages.py` says.
 """
+LOOP = ("callbacks", "cli/trainer.py", "compat", "model", "observe/loggers", "parallel", "text/batches")
+MEASURED = {  # part -> files and folders of src/dist_template; a change of another is taken to leave its figures alone
+    "step": LOOP, "dist": LOOP, "model": ("model", "parallel/blocks.py"), "data": ("text",), "chat": ("text",),
+    "balance": ("text/batches", "parallel"), "pipeline": ("parallel", "compat"),
+    "checkpoint": ("checkpoint", "callbacks/checkpoint.py"), "startup": ("cli", "callbacks", "compat", "lazy.py"),
+    "serving": ("tools/serve",), "growth": LOOP, "gpu": LOOP, "gpu-check": LOOP,
+}  # fmt: skip
 NOT_RUN = {"gpu": "no NVIDIA GPU was to be had; the script is run whole on a CPU, at small sizes, by a test"}
+NOT_RUN["gpu-check"] = NOT_RUN["gpu"]
 LLAMAS = {  # width, inner, layers, heads, key-value heads, vocabulary
     0.13: (768, 2048, 12, 12, 12, 32000),
     1.1: (2048, 5632, 22, 32, 4, 32000),
@@ -57,7 +66,9 @@ def readme() -> str:
     for part, what in PARTS.items():
         path = RESULTS / f"{part}.json"
         why = NOT_RUN.get(part, "not run yet")
-        texts.append(table(path) if path.exists() else f"## {part}\n\n{what[0].upper()}{what[1:]}. No result: {why}.\n")
+        found = path.exists()
+        none = f"## {part}\n\n{what[0].upper()}{what[1:]}. No result: {why}.\n"
+        texts.append(table(path, MEASURED[part]) if found else none)
     return "\n".join(texts)
 
 

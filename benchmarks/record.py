@@ -35,10 +35,18 @@ class Options:
     Args:
         rounds: Of each comparison.
         quick: Runs every line of a part with little work: for a test. Its figures say nothing.
+        models: Names of what `gpu` trains, with commas between them; "": all.
+        arms: The same of its arms, and of the checks of `gpu-check`.
+        output: The folder of the JSON files.
+        load: Of the machine, before the part.
     """
 
     rounds: int = 7
     quick: bool = False
+    models: str = ""
+    arms: str = ""
+    output: Path = ROOT / "benchmarks" / "results"
+    load: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Figure:
         at_most: Its target, None where there is none.
         at_least: The same.
         unit: Empty for a ratio.
+        instead: What stands in the place of values: why there are none.
     """
 
     what: str
@@ -58,6 +67,7 @@ class Figure:
     at_most: float | None = None
     at_least: float | None = None
     unit: str = ""
+    instead: str = ""
 
     @property
     def median(self) -> float:
@@ -66,7 +76,7 @@ class Figure:
     @property
     def held(self) -> bool | None:
         """Whether the median meets the target; None: there is no target."""
-        if self.at_most is None and self.at_least is None:
+        if self.instead or (self.at_most is None and self.at_least is None):
             return None
         return (self.at_most is None or self.median <= self.at_most) and (
             self.at_least is None or self.median >= self.at_least
@@ -83,8 +93,8 @@ class Result:
     notes: list[str] = field(default_factory=list)  # what was left out, and why
 
 
-def write(result: Result, options: Options, load_before: float, folder: Path) -> Path:
-    """`folder`/<part>.json."""
+def write(result: Result, options: Options) -> Path:
+    """<part>.json, in the folder of the options."""
     about = {
         "part": result.part,
         "date": time.strftime("%Y-%m-%d"),
@@ -92,13 +102,14 @@ def write(result: Result, options: Options, load_before: float, folder: Path) ->
         "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
         "versions": {"python": platform.python_version()} | _versions(),
         "machine": {
-            "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load": [load_before, os.getloadavg()[0]],
+            "cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load": [options.load, os.getloadavg()[0]],
             "threads": os.environ.get("OMP_NUM_THREADS"), "gpu": _gpu(),
         },
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{result.part}.json"
-    data = about | dataclasses.asdict(options) | dataclasses.asdict(result)
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{result.part}.json"
+    told = {"rounds": options.rounds, "quick": options.quick}
+    data = about | told | dataclasses.asdict(result)
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -112,9 +123,17 @@ def read(path: Path) -> tuple[dict[str, Any], Result]:
     return data, Result(data["part"], comparisons, [Figure(**each) for each in data["figures"]], data["notes"])
 
 
-def table(path: Path) -> str:
-    """Markdown."""
+def is_old(commit: str, measured: tuple[str, ...]) -> bool:
+    """Whether one of the files and folders of the library has changed since, or the commit is not in this history."""
+    places = [f"src/dist_template/{place}" for place in measured]
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", commit.partition("+")[0], "--", *places]
+    return subprocess.run(command, capture_output=True, check=False).returncode != 0
+
+
+def table(path: Path, measured: tuple[str, ...] = ()) -> str:
+    """Markdown; where a file or folder of the library that was `measured` has changed since, nothing in it is held."""
     data, result = read(path)
+    old = bool(measured) and is_old(data["commit"], measured)
     machine, versions = data["machine"], data["versions"]
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
     lines = [
@@ -127,8 +146,11 @@ def table(path: Path) -> str:
         f"    {data['command']}",
         "",
     ]
+    if old:
+        lines += [f"**Not measured since** a change of {', '.join(measured)} in `src/dist_template`.", ""]
     if result.figures:
-        lines += ["| figure | measured | target | |", "|---|---|---|---|", *map(_row, result.figures), ""]
+        rows = [_row(each, old) for each in result.figures]
+        lines += ["| figure | measured | target | |", "|---|---|---|---|", *rows, ""]
     for comparison in result.comparisons:
         lines += [f"{comparison.title}; per {comparison.unit}, as a ratio to `{comparison.reference}`:", ""]
         lines += ["| arm | CPU time | wall time |", "|---|---|---|"]
@@ -140,10 +162,13 @@ def table(path: Path) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _row(figure: Figure) -> str:
+def _row(figure: Figure, old: bool) -> str:
     bound = f"≤ {figure.at_most:g}" if figure.at_most is not None else ""
     bound += f"≥ {figure.at_least:g}" if figure.at_least is not None else ""
     held = {True: "held", False: "**missed**", None: ""}[figure.held]
+    held = "not measured since" if old and held else held
+    if figure.instead:
+        return f"| {figure.what} | {figure.instead} | {bound} | |"
     digits = 3 if abs(figure.median) < 10 else 0
     return f"| {figure.what} | {described(figure.values, digits)} {figure.unit} | {bound} | {held} |"
 
