@@ -276,4 +276,5 @@ def test_the_site_builds(tmp_path: Path) -> None:
         place = page.relative_to(DOCS).with_suffix("")
         html = tmp_path / "site" / (place.parent if place.name == "index" else place) / "index.html"
         assert html.is_file(), f"{name_of(page)} is not in the site"
+        assert "stylesheets/extra.css" in html.read_text(encoding="utf-8"), "tables and code at 1,400 pixels"
     assert broken_links(tmp_path / "site") == []

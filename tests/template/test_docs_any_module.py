@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -45,9 +46,12 @@ def test_the_page_trains_by_the_command_line(folder: Path) -> None:
     python(
         folder, "-m", "images", "fit", f"--run.root={folder / 'runs'}", "--run.report=false",
         "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=60", "--trainer.log_every_n_steps=1",
+        "--trainer.val_check_interval=20",
     )  # fmt: skip
     loss = logged(only_run(folder), "train/loss")
     assert list(loss) == list(range(1, 61)) and sum(list(loss.values())[:20]) > sum(list(loss.values())[-20:])
+    held_out = logged(only_run(folder), "eval/loss")
+    assert held_out[60] < 0.5 * math.log(4), "it learns what holds for other images"
 
 
 @pytest.mark.slow

@@ -158,3 +158,24 @@ def test_the_table_of_supported_versions_is_that_of_pyproject() -> None:
     lock = dict(re.findall(r"^([\w-]+)==([\w.]+)", (SOURCE / "constraints.txt").read_text("utf-8"), flags=re.MULTILINE))
     pinned = dict(re.findall(r"^\| `([\w-]+)` \| `[^`]+` \| [^|]+ \| ([^|]+) \|", page, flags=re.MULTILINE))
     assert pinned == {name: lock.get(name, "3.11") for name in rows}
+
+
+def test_a_tag_with_commands_in_its_name_is_an_argument(tmp_path: Path) -> None:
+    """git allows `;`, `$(` and quotes in the name of a tag, and whoever may push one starts release.yml."""
+    tag = "v1.2.3;touch${IFS}ran;'`touch${IFS}ran`"
+    text = (ROOT / "Makefile").read_text("utf-8")
+    recipes = [line for line in text.splitlines() if line.startswith("\t") and "TAG" in line]
+    assert len(recipes) == 2 and not any("$(TAG)" in line for line in recipes)
+    build = next(line for line in recipes if "release.py build" in line).replace(
+        ".venv/bin/python .ci/release.py", "@echo"
+    )
+    (tmp_path / "Makefile").write_text(text[: text.index("\nPYTHON")] + f"\ndist:\n{build}\n")
+    for command in (["make", "dist"], ["make", "dist", f"TAG={tag.replace('$', '$$')}"]):
+        env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}  # `make test` sets both
+        env |= {"TAG": tag} if len(command) == 2 else {}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.stdout == f"build {tag}\n", done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
+    lines = [line.strip() for path in WORKFLOWS for line in path.read_text("utf-8").splitlines()]
+    uses = [line.partition("  #")[0] for line in lines if re.search(r"(?i)ref_name|github\.ref\b", line)]
+    assert uses[0] == "TAG: ${{ github.ref_name }}" and all('create "$GITHUB_REF_NAME" --' in line for line in uses[1:])

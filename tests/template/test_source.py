@@ -152,3 +152,14 @@ def test_tree_in_the_templates_readme_is_current() -> None:
 
 def test_demo_of_the_makefile_uses_the_default_slug(default: BakedProject) -> None:
     assert f"DEMO := $(OUT)/{default.path.name}\n" in (ROOT / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("folder", ["configs", "launch", PACKAGE.name, "src"])
+def test_every_file_that_a_comment_names_exists(folder: str) -> None:
+    """Of the project's configurations and code, and in the sentences of the library."""
+    launch = "launch" if folder != "src" else "-"  # a folder of the library, too
+    for path in texts(ROOT / folder if folder == "src" else SOURCE / folder):
+        for name in re.findall(rf"\b(?:configs|{launch})/[\w./-]*\w", path.read_text("utf-8")):
+            if folder == "src" and not name.endswith(".yaml"):
+                continue  # the beginning of a name
+            assert (SOURCE / name).exists(), f"{path.relative_to(ROOT)} names {name}"

@@ -17,7 +17,7 @@ ADDED = sorted(path for path in CONFIGS.glob("*/*.yaml") if path.parent.name not
 
 @pytest.mark.parametrize("config", MAIN, ids=lambda path: path.stem)
 def test_a_main_configuration_can_run(config: Path) -> None:
-    assert check_config(PROJECT, f"--config={config}") == []
+    assert check_config(PROJECT, f"--config={config}", gpus=4) == []
 
 
 @pytest.mark.parametrize("config", ADDED, ids=lambda path: f"{path.parent.name}/{path.stem}")
