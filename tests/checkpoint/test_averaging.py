@@ -31,7 +31,7 @@ class Forgets(Callback):
 
 
 class StopsInValidation(Callback):
-    """Sends SIGTERM to this process in the validation after step 10; ranks vote at every batch, however fast they are."""
+    """Sends SIGTERM to this process in the validation after step 10; it votes at each batch, however short it is."""
 
     def on_train_start(self, *args: Any) -> None:
         preemption.EVERY_S = 0  # in the rank's process, which ends with the run
