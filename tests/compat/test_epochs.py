@@ -77,7 +77,9 @@ class Recorder(L.LightningModule):
         self.log("eval/loss", self.weight)
 
     def on_validation_epoch_end(self) -> None:
-        self.events.append(("validation", self.trainer.global_step, round(self.weight.item(), 4)))
+        counted: Any = self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total  # of this epoch
+        event = ("validation", self.trainer.global_step, round(self.weight.item(), 4), counted.completed)
+        self.events.append(event)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -100,8 +102,8 @@ class StopAt(Checkpoint):
             self._preempt(trainer)
         trainer.should_stop = self.kind == "early_stop"
 
-    def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        if self.kind == "sigterm_in_validation" and trainer.global_step == self.step:
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.kind == "sigterm_in_validation" and (trainer.global_step, batch_idx) == (self.step, 1):
             self._preempt(trainer)
 
     def _preempt(self, trainer: Any) -> None:
@@ -174,7 +176,7 @@ class Trainings:
         trainer.strategy.checkpoint_io = EveryFormat(module)
         lighten(trainer)
         data = self.data()
-        batches: Any = [{"labels": 0}, {"labels": 1}]
+        batches: Any = [{"labels": label} for label in range(3)]
         data.val_dataloader = lambda: DataLoader(batches)
         try:
             trainer.fit(module, data, ckpt_path=commit.newest(folder), weights_only=True)
@@ -187,12 +189,13 @@ def difference(
     found: tuple[Recorder, dict[str, Any]], whole: tuple[Recorder, dict[str, Any]], stops_early: bool
 ) -> str:
     """What an interrupted training did that the uninterrupted one did not, or the reverse; "" for nothing."""
-    events = found[0].events
+    events, expected = found[0].events, whole[0].events
     if stops_early:  # Lightning validates then, due or not
-        events = [event for event in events if event[0] != "validation" or event in whole[0].events]
-    if events != whole[0].events:
-        first = next(i for i, pair in enumerate(itertools.zip_longest(events, whole[0].events)) if pair[0] != pair[1])
-        return f"event {first}: {events[first:][:1]} and not {whole[0].events[first:][:1]}"
+        events, expected = ([event[:3] for event in each] for each in (events, expected))
+        events = [event for event in events if event[0] != "validation" or event in expected]
+    if events != expected:
+        first = next(i for i, pair in enumerate(itertools.zip_longest(events, expected)) if pair[0] != pair[1])
+        return f"event {first}: {events[first:][:1]} and not {expected[first:][:1]}"
     if set(found[0].ended_epochs) != set(whole[0].ended_epochs):
         return f"ended epochs {found[0].ended_epochs} and not {whole[0].ended_epochs}"
     keys = [key for key in whole[1] if key != "epoch_loop.val_loop.batch_progress" and found[1][key] != whole[1][key]]

@@ -1,4 +1,4 @@
-"""What a user sees of the training loop is Lightning's own: closures, errors, a Trainer that can be pickled."""
+"""What a user sees of the training loop is Lightning's own: closures, errors, counts, a Trainer that can be pickled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -17,12 +18,13 @@ from dist_template.compat.loop import EpochLoop, lighten
 from dist_template.compat.precision import MixedPrecision
 
 
-def trainer_in(folder: Path, **options: Any) -> L.Trainer:
+def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:
     trainer = L.Trainer(
-        accelerator="cpu", max_steps=2, limit_val_batches=0, logger=False, default_root_dir=folder,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+        accelerator="cpu", logger=False, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        **({"max_steps": 2, "limit_val_batches": 0, "enable_checkpointing": False} | options),
     )  # fmt: skip
-    lighten(trainer)
+    if not is_lightnings:
+        lighten(trainer)
     return trainer
 
 
@@ -57,6 +59,39 @@ def test_the_closure_is_lightnings_and_must_be_called(tmp_path: Path) -> None:
     module.calls_closure = False
     with pytest.raises(MisconfigurationException, match="The closure hasn't been executed"):
         trainer_in(tmp_path).fit(module)
+
+
+def test_a_skipped_step_of_several_ranks_is_refused_in_lightnings_words(tmp_path: Path) -> None:
+    trainer, module = trainer_in(tmp_path), BoringModel()
+    vars(module)["training_step"] = lambda batch, batch_idx: None
+    vars(trainer.strategy)["world_size"] = 2
+    with pytest.raises(RuntimeError, match="Skipping the `training_step` by returning None .* is not supported"):
+        trainer.fit(module)
+
+
+class Validations(BoringModel):
+    """Records after which steps it was validated, and how many batches of this epoch's validations are counted."""
+
+    def on_train_start(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_validation_epoch_end(self) -> None:
+        loop: Any = self.trainer.fit_loop.epoch_loop.val_loop
+        self.seen.append((self.trainer.global_step, loop.batch_progress.total.completed))
+
+
+@pytest.mark.parametrize("is_lightnings", [False, True])
+def test_a_resume_from_the_end_of_an_epoch_validates_and_counts_as_lightnings_loop(
+    tmp_path: Path, is_lightnings: bool
+) -> None:
+    """With `max_steps`, from a checkpoint that either loop wrote. Epochs have 3 steps, validations 2 batches."""
+    options: Any = {"limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    saver = ModelCheckpoint(tmp_path, "{epoch}", save_on_train_epoch_end=True)
+    saving = options | {"max_steps": 3, "enable_checkpointing": True, "callbacks": [saver]}
+    trainer_in(tmp_path, is_lightnings, **saving).fit(Validations())
+    module = Validations()
+    trainer_in(tmp_path, max_steps=9, **options).fit(module, ckpt_path=saver.best_model_path, weights_only=True)
+    assert module.seen == [(6, 2), (9, 2)]
 
 
 def test_a_value_logged_in_a_hook_that_forbids_it_is_refused_as_by_lightning(tmp_path: Path) -> None:

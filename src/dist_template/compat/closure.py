@@ -1,5 +1,4 @@
-"""What an optimizer step calls: `training_step`, `backward`, and clearing the gradients between
-them."""
+"""The closure of an optimizer step: forward pass, `zero_grad`, backward pass."""
 
 from __future__ import annotations
 
@@ -26,10 +25,12 @@ class StepClosure(Closure):
 
 
 def with_loss(output: Any, trainer: Any) -> tuple[Tensor | None, dict[str, Any]]:
-    """What `training_step` returned: the loss, divided by the accumulation, and what callbacks are
-    given."""
+    """Returns the loss, divided by the accumulation, and the outputs for callbacks."""
     if output is None and trainer.world_size > 1:
-        raise RuntimeError("`training_step` returned None: a rank cannot skip a step of all ranks")
+        raise RuntimeError(
+            "Skipping the `training_step` by returning None in distributed training is not"
+            " supported: one rank cannot skip a step that all ranks take together"
+        )
     if isinstance(output, Tensor) and trainer.accumulate_grad_batches == 1:
         return output, {"loss": output.detach()}
     result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)

@@ -5,11 +5,9 @@ Lightning derives from its counters where a checkpoint was written, and errs (re
 lightning 2.6.6, fit_loop.py and training_epoch_loop.py): a stop by `max_steps` inside an epoch
 counts as a finished epoch; a resume from an epoch's last batch skips the end of that epoch and
 starts the next one without counting it, so that a second resume trains it twice; with `max_steps`,
-a resume from a finished epoch takes a step with one micro-batch. Here:
-
-    an epoch that was stopped early is written as unfinished the checkpoint says which part of the
-    loop has run: see `Point` a resume continues with the next part: validation where it is due, the
-    end of the epoch, the next batch
+a resume from a finished epoch takes a step with one micro-batch. Here, an epoch that was stopped
+early is saved as unfinished, the checkpoint records which part of the loop has run (`Point`), and a
+resume continues with the next part: a due validation, the end of the epoch, or the next batch.
 """
 
 from __future__ import annotations
@@ -55,6 +53,8 @@ class FitLoop(_FitLoop):
             steps = loop.automatic_optimization.optim_progress
             for progress in (loop.batch_progress, loop.scheduler_progress, steps):
                 progress.reset_on_run()
+            loop.val_loop.batch_progress.reset()  # its totals are those of an epoch
+            loop._resume_point = Point.AFTER_TRAINING  # also in a checkpoint of Lightning's loops
 
 
 class ResumableEpochLoop(_TrainingEpochLoop):
@@ -79,8 +79,16 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         return Point.AFTER_BATCH if batches.completed < batches.processed else Point.AFTER_TRAINING
 
     def update_restart_stage(self) -> None:
-        """Keep Lightning from its own corrections, which it makes where `completed` is behind."""
+        """Keeps Lightning from its own corrections, which it makes where `completed` is behind.
+
+        A validation that was interrupted starts again, so its batches are counted again.
+        """
         batches: Any = self.batch_progress
+        validates = batches.current.completed == batches.current.processed
+        if self.restarting and validates and self._resume_point is Point.AFTER_BATCH:
+            progress = self.val_loop.batch_progress
+            progress.total.increment_by(-progress.current.completed)
+            progress.reset_on_run()
         for counter in (batches.total, batches.current):
             counter.completed = counter.processed
         super().update_restart_stage()
@@ -106,8 +114,7 @@ class ResumableEpochLoop(_TrainingEpochLoop):
 
 
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:
-    """Gives `trainer` loops that write and read their counters as this file does, before its first
-    step."""
+    """Replaces the loops of `trainer` by those of this file, before its first step."""
     given = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
     trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)

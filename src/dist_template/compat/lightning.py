@@ -25,14 +25,12 @@ from lightning.pytorch.strategies.launchers import subprocess_script as trainers
 
 
 def accumulates(trainer: L.Trainer) -> bool:
-    """Whether the present micro-batch ends without an optimizer step. Lightning has no public name
-    for it."""
+    """Whether the present micro-batch ends without an optimizer step (no public name)."""
     return trainer.fit_loop._should_accumulate()
 
 
 def validation_may_follow(trainer: Any) -> bool:
-    """Whether a validation may follow the batch that ends; with a time between validations the time
-    decides."""
+    """Whether a validation may follow this batch: always, if an interval in time decides."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     return trainer._val_check_time_interval is not None or loop._should_check_val_fx(fetcher)
 
@@ -141,8 +139,7 @@ def set_mesh(strategy: ModelParallelStrategy, mesh: Any) -> None:
 
 
 def start_deepspeed(strategy: DeepSpeedStrategy) -> None:
-    """Starts DeepSpeed's process group; the public `setup_distributed` does so after it has refused
-    CPUs."""
+    """Starts DeepSpeed's process group; the public `setup_distributed` refuses CPUs."""
     strategy._init_deepspeed_distributed()
 
 
@@ -161,12 +158,10 @@ class EnginePrecision(DeepSpeedPrecision):
     """Lightning's precision plugin for an engine that clips by itself."""
 
     def _clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed clips what it has reduced. In stage 1, `.grad` holds this rank's shard until
-        then."""
+        """DeepSpeed clips after its reduction; in stage 1, `.grad` is a shard until then."""
 
     def use_dtype(self, dtype: torch.dtype) -> None:
-        """Sets the type of inputs and of new tensors, which Lightning derives from the precision's
-        name."""
+        """Sets the type of inputs and new tensors (Lightning's is from the precision's name)."""
         self._desired_dtype = dtype
 
 

@@ -34,13 +34,11 @@ class OpenCLI(LightningCLI):
         return self._parser(subcommand)
 
     def _parse_ckpt_path(self) -> None:
-        """Lightning would let the checkpoint's hyperparameters override the configuration: here the
-        YAML rules."""
+        """Keeps the checkpoint's hyperparameters from overriding the configuration."""
 
 
 def keys_of(parser: LightningArgumentParser) -> list[Any]:
-    """Returns argparse's actions, one for each key, each with `dest` and `help`. argparse has no
-    public list."""
+    """Returns argparse's actions, each with `dest` and `help` (argparse has no public list)."""
     return parser._actions
 
 

@@ -124,8 +124,7 @@ class EpochLoop(ResumableEpochLoop):
         self._transfer = before, _to_device if is_default else transfer, after
 
     def _transfer_hook(self, name: str) -> Any:
-        """The hook of the data module or module; in the module's, `self.log` must know where it is
-        called."""
+        """Returns the data module's or module's hook; in the latter, `self.log` needs its name."""
         selector: Any = self.trainer._data_connector._datahook_selector
         owner = selector.get_instance(name)
         hook = own(owner, name, L.LightningModule)
