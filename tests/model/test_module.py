@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
 from dist_template.errors import InputError
+from dist_template.model.kernels import BOUNDS
 from dist_template.model.metrics import MetricBuffer
 from tests.support.modules import ARCHITECTURES, Standalone, build
+from tests.support.moe import TINY
 from tests.support.operations import Reads
 from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run
@@ -44,13 +46,24 @@ def test_every_architecture_overfits_one_batch(name: str) -> None:
     assert losses[-1] < 1.0
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+TWO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+WITHOUT_POSITIONS = {  # models that make their masks without positions, by which transformers knows documents
+    "gpt_oss": TWO | {"model_type": "gpt_oss", "intermediate_size": 16, "num_local_experts": 4, "head_dim": 8},
+    "afmoe": TINY | {"model_type": "afmoe", "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
+    "falcon": {"model_type": "falcon", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "bloom": {"model_type": "bloom", "hidden_size": 16, "n_layer": 2, "n_head": 2},
+}
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES | WITHOUT_POSITIONS))
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
-    module, batch = build(architecture=ARCHITECTURES[name]).eval(), rows()
+    module, batch = build(architecture=(ARCHITECTURES | WITHOUT_POSITIONS)[name]).eval(), rows()
     packed = batch | {"position_ids": torch.cat([torch.arange(6), torch.arange(10)]).expand(4, 16).contiguous()}
     alone = {key: value[:, 6:] for key, value in packed.items()}
+    starts = torch.tensor([start for row in range(4) for start in (16 * row, 16 * row + 6)] + [64], dtype=torch.int32)
     with torch.no_grad():
-        assert torch.allclose(module(packed)[:, 6:], module(alone), atol=1e-5)
+        for bounds in ({}, {BOUNDS: starts}):
+            assert torch.allclose(module(packed | bounds)[:, 6:], module(alone), atol=1e-5)
         assert not torch.allclose(module(batch)[:, 6:], module(alone), atol=1e-3), "the test can tell"
 
 

@@ -15,7 +15,7 @@ would attend to each other). Here the data module passes it, which knows it on t
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -79,11 +79,15 @@ def known_documents(
                 f"flash attention and cp_size above 1 need {BOUNDS} in a batch of yours, as"
                 " text/batches/rows.py has it; see data.py"
             )
-        yield {}
+        given = batch.get("position_ids")
+        rows = None if given is None else given.expand(num_rows, -1)
+        with nullcontext() if rows is None else masks_of_all(model, rows, _found, False):
+            yield {}
         return
     apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
     find, shard = _documents if apart else _none, {} if whole is None else {IS_SHARD: True}
-    with compat.finding_documents(find) if whole is None else masks_of_all(model, whole, find):
+    positions = batch["position_ids"] if whole is None else whole
+    with masks_of_all(model, positions, find, whole is not None):
         varlen = {f"cu_seq_lens_{one}": bounds for one in "qk"}
         varlen |= {f"max_length_{one}": seq_len for one in "qk"}
         yield shard | (varlen if is_flash and apart else {})
@@ -93,6 +97,13 @@ def _documents(position_ids: Tensor) -> Tensor:
     """Returns (B, T): document numbers in each row, as transformers does, without a device sync."""
     steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
     return (steps != 1).cumsum(-1)
+
+
+def _found(position_ids: Tensor) -> Tensor | None:
+    """Searches as transformers does, with a read from the device."""
+    from transformers import masking_utils
+
+    return masking_utils.find_packed_sequence_indices(position_ids)
 
 
 def _none(position_ids: Tensor) -> None:

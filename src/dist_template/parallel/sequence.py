@@ -139,18 +139,28 @@ class _AllToAll(torch.autograd.Function):
 
 @contextmanager
 def masks_of_all(
-    model: nn.Module, positions: Tensor, find: Callable[[Tensor], Tensor | None]
+    model: nn.Module,
+    positions: Tensor,
+    find: Callable[[Tensor], Tensor | None],
+    is_shard: bool = True,
 ) -> Generator[None]:
     """Inside, transformers makes attention masks of all tokens, not of the rank's, from their
-    `positions` (B, T), which `find` maps to the numbers of their documents."""
+    `positions` (B, T), which `find` maps to the numbers of their documents.
+
+    transformers' own search needs positions that several models (GPT-OSS, AFMoE, Falcon, OPT and
+    BLOOM in 5.23) do not pass on when they make masks: their documents would see each other."""
     from transformers import masking_utils
 
     masks, kernel = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, compat.attention_of(model) or ""
+    if kernel not in masks:  # a model without attention
+        yield
+        return
     make_mask, documents, num_tokens = masks[kernel], find(positions), positions.shape[1]
 
     def make(mask_function: Any, **options: Any) -> Any:
-        options |= {"q_length": num_tokens, "kv_length": num_tokens}
-        if documents is not None:
+        if is_shard:
+            options |= {"q_length": num_tokens, "kv_length": num_tokens}
+        if documents is not None and options["kv_length"] == num_tokens:
             separated = masking_utils.packed_sequence_compatibility_function
             mask_function = separated(mask_function, positions, documents)
             options["allow_is_causal_skip"] = False
