@@ -1,4 +1,4 @@
-"""Warns about trainable parameters that get no gradient."""
+"""Warns about trainable parameters that get no gradient; DDP refuses them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
 
 from ..compat.lightning import accumulates
+from ..errors import InputError
 from .console import write_lines
 
 MOST = 5  # names in the warning
@@ -16,13 +18,18 @@ MOST = 5  # names in the warning
 class UnusedParameters(Callback):
     """In the first optimizer step, names the trainable parameters without a gradient, on rank 0.
 
-    It checks whether a gradient exists and reads no values. Later steps cost only the call.
+    It checks whether a gradient exists and reads no values. Later steps cost only the call. DDP
+    does not reduce gradients that share a bucket with such a parameter: every rank refuses it.
     """
 
     _checks = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._checks = trainer.is_global_zero
+        strategy = trainer.strategy
+        self._needs_all = type(strategy) is DDPStrategy and not strategy._ddp_kwargs.get(
+            "find_unused_parameters"
+        )
+        self._checks = trainer.is_global_zero or self._needs_all
         self._reached: set[str] = set()
         self._hooks: list[Any] = []
         if not self._checks or not hasattr(trainer.strategy, "deepspeed_engine"):
@@ -49,5 +56,8 @@ class UnusedParameters(Callback):
         if unused:
             more = f" and {len(unused) - MOST} more" if len(unused) > MOST else ""
             what = f"no gradient in the first step: {', '.join(unused[:MOST])}{more}"
+            if self._needs_all and trainer.world_size > 1:
+                cure = "trainer.strategy ddp_find_unused_parameters_true allows them"
+                raise InputError(f"{what}. DDP needs one of each trainable parameter: {cure}")
             advice = "use them in forward, or freeze them with requires_grad_(False)"
             write_lines(trainer, f"warning: {what}. They are not trained: {advice}")

@@ -140,7 +140,9 @@ def samples_in(batch: Any) -> Tensor:
 
 def labels_in(batch: Any) -> Any:
     """Returns the tensor whose rows are the samples' labels: `labels`, or the second of a tuple; an
-    empty tuple if there is none."""
+    empty tuple if there is none, or if ranks share sequences and have parts of the labels."""
+    if isinstance(batch, Mapping) and "whole_input_ids" in batch:
+        return ()
     found = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(batch, list | tuple) and len(batch) > 1:
         found = batch[1]
