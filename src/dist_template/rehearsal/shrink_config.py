@@ -179,7 +179,7 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     }
     if not keep_data:
         texts = folder.absolute() / "texts"
-        _write_texts(texts, size=3 * small.steps * global_batch_size * SEQ_LEN)
+        write_texts(texts, size=3 * small.steps * global_batch_size * SEQ_LEN)
         source = {"paths": [f"{texts}/*.txt"], "separator": "\n"}
         values["source"] = {"class_path": "TextFiles", "init_args": source}
         values |= {"tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
@@ -187,7 +187,7 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
     data |= {key: values[key] for key in values if key in data}  # a data module may lack some
 
 
-def _write_texts(folder: Path, size: int) -> None:
+def write_texts(folder: Path, size: int) -> None:
     """Writes a deterministic text of `size` bytes whose lines are documents.
 
     Most documents are shorter than a row, so that leakage between documents has an effect.

@@ -19,7 +19,12 @@ SIZES = {  # field: maximum; fields that a configuration lacks are skipped
     "ffn_hidden_size": 64, "word_embed_proj_dim": 32, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "num_mtp_layers": 1,
-    "num_nextn_predict_layers": 1,
+    "num_nextn_predict_layers": 1, "num_experts_per_token": 2, "moe_topk": 2, "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 16, "shared_intermediate_size": 32, "rotary_dim": 8, "lru_width": 32,
+    "attention_window_size": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
+    "mamba_chunk_size": 16, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "index_n_heads": 2, "index_head_dim": 16, "d_kv": 16, "d_ff": 64,
 }  # fmt: skip
 NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
