@@ -39,6 +39,7 @@ from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
 from . import config_file, limits, ranges
 from .defaults import ALWAYS_ON, TRAINER_DEFAULTS, callback_class, hide_expected
+from .limits import proven
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (
     RunConfig,
@@ -85,6 +86,7 @@ class CLI(OpenCLI):
         MESSAGES.listen()
         config_file.refuse_variables()
         subprocess_launcher.install()
+        self._root = project.folder.parent
         self._verb = args[0] if run else None
         self._name = self._verb or verb
         after = [word for flag, word in pairwise(args) if flag in ("-h", "--help")]
@@ -255,7 +257,12 @@ class CLI(OpenCLI):
                 self.datamodule.require()  # a stale cache is refused, not replaced
             else:
                 self.datamodule.prepare(report=WATCHDOG.report)
-        self._check_limits(any_module.build_config(self.model, self.datamodule))
+        config = any_module.build_config(self.model, self.datamodule)
+        self._check_limits(config)
+        if is_fit:
+            arguments = self._machine, self._trainer_arguments, self.model, self.datamodule
+            for note in proven.notes(limits.Setup(*arguments, config, True), self._root):
+                self._print(note)
         if resumes:
             self._setting("last_checkpoint").compare(Path(resumes), self.datamodule, self.model)
         if is_fit:

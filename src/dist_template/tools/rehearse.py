@@ -69,6 +69,23 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     report.end(folder)
     if not report.ok:
         sys.exit(Exit.FAILED)
+    if not own.only:
+        _remember(cli, config, project)
+
+
+def _remember(cli: Any, model_config: Any, project: Project) -> None:
+    """Notes in the project that the model is proven under the strategy, so that `fit` is silent."""
+    from ..cli.limits import Machine
+    from ..model import proof
+
+    try:
+        trainer = vars(cli.config_init.trainer)
+        axes = proof.axes_of(trainer["strategy"], Machine.described(trainer).world_size)
+    except InputError:
+        return  # the check of the real sizes has reported it
+    if model_config is not None and axes:
+        proof.remember(model_config, axes, project.folder.parent)
+        print(f"{project.folder.parent / proof.FILE} has it")
 
 
 def own_flags() -> argparse.ArgumentParser:

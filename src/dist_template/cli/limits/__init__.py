@@ -9,6 +9,7 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     machine.py    what is known before the start
     mesh.py       sizes, plans, heads, experts, sequences, Adafactor
     pipeline.py   schedule, stages, micro-batches
+    proven.py     models that did not train right in `python -m benchmarks zoo`
     options.py    keys and callbacks that are replaced
     training.py   strategies, precision, batches, schedule, the model's sizes, adapters
     trial.py      a rank's forward pass without memory
@@ -23,10 +24,10 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, pipeline, training, trial, values, zero
+from . import mesh, options, pipeline, proven, training, trial, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
-__all__ = ["Machine", "violations"]
+__all__ = ["Machine", "Setup", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.other_strategies,
@@ -53,6 +54,7 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.architecture_keys,
     training.architecture,
     training.adapter,
+    proven.refused,
 )
 
 

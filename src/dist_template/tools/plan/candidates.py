@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...cli.limits import mesh, pipeline, training, zero
+from ...cli.limits import mesh, pipeline, proven, training, zero
 from ...cli.limits.machine import Setup
 from ...errors import InputError
 from ...parallel.mesh import MeshStrategy
@@ -17,7 +17,7 @@ from ...parallel.zero import ZeroStrategy
 
 CHECKS = (
     training.architecture, training.precision, training.blocks, mesh.sizes, mesh.plans, mesh.heads,
-    mesh.experts, mesh.optimizer, zero.zero,
+    mesh.experts, mesh.optimizer, zero.zero, proven.refused,
 )  # fmt: skip
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True}
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")

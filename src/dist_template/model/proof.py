@@ -1,0 +1,139 @@
+"""Which transformers models train under which strategies to the numbers of one process.
+
+`proof.json` is the result of `python -m benchmarks zoo`: small odd models of each type, against one
+process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
+
+    variants    of which switches the model was built: [{"switches": {field: value},
+                "right": [axes], "refused": {axes: why}}], the first with the type's defaults
+    leaks       on one process, the first layer in which a token depends on another document of
+                its row ("documents"), or on a later token ("future")
+    not_run     why it does not train on one process
+
+Axes are the dimensions of a strategy that are larger than one, such as "fsdp+tp" (`axes_of`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from ..records import read_mapping, write_atomically
+from .architecture_keys import NOT_DECISIVE
+
+PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
+LAYERS = ("layer_types", "layers_block_type")
+OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
+FILE = "proven.json"
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`why` is empty where the model is proven."""
+
+    kind: Literal["proven", "refused", "unproven"]
+    why: str = ""
+
+
+def verdict(config: Any, axes: str, project: Path | None = None) -> Verdict:
+    """Returns what is known of a model under a strategy.
+
+    Args:
+        config: The transformers configuration; None for a model of another kind.
+        axes: Of the strategy; "" on one process.
+        project: The folder that has the project's own proofs.
+    """
+    if not axes:
+        return Verdict("proven")
+    if config is None:
+        return Verdict("unproven", "a model that is not built from a transformers configuration")
+    if project and _entry(config, axes) in _proven(project):
+        return Verdict("proven")
+    table, kind = _table(), config.model_type
+    found = table["models"].get(kind)
+    if not found or not found.get("variants"):
+        why = f": {found['not_run']}" if found else ""
+        return Verdict("unproven", f"a model of type {kind!r}{why}")
+    switches = switches_of(config)
+    for variant in found["variants"]:
+        if variant["switches"] == switches:
+            for refused, why in variant["refused"].items():
+                if set(refused.split("+")) <= set(axes.split("+")):
+                    return Verdict("refused", why)
+    if (tried := table["versions"]) != versions():
+        names = ", ".join(f"{name} {number}" for name, number in versions().items())
+        proven = ", ".join(tried.values())
+        return Verdict("unproven", f"{names} (the table has {proven})")
+    first, *others = found["variants"]
+    if axes not in first["right"]:
+        return Verdict("unproven", f"a model of type {kind!r} under {axes}")
+    parts = {part for part in OF_MODELS if set(part.split("+")) <= set(axes.split("+"))}
+    right = [first, *(each for each in others if parts <= {*each["right"]})]
+    for name, value in switches.items():
+        if value not in [each["switches"].get(name) for each in right]:
+            return Verdict("unproven", f"{name} {json.dumps(value)} of type {kind!r} under {axes}")
+    return Verdict("proven")
+
+
+def leaks(config: Any) -> dict[str, str]:
+    """Returns where tokens of a type depend on what they should not see; {} if nowhere."""
+    return _table()["models"].get(config.model_type, {}).get("leaks", {})
+
+
+def remember(config: Any, axes: str, project: Path) -> None:
+    """Adds a model and a strategy to what the project has proven."""
+    entries = [*_proven(project), _entry(config, axes)]
+    write_atomically(project / FILE, json.dumps({"proven": entries}, indent=1) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions for which a proof holds."""
+    return {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
+
+
+def switches_of(config: Any) -> dict[str, Any]:
+    """Returns the fields that switch parts of the model on and off, and the kinds of its layers."""
+    switches: dict[str, Any] = {}
+    for name, value in sorted(vars(config.get_text_config()).items()):
+        if isinstance(value, bool) and not NOT_DECISIVE.fullmatch(name):
+            switches[name] = value
+        if name in LAYERS and value:
+            switches[name] = sorted({str(each) for each in value})
+    return switches
+
+
+def axes_of(strategy: Any, world_size: int) -> str:
+    """Returns the dimensions of a strategy that are larger than one, joined by "+".
+
+    Replicas are added only where nothing else is: they compute what one process computes.
+    """
+    if world_size == 1:
+        return ""
+    if hasattr(strategy, "sizes"):
+        sizes = asdict(strategy.sizes(world_size))
+        axes = [name for name in ("fsdp", "tp", "ep", "cp", "pp") if sizes[name] > 1]
+        if "pp" in axes and strategy.pp_schedule in ZERO_BUBBLE:
+            axes.append("zb")
+        return "+".join(axes) or "ddp"
+    stage = getattr(strategy, "stage", None)
+    return f"zero{stage}" if stage else "ddp"
+
+
+@cache
+def _table() -> dict[str, Any]:
+    path = Path(__file__).parents[1] / "proof.json"
+    return read_mapping(path, "install the library again")
+
+
+def _proven(project: Path) -> list[dict[str, Any]]:
+    path = project / FILE
+    return read_mapping(path, "delete it").get("proven", []) if path.exists() else []
+
+
+def _entry(config: Any, axes: str) -> dict[str, Any]:
+    entry = {"type": config.model_type, "switches": switches_of(config), "axes": axes}
+    return entry | {"versions": versions()}
