@@ -24,6 +24,7 @@ PARTS = {
     "startup": "until help, a refusal, the first step",
     "serving": "latency and tokens per second of the verb serve; failures among 1,000 requests",
     "growth": "how cost grows: metrics, callbacks, tensors, ranks, lengths, steps",
+    "zoo": "which causal language models of transformers train right under which strategies",
     "gpu": "model FLOPs utilization, memory; needs an NVIDIA GPU, but for --quick",
     "gpu-check": "CUDA against the CPU: losses, waits, a NaN, ZeRO-3, verbs, saves; the same",
 }
@@ -41,8 +42,8 @@ def main() -> int:
     quick = "run every line, with little work, gpu on a CPU too: it measures nothing"
     parser.add_argument("--quick", "--smoke", action="store_true", help=quick)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the JSON files")
-    parser.add_argument("--models", default="", help="of gpu: parts of their names, with commas; default: all")
-    parser.add_argument("--arms", default="", help="of gpu and gpu-check: the same of what they run; default: all")
+    parser.add_argument("--models", default="", help="of gpu and zoo: parts of their names, with commas; default: all")
+    parser.add_argument("--arms", default="", help="of gpu, gpu-check and zoo: the same of what they run; default: all")
     given = parser.parse_args()
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")

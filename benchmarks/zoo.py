@@ -1,0 +1,353 @@
+"""Which causal language models of transformers train under which strategies to the numbers of one process.
+
+Each type that transformers registers gets a small odd configuration, twice where it has optional switches
+(zoo_models.py), and trains six steps on packed documents, with masked labels, accumulation and clipping, on one process
+and under each arm. A case ends as
+
+    right    losses within 1e-6 of one process's, norms and evaluation within 1e-5, replicas bit-identical
+    refused  in a sentence, before the start
+    fault    with the first difference, named by rehearse's root cause, or the error
+
+`--models` and `--arms` choose by parts of names. Cases that a file in build/zoo has are not run again, so that a run
+that was stopped resumes; verdicts of other versions are run again. The verdicts are written into the library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dist_template.model import proof
+from dist_template.project import Project
+from dist_template.rehearsal.compare import relative_difference, replicas
+from dist_template.rehearsal.first_step import Details
+from dist_template.rehearsal.gradient_hooks import GradientHooks
+from dist_template.rehearsal.interventions import RaggedLabels
+from dist_template.rehearsal.leakage import LeakageTest
+from dist_template.rehearsal.record import RunRecord
+from dist_template.rehearsal.root_cause import trace
+from dist_template.rehearsal.shrink_config import write_texts
+from dist_template.rehearsal.workers import Workers
+
+from . import ROOT
+from .record import Figure, Options, Result
+from .zoo_models import SEQ_LEN, configured, plans, variants
+
+NAME = "zoo"
+LOSS, NORM = 1e-6, 1e-5  # relative
+STEPS, CLIP = 6, 0.3
+ARGS = "--trainer.strategy.init_args"
+ZERO_BUBBLE = [f"{ARGS}.pp_schedule=InterleavedZeroBubble", f"{ARGS}.pp_stages_per_rank=2"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy.
+
+    Args:
+        file: Of configs/strategy.
+        axes: As `proof.axes_of` names it.
+        ranks: Processes.
+        batches: Data-parallel ranks.
+        plan: Needs a tensor ("tp") or expert ("ep") plan of the model.
+        flags: Further flags.
+    """
+
+    file: str
+    axes: str
+    ranks: int = 2
+    batches: int = 2
+    plan: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+ARMS = {
+    "ddp": Arm("ddp", "ddp"),
+    "fsdp2": Arm("fsdp2", "fsdp"),
+    "tp": Arm("tp", "tp", batches=1, plan=("tp",)),
+    "ep": Arm("fsdp2_ep", "fsdp+ep", plan=("ep",)),
+    "cp": Arm("cp", "fsdp+cp", batches=1),
+    "pp": Arm("pp", "pp", batches=1),
+    "pp_zb": Arm("pp", "pp+zb", batches=1, flags=tuple(ZERO_BUBBLE)),
+    "zero2": Arm("zero2", "zero2"),
+    "zero3": Arm("zero3", "zero3", flags=(f"{ARGS}.param_persistence_threshold=16",)),
+    "fsdp2_tp": Arm("fsdp2_tp", "fsdp+tp", ranks=4, plan=("tp",)),
+    "pp_fsdp2": Arm("pp_fsdp2", "fsdp+pp", ranks=4),
+    "pp_ep": Arm("pp_ep", "fsdp+ep+pp", ranks=4, plan=("ep",)),
+}
+OF_A_SWITCH = ("tp", "ep", "cp", "pp")  # arms whose result depends on what the model computes
+
+
+class Zoo:
+    """Runs cases and keeps their verdicts in a file of lines.
+
+    Args:
+        folder: Of texts, runs and verdicts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "verdicts.jsonl"
+        write_texts(folder / "texts", 16_000)
+        with Workers(1, Project("trainer_dev")) as workers:
+            workers.run(["prepare", *self.flags()], folder / "prepare", timeout_s=None).check()
+        self.known = {(each["type"], each["variant"], each["arm"]): each for each in self._read()}
+
+    def _read(self) -> list[dict[str, Any]]:
+        lines = self.file.read_text("utf-8").splitlines() if self.file.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [each for each in found if each["versions"] == proof.versions()]
+
+    def put(self, kind: str, variant: str, arm: str, verdict: str, **more: Any) -> None:
+        case = {"type": kind, "variant": variant, "arm": arm, "verdict": verdict, **more}
+        case["versions"] = proof.versions()
+        self.known[kind, variant, arm] = case
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(case) + "\n")
+        print(f"{kind:<24} {variant:<9} {arm:<16} {verdict} {more.get('why', '')[:160]}", flush=True)
+
+    def run_type(self, kind: str, arms: list[str]) -> None:
+        """Runs the cases of a type that have no verdict yet."""
+        try:
+            found = variants(kind)
+        except Exception as error:  # of any class: a row
+            self.put(kind, "default", "one", "not run", why=f"{type(error).__name__}: {error}"[:300])
+            return
+        for variant, architecture in found.items():
+            chosen = [arm for arm in arms if variant == "default" or arm in OF_A_SWITCH]
+            todo = [arm for arm in chosen if (kind, variant, arm) not in self.known]
+            if not todo:
+                continue
+            one = self.train(kind, variant, "one", architecture)
+            switches = self.switches(architecture)
+            if not one.ok:
+                self.put(kind, variant, "one", "not run", why=one.error, switches=switches)
+                continue
+            if (kind, variant, "one") not in self.known:
+                seen = {what: where for what, where in (one.tensors("leakage") or {}).items() if where}
+                verdict = "leaks" if seen else "right"
+                self.put(kind, variant, "one", verdict, why=str(seen or ""), leaks=seen, switches=switches)
+            for arm in todo:
+                if not self._is_offered(ARMS[arm], architecture):
+                    continue
+                started = time.perf_counter()
+                verdict, why = self.judge(kind, variant, arm, architecture, one)
+                took = round(time.perf_counter() - started, 1)
+                self.put(kind, variant, arm, verdict, why=why, switches=switches, seconds=took)
+            shutil.rmtree(self.folder / "runs" / kind, ignore_errors=True)
+
+    @staticmethod
+    def switches(architecture: dict[str, Any]) -> dict[str, Any]:
+        return proof.switches_of(configured(architecture))
+
+    @staticmethod
+    def _is_offered(arm: Arm, architecture: dict[str, Any]) -> bool:
+        return all(plan in plans(architecture) for plan in arm.plan)
+
+    def judge(
+        self, kind: str, variant: str, arm: str, architecture: dict[str, Any], one: RunRecord
+    ) -> tuple[str, str]:
+        """Returns the verdict of one case, and its reason."""
+        many = self.train(kind, variant, arm, architecture)
+        if many.refusal and not many.ranks[0]:
+            return "refused", many.refusal
+        if not many.ok:
+            return "fault", many.error
+        if not (difference := differs(one, many)):
+            return "right", ""
+        traced = [self.train(kind, variant, each, architecture, is_traced=True) for each in ("one", arm)]
+        cause = trace(*traced) if all(each.ok for each in traced) else "the traced training failed"
+        return "fault", f"{difference}: {cause}"
+
+    def train(
+        self, kind: str, variant: str, arm: str, architecture: dict[str, Any], is_traced: bool = False
+    ) -> RunRecord:
+        """Trains `STEPS` steps; a folder of its own for each."""
+        one = Arm("", "")
+        chosen = ARMS.get(arm, one)
+        ranks, batches = (1, 1) if chosen is one else (chosen.ranks, chosen.batches)
+        rows = 8 // batches // (4 if chosen.file.startswith("pp") else 2)  # a pipeline needs four micro-batches
+        name = hashlib.sha256(f"{kind} {variant} {arm} {is_traced}".encode()).hexdigest()[:12]
+        folder = self.folder / "runs" / kind / name
+        shutil.rmtree(folder, ignore_errors=True)
+        flags = [f"--config={ROOT}/build/dev/configs/strategy/{chosen.file}.yaml"] if chosen.file else []
+        folder.mkdir(parents=True)
+        config = folder / "architecture.yaml"
+        config.write_text(yaml.safe_dump({"model": {"architecture": architecture}}), "utf-8")
+        argv = ["fit", f"--config={config}", *self.flags(), *flags, *chosen.flags]
+        argv += [f"--trainer.devices={ranks}", f"--data.micro_batch_size={max(1, rows)}", f"--run.root={folder}/runs"]
+        recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
+        with Workers(ranks, Project("trainer_dev")) as workers:
+            callbacks = [RaggedLabels(), LeakageTest(folder), *recorders]
+            return workers.run(argv, folder, callbacks=callbacks, timeout_s=90.0, run_id=name)
+
+    def flags(self) -> list[str]:
+        return [
+            "--run.report=false", "--data.source=TextFiles", f"--data.source.paths=[{self.folder}/texts/*.txt]",
+            "--data.source.separator=\n", "--data.tokenizer=Bytes", f"--data.cache_dir={self.folder}/cache",
+            f"--data.seq_len={SEQ_LEN}", "--data.global_batch_size=8", "--data.validation_share=0.05",
+            "--data.test_share=0.02", "--model.sample_tokens=1", "--model.optim.learning_rate=0.003",
+            "--model.optim.warmup=2", "--trainer.accelerator=cpu", f"--trainer.max_steps={STEPS}",
+            "--trainer.log_every_n_steps=1", f"--trainer.val_check_interval={STEPS}", "--trainer.logger=false",
+            f"--trainer.gradient_clip_val={CLIP}", "--watchdog.timeout_s=0",
+            "--trainer.enable_checkpointing=false",
+        ]  # fmt: skip
+
+
+def run(options: Options) -> Result:
+    """Runs what has no verdict yet, writes the library's table and its page, and counts."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    wanted = [each.strip() for each in options.models.split(",")]
+    kinds = sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if any(each in kind for each in wanted))
+    arms = [arm for arm in ARMS if any(each.strip() in arm for each in options.arms.split(","))]
+    if options.quick:
+        kinds, arms = ["llama"], ["ddp", "cp"]
+    zoo = Zoo(options.output / "zoo" if options.quick else ROOT / "build" / "zoo")
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:  # a case waits for messages of its ranks
+        for done in [pool.submit(zoo.run_type, kind, arms) for kind in kinds]:
+            done.result()
+    found = table(zoo.known.values())
+    proof_file = options.output / "proof.json" if options.quick else Path(proof.__file__).parents[1] / "proof.json"
+    if not options.quick:
+        (ROOT / "docs" / "models.md").write_text(page(found), "utf-8")
+    proof_file.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", "utf-8")
+    cases = [each for each in zoo.known.values() if each["arm"] != "one"]
+    figures = [
+        Figure("model types", [len({each["type"] for each in zoo.known.values()})], unit="types"),
+        Figure("types that train on one process", [len({each["type"] for each in cases})], unit="types"),
+    ]
+    for verdict in ("right", "refused", "fault"):
+        figures.append(Figure(verdict, [sum(each["verdict"] == verdict for each in cases)], unit="cases"))
+    figures.append(Figure("time of the cases that had no verdict", [(time.perf_counter() - started) / 60], unit="min"))
+    return Result("zoo", figures=figures)
+
+
+def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the library's table (model/proof.py): a fault is a reason to refuse."""
+    models: dict[str, Any] = {}
+    for case in sorted(cases, key=lambda each: (each["type"], each["variant"])):
+        entry = models.setdefault(case["type"], {})
+        if case["verdict"] == "not run":
+            entry["not_run"] = case["why"]
+        elif case["arm"] == "one":
+            entry.setdefault("leaks", {}).update(case["leaks"])
+        if case["arm"] == "one":
+            continue
+        variants = entry.setdefault("variants", [])
+        if not variants or variants[-1]["switches"] != case["switches"]:
+            variants.append({"switches": case["switches"], "right": [], "refused": {}})
+        axes = ARMS[case["arm"]].axes
+        if case["verdict"] == "right":
+            variants[-1]["right"].append(axes)
+        else:
+            variants[-1]["refused"][axes] = case["why"]
+    return {"versions": proof.versions(), "models": models}
+
+
+PAGE = """# Models
+
+Which causal language models of transformers train under which strategies to the numbers of one process: small odd
+models of each type, six steps on packed documents with masked labels, accumulation and clipping, by
+`python -m benchmarks zoo`. `fit`, `plan` and `launch` read the same table: what it calls right is silent, what it
+refuses is a sentence before anything is built, and everything else is one line that names `rehearse`, which compares
+your model with one process in a minute and remembers it in proven.json of the project.
+
+{versions}. **{right}** of {cases} cases are right: losses within 1e-6, norms and evaluation within 1e-5, replicas equal
+bit by bit. A type with optional switches (biases, norms of queries and keys, tied embeddings) was tried with both.
+
+| mark | meaning |
+|---|---|
+| ✓ | right |
+| – | refused, in a sentence |
+| · | not tried: `fit` says so |
+
+{rows}
+
+## Documents that see each other
+
+In these types a token depends on the documents before its own in a packed row, on one process too, because their layers
+carry a state or ignore positions. `fit` warns; data.cross_document_attention true accepts it.
+
+{leaks}
+
+## Why a strategy is refused
+
+{reasons}
+
+## Not trained
+
+{not_run}
+"""
+
+
+def page(found: dict[str, Any]) -> str:
+    """Returns docs/models.md: types with the same verdicts share a row."""
+    axes = list(dict.fromkeys(arm.axes for arm in ARMS.values()))
+    rows: dict[tuple[str, ...], list[str]] = {}
+    reasons: dict[str, set[str]] = {}
+    leaks: list[str] = []
+    not_run: dict[str, list[str]] = {}
+    for kind, entry in found["models"].items():
+        if "variants" not in entry:
+            not_run.setdefault(entry["not_run"].partition(":")[0], []).append(kind)
+            continue
+        marks = tuple(_mark(entry["variants"], name) for name in axes)
+        rows.setdefault(marks, []).append(kind)
+        leaks += [kind] * ("documents" in entry.get("leaks", {}))
+        for variant in entry["variants"]:
+            for name, why in variant["refused"].items():
+                reasons.setdefault(_general(why), set()).add(f"{kind} ({name})")
+    lines = ["| types | " + " | ".join(axes) + " |", "|---" * (len(axes) + 1) + "|"]
+    for marks, kinds in sorted(rows.items(), key=lambda row: -len(row[1])):
+        lines.append(f"| {', '.join(kinds)} | " + " | ".join(marks) + " |")
+    verdicts = [len(variant["right"]) for entry in found["models"].values() for variant in entry.get("variants", [])]
+    refusals = [len(variant["refused"]) for entry in found["models"].values() for variant in entry.get("variants", [])]
+    return PAGE.format(
+        versions=", ".join(f"{name} {number}" for name, number in found["versions"].items()),
+        right=sum(verdicts),
+        cases=sum(verdicts) + sum(refusals),
+        rows="\n".join(lines),
+        leaks=", ".join(leaks) + ".",
+        reasons="\n".join(f"- {why}: {', '.join(sorted(kinds))}." for why, kinds in sorted(reasons.items())),
+        not_run="\n".join(f"- {why}: {', '.join(kinds)}." for why, kinds in sorted(not_run.items())),
+    )
+
+
+def _mark(variants: list[dict[str, Any]], axes: str) -> str:
+    if any(axes in variant["refused"] for variant in variants):
+        return "–"
+    return "✓" if any(axes in variant["right"] for variant in variants) else "·"
+
+
+def _general(why: str) -> str:
+    """Returns a reason without the names and sizes of one model."""
+    why = re.sub(r"a model of type '[^']+' ", "", why)
+    why = re.sub(r"\w+ cannot be a pipeline: ", "", why)
+    return re.sub(r"; .*|: set .*| \(.*| with [cpt]+p_size \d", "", why).strip()
+
+
+def differs(one: RunRecord, many: RunRecord) -> str:
+    """Describes what of a training differs from that of one process; "" if nothing does."""
+    for name, tolerance in (("loss", LOSS), ("grad_norm", NORM)):
+        most, each = relative_difference(getattr(one, name), getattr(many, name))
+        if most > tolerance or len(each) != STEPS:
+            return f"{name} differs by {most:.1e}"
+    for step, metrics in one.eval().items():
+        most, _ = relative_difference({0: metrics["eval/loss"]}, {0: many.eval()[step]["eval/loss"]})
+        if most > NORM:
+            return f"evaluation differs by {most:.1e}"
+    if found := replicas(many):
+        return "replicas of {1} differ between ranks {2} and {3} after step {0}".format(*found)
+    return ""
