@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import time
 from collections.abc import Iterable
@@ -39,7 +38,7 @@ from dist_template.rehearsal.root_cause import trace
 from dist_template.rehearsal.shrink_config import write_texts
 from dist_template.rehearsal.workers import Workers
 
-from . import ROOT
+from . import ROOT, zoo_page
 from .record import Figure, Options, Result
 from .zoo_models import SEQ_LEN, configured, plans, variants
 
@@ -189,7 +188,10 @@ class Zoo:
         recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
         with Workers(ranks, Project("trainer_dev")) as workers:
             callbacks = [RaggedLabels(), LeakageTest(folder), *recorders]
-            return workers.run(argv, folder, callbacks=callbacks, timeout_s=90.0, run_id=name)
+            record = workers.run(argv, folder, callbacks=callbacks, timeout_s=90.0, run_id=name)
+        if "EADDRINUSE" in record.error:  # two cases at a time may choose one port
+            return self.train(kind, variant, arm, architecture, is_traced)
+        return record
 
     def flags(self) -> list[str]:
         return [
@@ -221,7 +223,7 @@ def run(options: Options) -> Result:
     found = table(zoo.known.values())
     proof_file = options.output / "proof.json" if options.quick else Path(proof.__file__).parents[1] / "proof.json"
     if not options.quick:
-        (ROOT / "docs" / "models.md").write_text(page(found), "utf-8")
+        (ROOT / "docs" / "models.md").write_text(zoo_page.page(found, [arm.axes for arm in ARMS.values()]), "utf-8")
     proof_file.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", "utf-8")
     cases = [each for each in zoo.known.values() if each["arm"] != "one"]
     figures = [
@@ -254,88 +256,6 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
         else:
             variants[-1]["refused"][axes] = case["why"]
     return {"versions": proof.versions(), "models": models}
-
-
-PAGE = """# Models
-
-Which causal language models of transformers train under which strategies to the numbers of one process: small odd
-models of each type, six steps on packed documents with masked labels, accumulation and clipping, by
-`python -m benchmarks zoo`. `fit`, `plan` and `launch` read the same table: what it calls right is silent, what it
-refuses is a sentence before anything is built, and everything else is one line that names `rehearse`, which compares
-your model with one process in a minute and remembers it in proven.json of the project.
-
-{versions}. **{right}** of {cases} cases are right: losses within 1e-6, norms and evaluation within 1e-5, replicas equal
-bit by bit. A type with optional switches (biases, norms of queries and keys, tied embeddings) was tried with both.
-
-| mark | meaning |
-|---|---|
-| ✓ | right |
-| – | refused, in a sentence |
-| · | not tried: `fit` says so |
-
-{rows}
-
-## Documents that see each other
-
-In these types a token depends on the documents before its own in a packed row, on one process too, because their layers
-carry a state or ignore positions. `fit` warns; data.cross_document_attention true accepts it.
-
-{leaks}
-
-## Why a strategy is refused
-
-{reasons}
-
-## Not trained
-
-{not_run}
-"""
-
-
-def page(found: dict[str, Any]) -> str:
-    """Returns docs/models.md: types with the same verdicts share a row."""
-    axes = list(dict.fromkeys(arm.axes for arm in ARMS.values()))
-    rows: dict[tuple[str, ...], list[str]] = {}
-    reasons: dict[str, set[str]] = {}
-    leaks: list[str] = []
-    not_run: dict[str, list[str]] = {}
-    for kind, entry in found["models"].items():
-        if "variants" not in entry:
-            not_run.setdefault(entry["not_run"].partition(":")[0], []).append(kind)
-            continue
-        marks = tuple(_mark(entry["variants"], name) for name in axes)
-        rows.setdefault(marks, []).append(kind)
-        leaks += [kind] * ("documents" in entry.get("leaks", {}))
-        for variant in entry["variants"]:
-            for name, why in variant["refused"].items():
-                reasons.setdefault(_general(why), set()).add(f"{kind} ({name})")
-    lines = ["| types | " + " | ".join(axes) + " |", "|---" * (len(axes) + 1) + "|"]
-    for marks, kinds in sorted(rows.items(), key=lambda row: -len(row[1])):
-        lines.append(f"| {', '.join(kinds)} | " + " | ".join(marks) + " |")
-    verdicts = [len(variant["right"]) for entry in found["models"].values() for variant in entry.get("variants", [])]
-    refusals = [len(variant["refused"]) for entry in found["models"].values() for variant in entry.get("variants", [])]
-    return PAGE.format(
-        versions=", ".join(f"{name} {number}" for name, number in found["versions"].items()),
-        right=sum(verdicts),
-        cases=sum(verdicts) + sum(refusals),
-        rows="\n".join(lines),
-        leaks=", ".join(leaks) + ".",
-        reasons="\n".join(f"- {why}: {', '.join(sorted(kinds))}." for why, kinds in sorted(reasons.items())),
-        not_run="\n".join(f"- {why}: {', '.join(kinds)}." for why, kinds in sorted(not_run.items())),
-    )
-
-
-def _mark(variants: list[dict[str, Any]], axes: str) -> str:
-    if any(axes in variant["refused"] for variant in variants):
-        return "–"
-    return "✓" if any(axes in variant["right"] for variant in variants) else "·"
-
-
-def _general(why: str) -> str:
-    """Returns a reason without the names and sizes of one model."""
-    why = re.sub(r"a model of type '[^']+' ", "", why)
-    why = re.sub(r"\w+ cannot be a pipeline: ", "", why)
-    return re.sub(r"; .*|: set .*| \(.*| with [cpt]+p_size \d", "", why).strip()
 
 
 def differs(one: RunRecord, many: RunRecord) -> str:

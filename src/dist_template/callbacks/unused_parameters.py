@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy
 
-from ..compat.lightning import accumulates
+from ..compat.lightning import accumulates, needs_every_gradient
 from ..errors import InputError
 from .console import write_lines
 
@@ -25,10 +24,7 @@ class UnusedParameters(Callback):
     _checks = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        strategy = trainer.strategy
-        self._needs_all = type(strategy) is DDPStrategy and not strategy._ddp_kwargs.get(
-            "find_unused_parameters"
-        )
+        self._needs_all = needs_every_gradient(trainer.strategy)
         self._checks = trainer.is_global_zero or self._needs_all
         self._reached: set[str] = set()
         self._hooks: list[Any] = []

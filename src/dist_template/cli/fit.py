@@ -39,7 +39,6 @@ from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
 from . import config_file, limits, ranges
 from .defaults import ALWAYS_ON, TRAINER_DEFAULTS, callback_class, hide_expected
-from .limits import proven
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (
     RunConfig,
@@ -257,15 +256,12 @@ class CLI(OpenCLI):
                 self.datamodule.require()  # a stale cache is refused, not replaced
             else:
                 self.datamodule.prepare(report=WATCHDOG.report)
-        config = any_module.build_config(self.model, self.datamodule)
-        self._check_limits(config)
-        if is_fit:
-            arguments = self._machine, self._trainer_arguments, self.model, self.datamodule
-            for note in proven.notes(limits.Setup(*arguments, config, True), self._root):
-                self._print(note)
+        self._check_limits(config := any_module.build_config(self.model, self.datamodule))
         if resumes:
             self._setting("last_checkpoint").compare(Path(resumes), self.datamodule, self.model)
         if is_fit:
+            where = self.trainer.strategy, self.trainer.world_size, self._root
+            self._print("\n".join(limits.proven.notes(config, self.datamodule, *where)))
             self._setting("same_environment").lock(self.trainer, self.run, is_launched)
 
     before_validate = before_test = before_fit

@@ -119,6 +119,12 @@ def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
 
 
+def needs_every_gradient(strategy: Any) -> bool:
+    """Returns whether DDP reduces a bucket only if all of its parameters have a gradient."""
+    is_plain = type(strategy) is DDPStrategy  # DeepSpeed's is a subclass
+    return is_plain and not strategy._ddp_kwargs.get("find_unused_parameters")
+
+
 def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:
     """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy
     makes next.

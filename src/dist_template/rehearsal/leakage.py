@@ -83,10 +83,14 @@ def _tensors(module: Any, call: ForwardCall, changed: Any = None) -> dict[str, T
 def _first_change(
     module: Any, call: ForwardCall, batch: Any, ranges: Ranges, expected: Mapping[str, Tensor]
 ) -> str:
-    """Changes the tokens in `ranges`; returns the first tensor that changes elsewhere, or ""."""
+    """Changes the tokens in `ranges`; returns the first tensor that changes elsewhere, or "".
+
+    A tensor inside may change for tokens that its layer masks next: the logits (key "") decide.
+    """
     tokens = _with_other_tokens(batch, ranges)
     shape = tuple(tokens.shape)
     got = _tensors(module, call, {batch["input_ids"]: tokens})
+    changed: list[str] = []
     for key, want in expected.items():
         have = got.get(key)
         if have is None or have.shape != want.shape or not want.numel():
@@ -100,8 +104,8 @@ def _first_change(
         for row, (start, end) in ranges.items():
             kept = slice(end, None) if start == 0 else slice(0, start)
             if not (want[row, kept] - have[row, kept]).abs().max().item() <= TOLERANCE * largest:
-                return key
-    return ""
+                changed.append(key)
+    return changed[0] if "" in changed else ""
 
 
 def _with_other_tokens(batch: Any, ranges: Ranges) -> Tensor:

@@ -27,7 +27,7 @@ import lightning as L
 from . import mesh, options, pipeline, proven, training, trial, values, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
-__all__ = ["Machine", "Setup", "violations"]
+__all__ = ["Machine", "proven", "violations"]
 
 TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.other_strategies,

@@ -100,7 +100,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     """
     from ...cli import config_file
     from ...cli.fit import describe as read
-    from ...cli.limits import Machine, Setup, proven, violations
+    from ...cli.limits import Machine, proven, violations
     from ..rehearse import model_config
 
     known = "fit" if verb == "prepare" else verb
@@ -119,8 +119,10 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     setup = (machine, trainer, cli.model, cli.datamodule, model_config(cli), verb == "fit")
     if verb != "prepare" and (found := violations(*setup, saves_asynchronously=asynchronous)):
         raise InputError(found[0])
-    for note in proven.notes(Setup(*setup), project.folder.parent) if verb == "fit" else ():
-        print(note, flush=True)
+    if verb == "fit":
+        where = trainer["strategy"], machine.world_size, project.folder.parent
+        for note in proven.notes(model_config(cli), cli.datamodule, *where):
+            print(note, flush=True)
     if verb == "fit" and site.memory_bytes:
         _compare_memory(cli, machine, site.memory_bytes)
     sizes = (nodes, devices, hosts if on_hosts else [], machine.accelerator)
