@@ -103,7 +103,7 @@ def test_sizes_that_do_not_fit_are_reported_without_a_training(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--steps=3"], "--steps 3 is below 6"),
+        (["--steps=3"], "--steps: '3' is not allowed, give a whole number from 6"),
         (["--only=nothing"], "--only 'nothing' matches no check"),
         (["--processes=3", "--trainer.strategy=MeshStrategy", "--trainer.strategy.fsdp_size=4"], "does not make 3"),
     ],

@@ -15,6 +15,7 @@ from trainer_dev.module import LanguageModule
 from benchmarks.traffic import STRATEGIES, Setting
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.cli.main import command
+from dist_template.model.flops import PEAKS
 from dist_template.project import Project
 from dist_template.tools.plan.candidates import Candidate, candidates
 from dist_template.tools.plan.command import _largest
@@ -256,6 +257,7 @@ def test_the_simplest_of_equally_fast_strategies_comes_first() -> None:
 
 FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--trainer.precision=bf16-mixed",
          "--trainer.accelerator=gpu"]  # fmt: skip
+KNOWN = ", ".join(row.devices for row in PEAKS)
 
 
 @pytest.mark.parametrize(
@@ -263,14 +265,12 @@ FLAGS = [f"--model.architecture={json.dumps(LLAMA | {'vocab_size': 257})}", "--t
     [
         (["--devices=8", "--memory=80"], "cluster.device_memory is '80'; give a number with a unit, as 80GB or 80GiB"),
         (["--devices=8"], "plan needs the memory of a device: give it, as --memory 80GB"),
-        (["--devices=eight", "--memory=80GB"], "--devices is 'eight': give a number, or a range such as 1:16"),
+        (["--devices=eight", "--memory=80GB"], "--devices is 'eight': give 1 to 99,999, or a range such as 1:16"),
         (["--devices=8", "--nodes=16:1", "--memory=80GB"],
-         "--nodes is '16:1': give a number, or a range such as 1:16"),
+         "--nodes is '16:1': give 1 to 99,999, or a range such as 1:16"),
         (["--trainer.devices=auto", "--memory=80GB"], "trainer.devices is auto: give a node's devices, as --devices 8"),
-        (["--devices=8", "--memory=80GB", "--gpu=H1000"],
-         "--gpu 'H1000' has no known peak for bf16-mixed: give a name as torch.cuda.get_device_name has it, or"
-         " --tflops"),
-        (["--devices=8", "--memory=80GB", "--tflops=-1"], "--bandwidth and --tflops are speeds: give numbers above 0"),
+        (["--devices=8", "--memory=80GB", "--gpu=Tesla T4"],
+         f"--gpu 'Tesla T4' has no known peak for bf16-mixed: give --tflops, or one of {KNOWN}"),
         (["--devices=8", "--memory=80GB", "--model.architecture.num_key_value_heads=3"],
          "the model's num_attention_heads 4 is not a multiple of num_key_value_heads 3; edit model.architecture"),
         (["--devices=8", "--memory=80GB", "--largest=model", "--model.pretrained=org/model"],

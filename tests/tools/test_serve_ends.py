@@ -227,7 +227,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
         port = other.getsockname()[1]
         in_use = refused(capfd, str(folder), f"--port={port}")
     assert f"--port {port} cannot be used" in in_use and "in use" in in_use
-    assert "--port 99999 cannot be used" in refused(capfd, str(folder), "--port=99999")
+    assert "--port: '99999' is not allowed" in refused(capfd, str(folder), "--port=99999")
     alone = chat_model(tmp_path / "alone")
     for file in alone.glob("tokenizer*"):
         file.unlink()

@@ -10,7 +10,7 @@ from ..errors import InputError
 from .kubernetes import Kubernetes
 
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
+SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
 TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 

@@ -15,6 +15,7 @@ from ..cluster.launch import RUN_ID
 from ..errors import Exit, InputError
 from ..project import Project
 from . import sizes
+from .ranges import in_range
 
 if TYPE_CHECKING:
     from ..rehearsal.report import Result
@@ -92,9 +93,9 @@ def own_flags() -> argparse.ArgumentParser:
     exit_codes = " Exit code: 0 all checks hold, 1 a check failed, 2 bad input."
     parser = sizes.parser("rehearse", str(__doc__), exit_codes)
     processes = "CPU processes (default: the minimum for the strategy)"
-    parser.add_argument("--processes", type=int, help=processes)
+    parser.add_argument("--processes", type=in_range(int, 1, 1024), help=processes)
     steps = f"optimizer steps of each training, {MIN_STEPS} or more (default: {MIN_STEPS})"
-    parser.add_argument("--steps", type=int, default=MIN_STEPS, help=steps)
+    parser.add_argument("--steps", type=in_range(int, MIN_STEPS), default=MIN_STEPS, help=steps)
     output = "folder for the report and all runs (default: runs/rehearsals/<time>)"
     parser.add_argument("--output", help=output)
     keep = "read data.source with data.tokenizer instead of generated text"
@@ -102,7 +103,7 @@ def own_flags() -> argparse.ArgumentParser:
     only = "run only the checks with this in their name (default: all)"
     parser.add_argument("--only", default="", help=only)
     idle = "seconds without progress after which a training counts as hung (default: 60)"
-    parser.add_argument("--timeout", type=float, default=60, help=idle)
+    parser.add_argument("--timeout", type=in_range(float, 0.001), default=60, help=idle)
     return parser
 
 
@@ -121,8 +122,6 @@ def make_small(
     from ..rehearsal.runs import Runs
     from ..rehearsal.shrink_config import shrink
 
-    if own.steps < MIN_STEPS:
-        raise InputError(f"--steps {own.steps} is below {MIN_STEPS}")
     cli = _parse([*flags, *sizes.as_flags(own)], project)
     strategy, config = cli.config_init.trainer.strategy, model_config(cli)
     shrinks = (own.steps, own.processes, own.keep_data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..project import Flags, program
+from .ranges import in_range
 
 SIZES = (  # flag, key, what it is
     ("nodes", "num_nodes", "nodes"),
@@ -22,7 +23,7 @@ def parser(verb: str, description: str, epilog: str = "") -> Flags:
     )
     for name, key, what in SIZES:
         help = f"{what} of the real run (default: trainer.{key})"
-        made.add_argument(f"--{name}", type=int, help=help)
+        made.add_argument(f"--{name}", type=in_range(int, 1, 100_000), help=help)
     return made
 
 

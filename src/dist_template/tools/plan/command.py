@@ -9,6 +9,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...project import Flags, Project, program
+from ..ranges import in_range
 
 SHARE = 0.6  # of a datasheet's peak that matrix products reach, where it was not measured
 GPU = "NVIDIA H100 80GB HBM3"
@@ -23,8 +24,6 @@ def main(argv: list[str], project: Project) -> None:
     """
     own, flags = _parser().parse_known_args(argv[1:])
     nodes, devices = (_counts(name, getattr(own, name)) for name in ("nodes", "devices"))
-    if min(*own.bandwidth, own.tflops or 1) <= 0:
-        raise InputError("--bandwidth and --tflops are speeds: give numbers above 0")
     memory = [f"--cluster.device_memory={own.memory}"] if own.memory else []
     from ...cli.fit import parse
     from ...cli.limits.machine import Machine as Described
@@ -76,9 +75,10 @@ def _parser() -> Flags:
     made.add_argument("--memory", help="of a device, as 80GB (10^9) or 80GiB (2^30)")
     made.add_argument("--gpu", default=GPU, help="its name, for its peak (default: %(default)s)")
     reached = f"TFLOP/s that matrix products reach (default: {SHARE} of the peak)"
-    made.add_argument("--tflops", type=float, help=reached)
+    speed = in_range(float, 0.001)
+    made.add_argument("--tflops", type=speed, help=reached)
     rates = "GB/s that a device sends within a node, and to others (default: 300 40)"
-    made.add_argument("--bandwidth", type=float, nargs=2, default=[300.0, 40.0], help=rates)
+    made.add_argument("--bandwidth", type=speed, nargs=2, default=[300.0, 40.0], help=rates)
     made.add_argument("--largest", choices=STEPS, help="longest sequence, or most layers")
     return made
 
@@ -87,23 +87,22 @@ def _counts(name: str, text: str | None) -> list[int]:
     """Returns the numbers that --nodes or --devices asks for; [] if it is not given."""
     if text is None:
         return []
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    found = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 0 < low <= high:
-        raise InputError(f"--{name} is {text!r}: give a number, or a range such as 1:16")
+        raise InputError(f"--{name} is {text!r}: give 1 to 99,999, or a range such as 1:16")
     return sorted({low, high, *(2**n for n in range(high.bit_length()) if low < 2**n < high)})
 
 
 def _speeds(own: Any, precision: str) -> tuple[float, float]:
     """Returns operations per second that a device reaches, and its peak; 0 if not known."""
-    from ...model.flops import peak
+    from ...model.flops import PEAKS, peak
 
-    found = peak(own.gpu, precision)
-    if not found and not own.tflops and precision[:2] in ("16", "bf"):
-        raise InputError(
-            f"--gpu {own.gpu!r} has no known peak for {precision}: give a name as"
-            " torch.cuda.get_device_name has it, or --tflops"
-        )
+    found, is_half = peak(own.gpu, precision), precision[:2] in ("16", "bf")
+    if not own.tflops and not peak(own.gpu, precision if is_half else "16-mixed"):
+        known = ", ".join(row.devices for row in PEAKS)
+        why = f"has no known peak for {precision}: give --tflops, or one of {known}"
+        raise InputError(f"--gpu {own.gpu!r} {why}")
     highest = found[0] if found else own.tflops or 0.0
     return 1e12 * (own.tflops or SHARE * highest), 1e12 * highest
 

@@ -14,6 +14,7 @@ from typing import Any
 from ...cluster import signals
 from ...errors import InputError, reason, require
 from ...project import Flags, Project, program
+from ..ranges import in_range
 
 NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn")
 FLAGS: dict[str, tuple[Any, str]] = {
@@ -27,6 +28,8 @@ FLAGS: dict[str, tuple[Any, str]] = {
     "grace_s": (20.0, "seconds for running requests after SIGTERM"),
     "api_key_env": ("SERVE_API_KEY", "environment variable with the key that requests present"),
 }
+RANGES = {"max_tokens": (1,), "max_requests": (1,), "max_body": (1,), "port": (0, 65_535)}
+RANGES |= {"timeout_s": (0.001, 1e8), "grace_s": (0, 1e8)}
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -85,7 +88,8 @@ def flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=names, default="auto", help=auto)
     for flag, (default, what) in FLAGS.items():
         shown = f"{what} (default: {default})" if default else what
-        parser.add_argument(f"--{flag}", type=type(default), default=default, help=shown)
+        kind = in_range(type(default), *RANGES[flag]) if flag in RANGES else str
+        parser.add_argument(f"--{flag}", type=kind, default=default, help=shown)
     parser.add_argument("--log_prompts", action="store_true", help="add prompts to the log")
     return parser.parse_args(argv)
 

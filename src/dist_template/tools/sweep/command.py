@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import InputError, reason, require
 from ...project import Flags, Project
 from ...table import shown
+from ..ranges import in_range
 
 FORMS = "{float: [low, high]}, {log: [low, high]}, {int: [low, high]} or {choice: [a, b]}"
 
@@ -19,11 +20,12 @@ def main(argv: list[str], project: Project) -> None:
     """Runs the sweep of `argv`, or resumes it; raises Ended if it was stopped."""
     made = Flags("sweep", epilog="and fit's flags")
     made.add_argument("--space", required=True, help="YAML of keys of fit with their values")
-    made.add_argument("--trials", type=int, default=16, help="in all, of all processes")
-    made.add_argument("--workers", type=int, default=1, help="trials at a time on this machine")
+    trials, workers, steps = in_range(int, 1), in_range(int, 1, 1024), in_range(int, 0)
+    made.add_argument("--trials", type=trials, default=16, help="in all, of all processes")
+    made.add_argument("--workers", type=workers, default=1, help="trials at a time on this machine")
     made.add_argument("--sampler", choices=("tpe", "random", "grid"), default="tpe")
     made.add_argument("--pruner", choices=("median", "hyperband", "none"), default="median")
-    made.add_argument("--prune_after", type=int, default=0, help="optimizer steps of every trial")
+    made.add_argument("--prune_after", type=steps, default=0, help="optimizer steps of every trial")
     made.add_argument("--name", help="of the folder in run.root; default: <run.name>-<space>")
     given, flags = made.parse_known_args(argv[1:])
     require("optuna", "sweep")
