@@ -51,7 +51,7 @@ def fake_tensors(on_gpu: bool, fp32: bool) -> Generator[None]:
     from transformers.integrations import moe
 
     attention = F.scaled_dot_product_attention
-    experts: dict[str, Any] = {"_grouped_mm": lambda input, weight, offs: input @ weight[0]}
+    experts: dict[str, Any] = {"_grouped_mm": lambda x, weight, offs: (x[None] @ weight[:1])[0]}
 
     def padded(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         size, more = value.shape[-1], query.shape[-1] - value.shape[-1]

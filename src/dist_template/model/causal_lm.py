@@ -80,7 +80,7 @@ def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module
         config.vocab_size = max(config.vocab_size, vocab_size)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+        except Exception as error:  # each architecture fails in its own way
             is_meta = torch.get_default_device().type == "meta"  # place() may build it in full
             if is_out_of_memory(error) or is_meta and isinstance(error, RuntimeError):
                 raise

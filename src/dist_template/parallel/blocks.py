@@ -24,6 +24,7 @@ from ..compat.transformers import names_of_blocks
 from ..errors import InputError
 
 Function = Callable[..., Any]
+OF_EXPERTS = ("aten._grouped_mm.default", "aten.bmm.default")
 
 
 @dataclass
@@ -85,7 +86,11 @@ def wrap_blocks(model: nn.Module, config: BlockConfig) -> None:
 def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Function:
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        # transformers' experts add a bias in place to their product, which cannot be kept then.
+        has_bias = any(getattr(module, "has_bias", False) for module in block.modules())
+        kept = {each for each in EXPENSIVE if not (has_bias and str(each) in OF_EXPERTS)}
+        policy = functools.partial(_keep_products, kept)
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
         options["context_fn"] = contexts
 
     @functools.wraps(forward)
@@ -97,10 +102,11 @@ def _checkpointed(block: nn.Module, forward: Function, selective: bool) -> Funct
     return wrapped
 
 
-def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_products(
+    kept: set[Any], context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Saves results that are expensive to recompute; norms, activations and rotations are cheap."""
-    is_expensive = operation in EXPENSIVE
-    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _compiled(forward: Function) -> Function:

@@ -38,8 +38,7 @@ class Planner:
         found = []
         for candidate, rows in self._accepted(machine).items():
             sizes = [2**n for n in range(MOST_ROWS.bit_length()) if rows % 2**n == 0]
-            made = [(size, mode) for size in sizes for mode in RECOMPUTED]
-            every = self._ranked(candidate, machine, made)
+            every = self.ranked(candidate, machine, sizes, [*RECOMPUTED])
             found += [option for option in every if option.is_allowed][:1]
         if not found and self.failed:
             raise InputError(f"plan cannot trace this model: {next(iter(self.failed))}")
@@ -49,20 +48,24 @@ class Planner:
         return [*shown.values()]
 
     def fits(self, machine: Machine) -> bool:
-        accepted, smallest = self._accepted(machine), [(1, "full")]
-        return any(o.fits for each in accepted for o in self._ranked(each, machine, smallest))
+        accepted = self._accepted(machine)
+        return any(o.fits for each in accepted for o in self.ranked(each, machine, [1], ["full"]))
 
-    def _ranked(
-        self, candidate: Candidate, machine: Machine, made: list[tuple[int, str]]
+    def ranked(
+        self, candidate: Candidate, machine: Machine, sizes: list[int], modes: list[str]
     ) -> list[Planned]:
-        """Returns the estimates, the best first; none, as `failed` explains, if a trace fails."""
-        try:
-            every = [self.option(candidate, machine, *each) for each in made]
-            return sorted(every, key=lambda option: option.order)
-        except Exception as error:  # of the model's own code, whose shapes are a rank's
-            names = self.failed.setdefault(reason(error), [])
-            names += [candidate.sizes] * (candidate.sizes not in names)
-            return []
+        """Returns the estimates for micro-batches of `sizes` sequences and for `modes` of
+        checkpointing, the best first; without a mode whose trace fails, as `failed` explains."""
+        found: list[Planned] = []
+        for mode in modes:
+            try:
+                every = [self.option(candidate, machine, size, mode) for size in sizes]
+                found += sorted(every, key=lambda option: option.order)
+            except Exception as error:  # of the model's own code, whose shapes are a rank's
+                names, name = self.failed.setdefault(reason(error), []), candidate.sizes
+                with_mode = name if mode == modes[0] else f"{name} with checkpointing {mode}"
+                names += [with_mode] * (not {name, with_mode} & {*names})
+        return sorted(found, key=lambda option: option.order)
 
     def _accepted(self, machine: Machine) -> dict[Candidate, int]:
         """Returns the strategies that `fit` accepts, and the sequences of a rank in a step.

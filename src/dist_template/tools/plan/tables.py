@@ -36,10 +36,10 @@ def show(planner: Planner, machines: list[Machine]) -> None:
         print("\nNothing fits: more devices, more memory or a shorter data.seq_len are needed.")
     best = (fitting or options)[0]
     candidate, machine, rows = best.candidate, best.machine, best.micro_batch_size
-    modes = [planner.option(candidate, machine, rows, mode) for mode in RECOMPUTED]
+    modes = [o for mode in RECOMPUTED for o in planner.ranked(candidate, machine, [rows], [mode])]
     parts = [mode.parts() | {"total": mode.total()} for mode in modes]
     lines = [[name, *(f"{each[name] / GB:.2f}" for each in parts)] for name in parts[0]]
-    head = [f"GB of {_where(best)}", *(f"checkpointing {mode}" for mode in RECOMPUTED)]
+    head = [f"GB of {_where(best)}", *(f"checkpointing {mode.checkpointing}" for mode in modes)]
     print("\n" + Table("", head, lines).as_text())
 
 
