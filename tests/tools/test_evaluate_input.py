@@ -30,8 +30,10 @@ def test_bits_per_byte_are_those_of_text_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["tasks: 5", "tasks: [1, {}]", "limit: 0", "metric: [x]", "chat_template: maybe", "limit: 1.5"]
-)
+    "line",
+    ["tasks: 5", "tasks: [1, {}]", "limit: 0", "metric: [x]", "chat_template: maybe", "limit: 1.5",
+     "metric: os:getcwd", "metric: os:sep", "tasks: ['']"],
+)  # fmt: skip
 def test_a_key_of_another_type_is_one_sentence(line: str, tmp_path: Path) -> None:
     (tmp_path / "evaluate.yaml").write_text(line)
     with pytest.raises(InputError, match=rf"evaluate.yaml: .*{line.partition(':')[0]}") as refused:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dist_template.errors import Exit
 from dist_template.tools.launch import nodes
-from dist_template.tools.launch.command import write
+from dist_template.tools.launch.command import withdraw, write
 from dist_template.tools.launch.job import Job, describe
 from dist_template.tools.launch.targets import target
 from tests.support.launched import LONG, Launched, site
@@ -169,3 +171,16 @@ def test_a_second_launch_of_a_running_run_leaves_its_files(
         assert first.end() == Exit.REQUEUE
     finally:
         first.process.kill()
+
+
+def test_a_launch_is_kept_under_a_new_number_where_one_was_deleted(tmp_path: Path) -> None:
+    job: Any = SimpleNamespace(run=tmp_path, files=tmp_path / "launch", hosts=[], site=SimpleNamespace(ssh="ssh"))
+    for text in ("1", "2", "3"):
+        write(job, "ssh", {"node.sh": text})
+    shutil.rmtree(tmp_path / "launch.1")
+    write(job, "ssh", {"node.sh": "4"})
+    texts = {folder.name: (folder / "node.sh").read_text() for folder in tmp_path.iterdir()}
+    assert texts == {"launch": "4", "launch.2": "2", "launch.3": "3"}
+    withdraw(job)
+    texts = {folder.name: (folder / "node.sh").read_text() for folder in tmp_path.iterdir()}
+    assert texts == {"launch": "3", "launch.2": "2"}

@@ -22,6 +22,7 @@ from ..export import trained
 from . import baselines, tasks
 from .models import baseline_of, of_run, score
 from .paired import LEAST, SCALED, Comparison, Pair, compare
+from .requirement import check
 
 SHOWN, CHARACTERS = 3, 300  # documents at each end, and of the text of each
 
@@ -35,6 +36,11 @@ def evaluate(given: Any, name: str, project: Project) -> list[Comparison]:
     from pandas import DataFrame
 
     keys, models = tasks.read(given.config), [of_run(n, project, "RUN") for n in given.runs]
+    measures = ["loss", "bits_per_byte", getattr(keys["metric"], "__name__", "loss")]
+    for text in given.require if not keys["tasks"] else ():  # a task has measures of its own
+        check(text, [*dict.fromkeys(measures)])
+    if len({model.checkpoint for model in models}) < len(models):
+        raise InputError(f"{' '.join(given.runs)}: a run is given twice; give each once")
     first = models[0]
     others = [n if n in baselines.NAMES else baseline_of(n, first, project) for n in given.baseline]
     if len(others) > 1 and any(isinstance(o, str) or o.checkpoint == "start" for o in others):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from jsonargparse import ArgumentError, ArgumentParser
@@ -37,14 +38,19 @@ def read(path: str | None) -> dict[str, Any]:
         why = one_sentence(" ".join(str(error).split()), {*KEYS})
         raise InputError(f"--config {path}: {why}") from error
     if given.get("tasks"):
+        if not all(name.strip() for name in given["tasks"]):
+            raise InputError(f"--config {path}: tasks has an empty name; give names of lm-eval")
         require("lm_eval", "tasks")
+    name = given.get("metric") or ""
     try:
-        if name := given.get("metric"):
+        if name:
             module, _, function = name.partition(":")
-            given["metric"] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        why = f"cannot be imported ({first_line(error)}); give module:function"
-        raise InputError(f"--config {path}: metric {given['metric']!r} {why}") from error
+            given["metric"] = metric = getattr(importlib.import_module(module), function)
+            inspect.signature(metric).bind("samples", "model", "tokenizer")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        cure = "give module:function, a function of (samples, model, tokenizer)"
+        why = f"metric {name!r} cannot be used ({first_line(error)}); {cure}"
+        raise InputError(f"--config {path}: {why}") from error
     return KEYS | given
 
 

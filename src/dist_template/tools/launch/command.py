@@ -117,17 +117,23 @@ def write(job: Job, on: str, files: dict[str, str]) -> Path:
     record = {"on": on, "id": "", "hosts": job.hosts, "ssh": job.site.ssh}
     write_atomically(temporary / RECORD, json.dumps(record, indent=2))
     if job.files.exists():
-        job.files.rename(job.run / f"launch.{len(list(job.run.glob('launch.*'))) + 1}")
+        job.files.rename(job.run / f"launch.{max(_earlier(job), default=0) + 1}")
     return temporary.rename(job.files)
 
 
 def withdraw(job: Job) -> None:
     """Removes the files of a job that was refused; those of an earlier launch are back."""
     shutil.rmtree(job.files)
-    if earlier := len(list(job.run.glob("launch.*"))):
-        job.run.joinpath(f"launch.{earlier}").rename(job.files)
+    if earlier := _earlier(job):
+        job.run.joinpath(f"launch.{max(earlier)}").rename(job.files)
     if not any(job.run.iterdir()):
         job.run.rmdir()
+
+
+def _earlier(job: Job) -> list[int]:
+    """Returns the numbers of the earlier launches' folders, any of which may be deleted."""
+    suffixes = [folder.suffix[1:] for folder in job.run.glob("launch.*")]
+    return [int(suffix) for suffix in suffixes if suffix.isdecimal()]
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from ...errors import InputError
 from ...table import shown
 
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "BruteForceSampler"}
+OPERATIONS = range(11)  # codes of an entry of the journal (optuna 4)
 
 
 class Sweep:
@@ -29,7 +32,7 @@ class Sweep:
         self.folder, self._optuna, path = folder, optuna, str(folder / "journal.log")
         self._turn = JournalFileOpenLock(str(folder / "next"))
         lock = JournalFileOpenLock(path)
-        _drop_torn_line(Path(path), lock)
+        _check_journal(Path(path), lock)
         backend = JournalFileBackend(path, lock)
         self._where: Any = {"storage": optuna.storages.JournalStorage(backend), "study_name": ""}
         if definition:
@@ -91,22 +94,37 @@ class Sweep:
             self._turn.release()
 
 
-def _drop_torn_line(journal: Path, lock: Any) -> None:
-    """Removes the end of an entry that a killed process did not write completely, with a word.
+def _check_journal(journal: Path, lock: Any) -> None:
+    """Drops a damaged last entry, as a killed process leaves it, with a word.
 
-    optuna writes the next entry behind it, and then refuses the whole journal."""
+    optuna writes the next entry behind it, and then refuses the whole journal.
+
+    Raises:
+        InputError: an earlier entry is damaged.
+    """
     if not journal.exists():
         return
     lock.acquire()  # optuna writes under it
     try:
-        with journal.open("r+b") as file:
-            content = file.read()
-            end = content.rfind(b"\n") + 1
-            file.truncate(end)
+        lines = journal.read_bytes().splitlines(keepends=True)
+        damaged = [number for number, line in enumerate(lines) if not _is_entry(line)]
+        if damaged == [len(lines) - 1]:
+            os.truncate(journal, sum(map(len, lines[:-1])))
     finally:
         lock.release()
-    if end < len(content):
+    if damaged and damaged[0] < len(lines) - 1:
+        where, cure = f"{journal}:{damaged[0] + 1}", "restore the file, or set another --name"
+        raise InputError(f"{where} is damaged: it is no entry of optuna's journal; {cure}")
+    if damaged:
         print(f"{journal}: its last entry was cut by a kill and is dropped; it is done again")
+
+
+def _is_entry(line: bytes) -> bool:
+    """Returns whether `line` is a complete entry of optuna's journal."""
+    try:
+        return json.loads(line)["op_code"] in OPERATIONS and line.endswith(b"\n")
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def distribution(entry: dict[str, list[Any]]) -> Any:
