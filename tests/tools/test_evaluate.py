@@ -228,7 +228,7 @@ BAD = {
     "seeds and others": (["{run}", "--baseline", "start", "unigram"], "give one of others"),
     "an unknown key": (["{run}", "--config={key}"], "task is none of tasks, task_folder"),
     "no such metric": (["{run}", "--config={metric}"], "give module:function"),
-    "not measured": (["{run}", "--baseline=start", "--require=x better"], "x is not measured; give one of loss, bits"),
+    "not measured": (["{run}", "--baseline=start", "--require=x better"], "x is not measured; give loss, bits"),
     "a run twice": (["{run}", "{run}"], "a run is given twice"),
 }
 

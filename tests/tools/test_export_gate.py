@@ -172,6 +172,7 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
 
 REFUSED = {
     "adapters of none": (["--to=peft"], "--to peft writes adapters, and model.adapter is null: give hf or onnx"),
+    "merged with nothing": (["--adapter=merged"], "--adapter merged: model.adapter is null, so omit --adapter"),
     "no such type": (["--dtype=int8"], "--dtype int8 is none of --to hf: give float32 bfloat16 float16"),
     "no onnx": (["--to=onnx"], r"--to onnx needs the package onnxscript: pip install 'dist-template\[onnx\]'"),
 }

@@ -107,8 +107,8 @@ def test_what_cannot_be_promoted_is_refused(run: str, verbs: Verbs) -> None:
     refused: dict[str, list[Any]] = {
         "promote needs a run": [],
         "is not a run folder": ["registry"],
-        "--registry: '' is empty": [run, "--registry", ""],
-        "--wandb: '' is empty": [run, "--wandb", ""],
+        "--registry or --wandb is empty": [run, "--registry", ""],
+        "--registry or --wandb is empt": [run, "--wandb", ""],
         "registry.*Not a directory|File exists": [run, "--registry", f"{run}/config.yaml"],
     }
     for sentence, flags in refused.items():

@@ -96,6 +96,7 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "a wrong number": (400, {"json": {"prompt": "a", "temperature": -1}}, "temperature: "),
     "another model": (404, {"json": {"prompt": "a", "model": "gpt-4"}}, "'gpt-4' is not served"),
     "a long prompt": (400, {"json": {"prompt": "a" * 600}}, "at most 512 with its prompt; this prompt has 600"),
+    "more text than positions": (400, {"json": {"prompt": "abc1" * 4000}}, "more than 512 in its 16000 bytes"),
     "a long answer": (400, {"json": {"prompt": "a", "max_tokens": 65}}, "has at most 64 tokens"),
     "settings of its own": (400, {"json": {"prompt": "a", "generation_config": "{}"}}, "generation_config: "),
     "several answers": (400, {"json": {"prompt": "a", "n": 2}}, "n: "),

@@ -13,7 +13,7 @@
 # with 75, and the job is requeued, as when a task is killed or hangs. It is not requeued for bad input.
 #   mkdir -p runs && sbatch --nodes=4 launch/slurm.sh fit --config configs/pretrain.yaml
 # Submit from the project's folder.
-#   PYTHON        interpreter (default: .venv/bin/python)
+#   PYTHON        interpreter (default: .venv/bin/python); DIST_PACKAGE: which of several packages to start
 #   CONTAINER     words before it, as in CONTAINER="apptainer exec --nv image.sif"; SRUN_FLAGS: more flags of srun
 #   MAX_REQUEUES  how often a crashed job is requeued; a preempted one always is (default: 10)
 set -euo pipefail
@@ -24,8 +24,8 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 
-packages=(*/__main__.py)
-package=${packages[0]%/__main__.py}
+packages=(*/__main__.py); package=${DIST_PACKAGE:-${packages[*]%/__main__.py}}
+[[ $package != *" "* ]] || { echo "launch/slurm.sh: set DIST_PACKAGE to one of: $package" >&2; exit 2; }
 
 # A requeued job keeps its number, and so its folder; its time limit starts again.
 export DIST_RUN_ID=${DIST_RUN_ID:-slurm-$SLURM_JOB_ID}

@@ -13,7 +13,7 @@
 #   REJOIN_TIMEOUT    seconds that a restart waits for the other nodes, then it exits with 75
 #                                                   (default: SHUTDOWN_TIMEOUT + 60, for their processes to exit)
 #   SHUTDOWN_TIMEOUT  seconds for the processes to save after a signal, then they are killed (default: 30)
-#   PYTHON            interpreter                   (default: .venv/bin/python)
+#   PYTHON            interpreter (default: .venv/bin/python); DIST_PACKAGE: which of several packages to start
 # It exits with 75 if the same command resumes the run: preempted, or a restart here does not help. docs: exit codes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -24,8 +24,8 @@ if [ $# -eq 0 ]; then
 fi
 
 python=${PYTHON:-.venv/bin/python}
-packages=(*/__main__.py)
-package=${packages[0]%/__main__.py}
+packages=(*/__main__.py); package=${DIST_PACKAGE:-${packages[*]%/__main__.py}}
+[[ $package != *" "* ]] || { echo "launch/torchrun.sh: set DIST_PACKAGE to one of: $package" >&2; exit 2; }
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 nnodes=${NNODES:-1}
 if [ "$nnodes" != 1 ] && [ -z "${RDZV_ENDPOINT:-}" -o -z "${DIST_RUN_ID:-}" ]; then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from ..project import Flags, program
 from .ranges import in_range
@@ -11,9 +12,10 @@ SIZES = (  # flag, key, what it is
     ("nodes", "num_nodes", "nodes"),
     ("devices", "devices", "devices per node"),
 )
+COUNT = in_range(int, 1, 100_000)
 
 
-def parser(verb: str, description: str, epilog: str = "") -> Flags:
+def parser(verb: str, description: str, epilog: str = "", kind: Any = COUNT) -> Flags:
     """Returns the parser of `verb`, with --nodes and --devices."""
     made = Flags(
         verb,
@@ -23,7 +25,7 @@ def parser(verb: str, description: str, epilog: str = "") -> Flags:
     )
     for name, key, what in SIZES:
         help = f"{what} of the real run (default: trainer.{key})"
-        made.add_argument(f"--{name}", type=in_range(int, 1, 100_000), help=help)
+        made.add_argument(f"--{name}", type=kind, help=help)
     return made
 
 

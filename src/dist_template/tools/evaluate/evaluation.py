@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from dataclasses import asdict, replace
 from functools import reduce
@@ -22,7 +23,7 @@ from ..export import trained
 from . import baselines, tasks
 from .models import baseline_of, of_run, score
 from .paired import LEAST, SCALED, Comparison, Pair, compare
-from .requirement import check
+from .requirement import parse
 
 SHOWN, CHARACTERS = 3, 300  # documents at each end, and of the text of each
 
@@ -36,9 +37,10 @@ def evaluate(given: Any, name: str, project: Project) -> list[Comparison]:
     from pandas import DataFrame
 
     keys, models = tasks.read(given.config), [of_run(n, project, "RUN") for n in given.runs]
-    measures = ["loss", "bits_per_byte", getattr(keys["metric"], "__name__", "loss")]
-    for text in given.require if not keys["tasks"] else ():  # a task has measures of its own
-        check(text, [*dict.fromkeys(measures)])
+    known = dict.fromkeys(("loss", "bits_per_byte", getattr(keys["metric"], "__name__", "loss")))
+    for text in given.require if not keys["tasks"] else ():  # tasks have measures of their own
+        if (measure := re.sub("^(eval|test)/", "", parse(text)[0])) not in known:
+            raise InputError(f"--require: {measure} is not measured; give {', '.join(known)}")
     if len({model.checkpoint for model in models}) < len(models):
         raise InputError(f"{' '.join(given.runs)}: a run is given twice; give each once")
     first = models[0]

@@ -18,13 +18,6 @@ def parse(text: str) -> tuple[str, float | None]:
     return found[1], float(found[3]) if found[3] else None
 
 
-def check(text: str, known: list[str]) -> None:
-    """Raises InputError before an evaluation that does not measure what `text` compares."""
-    if (name := re.sub("^(eval|test)/", "", parse(text)[0])) not in known:
-        why = f"{name} is not measured; give one of {', '.join(known)}, or its task in --config"
-        raise InputError(f"--require {text!r}: {why}")
-
-
 def failure(text: str, comparisons: list[Comparison]) -> str | None:
     """Returns why a requirement does not hold, in one sentence; None: it holds.
 

@@ -83,6 +83,8 @@ def chosen_format(module: Any, settings: Any) -> str:
         to = "peft" if has_adapter and settings.adapter == "peft" else "hf"
     if to == "peft" and not has_adapter:
         raise InputError("--to peft writes adapters, and model.adapter is null: give hf or onnx")
+    if settings.adapter == "merged" and not has_adapter:
+        raise InputError("--adapter merged: model.adapter is null, so omit --adapter")
     if settings.dtype not in DTYPES[to].split():
         raise InputError(f"--dtype {settings.dtype} is none of --to {to}: give {DTYPES[to]}")
     for package in PACKAGES if to == "onnx" else ():

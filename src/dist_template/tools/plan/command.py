@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import InputError
-from ...project import Flags, Project, program
+from ...project import Flags, Project
+from .. import sizes
 from ..ranges import in_range
 
 SHARE = 0.6  # of a datasheet's peak that matrix products reach, where it was not measured
@@ -63,15 +64,8 @@ def main(argv: list[str], project: Project) -> None:
 
 
 def _parser() -> Flags:
-    made = Flags(
-        "plan",
-        usage=f"{program('plan')} --config FILE [--config FILE]… [--KEY VALUE]… [flags below]",
-        description=__doc__,
-        epilog=f"Every other key is fit's: see `{program('fit')} --help`.",
-    )
-    several = "a number, or a range such as 1:16, whose powers of two are compared"
-    made.add_argument("--nodes", help=f"nodes (default: cluster's or trainer's): {several}")
-    made.add_argument("--devices", help=f"devices of a node (likewise): {several}")
+    several = " --nodes and --devices may be ranges such as 1:16: powers of two are compared."
+    made = sizes.parser("plan", str(__doc__), several, kind=str)
     made.add_argument("--memory", help="of a device, as 80GB (10^9) or 80GiB (2^30)")
     made.add_argument("--gpu", default=GPU, help="its name, for its peak (default: %(default)s)")
     reached = f"TFLOP/s that matrix products reach (default: {SHARE} of the peak)"

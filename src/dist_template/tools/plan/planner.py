@@ -63,8 +63,8 @@ class Planner:
                 found += sorted(every, key=lambda option: option.order)
             except Exception as error:  # of the model's own code, whose shapes are a rank's
                 names, name = self.failed.setdefault(reason(error), []), candidate.sizes
-                with_mode = name if mode == modes[0] else f"{name} with checkpointing {mode}"
-                names += [with_mode] * (not {name, with_mode} & {*names})
+                name += f" with checkpointing {mode}" * (mode != modes[0])
+                names += [name] * (name not in names and candidate.sizes not in names)
         return sorted(found, key=lambda option: option.order)
 
     def _accepted(self, machine: Machine) -> dict[Candidate, int]:

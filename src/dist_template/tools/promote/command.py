@@ -11,7 +11,6 @@ from ...errors import Ended, Exit, InputError, reason, require
 from ...project import Flags, Project, program
 from ..diagnose import newest
 from ..evaluate.models import run_verb
-from ..ranges import text
 from .registry import Registry
 
 AGAINST_START = "eval/loss better"
@@ -26,6 +25,8 @@ def main(argv: list[str], project: Project) -> None:
         Ended: a requirement does not hold, or the export differs from the trained model.
     """
     given = parser().parse_args(argv[1:])
+    if "" in (given.registry, given.wandb):
+        raise InputError("--registry or --wandb is empty: give a name, or omit the flag")
     registry = Registry(Path(given.registry))
     if given.roll_back:
         withdrawn, latest = registry.roll_back()
@@ -63,7 +64,7 @@ def main(argv: list[str], project: Project) -> None:
 def parser() -> Flags:
     made = Flags("promote", description=__doc__)
     made.add_argument("run", nargs="?", help="a run's folder, runs/<name>/<id>")
-    made.add_argument("--registry", type=text, default="registry", help="folder of the versions")
+    made.add_argument("--registry", default="registry", help="folder of the versions")
     default = "default: the latest version, or the run's weights before training"
     made.add_argument("--baseline", help=f"as in evaluate; {default}")
     default = f"{AGAINST_LATEST!r}; without an earlier version {AGAINST_START!r}"
@@ -71,7 +72,7 @@ def parser() -> Flags:
     made.add_argument("--split", choices=("validation", "test"), default="test")
     made.add_argument("--config", help="of evaluate: YAML with tasks and your own metric")
     made.add_argument("--to", choices=("hf", "onnx"), default="hf", help="form of the export")
-    made.add_argument("--wandb", type=text, metavar="PROJECT", help="log it as a W&B artifact")
+    made.add_argument("--wandb", metavar="PROJECT", help="also log the version as a W&B artifact")
     again = "withdraw the latest version; the one before it is served again"
     made.add_argument("--roll_back", action="store_true", help=again)
     return made

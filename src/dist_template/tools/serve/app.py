@@ -48,6 +48,7 @@ class App:
         chat, text = ChatCompletionHandler(one, self._thread), CompletionHandler(one, self._thread)
         self._handlers: dict[str, Any] = {CHAT: chat, TEXT: text}
         self.given, self.is_ready = given, False
+        given.token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
         self._bearer = f"Bearer {key}".encode() if key else b""
         self._running: dict[str, asyncio.Timeout] = {}
         of = CollectorRegistry()

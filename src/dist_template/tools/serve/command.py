@@ -17,19 +17,17 @@ from ...project import Flags, Project, program
 from ..ranges import in_range
 
 NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn")
-FLAGS: dict[str, tuple[Any, str]] = {
+FLAGS: dict[str, tuple[Any, ...]] = {  # default, what it is, least and most
     "host": ("127.0.0.1", "address to listen on; 0.0.0.0: all"),
-    "port": (8000, "port to listen on"),
+    "port": (8000, "port to listen on", 0, 65_535),
     "name": ("", "the model's name in requests; default: the run's or the folder's"),
-    "max_tokens": (1024, "most tokens of an answer"),
-    "max_requests": (32, "requests at once; one more is answered with 429"),
-    "max_body": (1 << 20, "most bytes of a request"),
-    "timeout_s": (120.0, "seconds for a request, with its wait for others"),
-    "grace_s": (20.0, "seconds for running requests after SIGTERM"),
+    "max_tokens": (1024, "most tokens of an answer", 1),
+    "max_requests": (32, "requests at once; one more is answered with 429", 1),
+    "max_body": (1 << 20, "most bytes of a request", 1),
+    "timeout_s": (120.0, "seconds for a request, with its wait for others", 0.001, 1e8),
+    "grace_s": (20.0, "seconds for running requests after SIGTERM", 0, 1e8),
     "api_key_env": ("SERVE_API_KEY", "environment variable with the key that requests present"),
 }
-RANGES = {"max_tokens": (1,), "max_requests": (1,), "max_body": (1,), "port": (0, 65_535)}
-RANGES |= {"timeout_s": (0.001, 1e8), "grace_s": (0, 1e8)}
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -86,9 +84,9 @@ def flags(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("model", help="a run's folder, a checkpoint, or an exported folder")
     names, auto = ("auto", "transformers", "vllm"), "auto: vllm if it and a GPU are there"
     parser.add_argument("--engine", choices=names, default="auto", help=auto)
-    for flag, (default, what) in FLAGS.items():
+    for flag, (default, what, *limits) in FLAGS.items():
         shown = f"{what} (default: {default})" if default else what
-        kind = in_range(type(default), *RANGES[flag]) if flag in RANGES else str
+        kind = in_range(type(default), *limits) if limits else str
         parser.add_argument(f"--{flag}", type=kind, default=default, help=shown)
     parser.add_argument("--log_prompts", action="store_true", help="add prompts to the log")
     return parser.parse_args(argv)

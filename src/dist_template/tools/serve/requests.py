@@ -130,7 +130,10 @@ def checked(path: str, raw: bytes, tokenizer: Any, given: Any) -> tuple[dict[str
             turns, tools = read(body["messages"], Modality.LLM), body.get("tools")
             options: Any = {"add_generation_prompt": True, "tokenize": False, "tools": tools}
             prompt = tokenizer.apply_chat_template(turns, **options)
-        length = len(tokenizer(prompt, add_special_tokens=path == TEXT)["input_ids"])
+        # Tokens of a megabyte take seconds and a gigabyte, and delay other clients.
+        size, length = len(prompt.encode(errors="replace")), given.context + 1
+        if is_read := size <= given.context * given.token_bytes:
+            length = len(tokenizer(prompt, add_special_tokens=path == TEXT)["input_ids"])
     except Exception as error:  # pydantic's, or what a template raises about a client's messages
         found = getattr(error, "errors", lambda: [{}])()[0]
         where = ".".join(map(str, found.get("loc", ()))) or "the request"
@@ -143,5 +146,6 @@ def checked(path: str, raw: bytes, tokenizer: Any, given: Any) -> tuple[dict[str
     asked = body.pop("max_completion_tokens", None) or body.get("max_tokens")
     if (asked or 1) > most or length + (asked or 1) > given.context:
         limits = f"an answer has at most {most} tokens, and at most {given.context} with its prompt"
-        raise Refused(400, f"{limits}; this prompt has {length}, and {asked or 1} are asked for")
+        has = f"{length}" if is_read else f"more than {given.context} in its {size} bytes"
+        raise Refused(400, f"{limits}; this prompt has {has}, and {asked or 1} are asked for")
     return body | {"max_tokens": asked or min(most, given.context - length)}, length

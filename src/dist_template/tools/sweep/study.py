@@ -14,7 +14,6 @@ from ...errors import InputError
 from ...table import shown
 
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "BruteForceSampler"}
-OPERATIONS = range(11)  # codes of an entry of the journal (optuna 4)
 
 
 class Sweep:
@@ -95,13 +94,9 @@ class Sweep:
 
 
 def _check_journal(journal: Path, lock: Any) -> None:
-    """Drops a damaged last entry, as a killed process leaves it, with a word.
+    """Drops a damaged last entry, as a kill leaves it; raises InputError if it is an earlier one.
 
-    optuna writes the next entry behind it, and then refuses the whole journal.
-
-    Raises:
-        InputError: an earlier entry is damaged.
-    """
+    optuna writes the next entry behind it, and then refuses the whole journal."""
     if not journal.exists():
         return
     lock.acquire()  # optuna writes under it
@@ -113,16 +108,15 @@ def _check_journal(journal: Path, lock: Any) -> None:
     finally:
         lock.release()
     if damaged and damaged[0] < len(lines) - 1:
-        where, cure = f"{journal}:{damaged[0] + 1}", "restore the file, or set another --name"
-        raise InputError(f"{where} is damaged: it is no entry of optuna's journal; {cure}")
+        cure = "restore the file, or set another --name"
+        raise InputError(f"{journal}:{damaged[0] + 1} is damaged: it is no entry; {cure}")
     if damaged:
         print(f"{journal}: its last entry was cut by a kill and is dropped; it is done again")
 
 
 def _is_entry(line: bytes) -> bool:
-    """Returns whether `line` is a complete entry of optuna's journal."""
-    try:
-        return json.loads(line)["op_code"] in OPERATIONS and line.endswith(b"\n")
+    try:  # codes of optuna 4
+        return json.loads(line)["op_code"] in range(11) and line.endswith(b"\n")
     except (ValueError, KeyError, TypeError):
         return False
 

@@ -39,6 +39,7 @@ def render(job: Job) -> dict[str, str]:
         for name, value in options.items()
     ]
     settings = {"PYTHON": "python" if site.container else job.python, **_container(job)}
+    settings["DIST_PACKAGE"] = job.package
     command = shlex.join(["launch/slurm.sh", job.verb, *job.flags])
     return {
         "job.sh": "\n".join(["#!/usr/bin/env bash", *lines, f"cd {shlex.quote(str(job.folder))}"])

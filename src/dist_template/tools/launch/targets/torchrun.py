@@ -13,7 +13,8 @@ __all__ = ["commands", "is_active", "logs", "render", "status", "stop", "submit"
 def render(job: Job) -> dict[str, str]:
     start = f"bash {project_file('launch/torchrun.sh')} {shlex.join(arguments(job))}"
     nodes = f"{job.site.min_nodes}:{job.nodes}" if job.site.min_nodes else str(job.nodes)
-    settings = {"PYTHON": job.python, "NPROC": str(job.devices), "NNODES": nodes}
+    settings = {"PYTHON": job.python, "DIST_PACKAGE": job.package, "NPROC": str(job.devices)}
+    settings["NNODES"] = nodes
     if nodes != "1":
         settings["RDZV_ENDPOINT"] = f"{job.master}:{job.port}"
     return script(job, start, settings)
