@@ -33,8 +33,8 @@ class Forgets(Callback):
 class StopsInValidation(Callback):
     """Sends SIGTERM to this process in the validation after step 10; it votes at each batch, however short it is."""
 
-    def on_train_start(self, *args: Any) -> None:
-        preemption.EVERY_S = 0  # in the rank's process, which ends with the run
+    def on_train_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        preemption.EVERY_S = 0.0  # in the rank's process, which ends with the run
 
     def on_validation_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.global_step == 10:

@@ -102,8 +102,8 @@ class StopAt(Checkpoint):
             self._preempt(trainer)
         trainer.should_stop = self.kind == "early_stop"
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.kind == "sigterm_in_validation" and (trainer.global_step, batch_idx) == (self.step, 1):
+    def on_validation_batch_end(self, trainer: Any, *batch: Any, **more: Any) -> None:
+        if self.kind == "sigterm_in_validation" and (trainer.global_step, batch[3]) == (self.step, 1):
             self._preempt(trainer)
 
     def _preempt(self, trainer: Any) -> None:

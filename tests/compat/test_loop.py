@@ -19,9 +19,10 @@ from dist_template.compat.precision import MixedPrecision
 
 
 def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0, "enable_checkpointing": False}
     trainer = L.Trainer(
         accelerator="cpu", logger=False, default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
-        **({"max_steps": 2, "limit_val_batches": 0, "enable_checkpointing": False} | options),
+        **(defaults | options),
     )  # fmt: skip
     if not is_lightnings:
         lighten(trainer)

@@ -49,7 +49,7 @@ class FitLoop(_FitLoop):
         if epoch.current.ready == epoch.current.processed:  # the next batch is of another epoch
             for counter in (epoch.total, epoch.current):
                 counter.completed = counter.processed
-            loop = self.epoch_loop
+            loop: Any = self.epoch_loop
             steps = loop.automatic_optimization.optim_progress
             for progress in (loop.batch_progress, loop.scheduler_progress, steps):
                 progress.reset_on_run()
