@@ -85,7 +85,8 @@ def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: pyt
 
 def test_the_axes_of_a_strategy() -> None:
     def mesh(**sizes: Any) -> MeshStrategy:
-        return MeshStrategy(**{"dp_replicate_size": 1, "fsdp_size": "auto", "tp_size": 1, "ep_size": 1} | sizes)
+        defaults: dict[str, Any] = {"dp_replicate_size": 1, "fsdp_size": "auto", "tp_size": 1, "ep_size": 1}
+        return MeshStrategy(**(defaults | sizes))
 
     assert proof.axes_of("ddp", 1) == "" and proof.axes_of("ddp", 8) == "ddp"
     assert proof.axes_of(mesh(), 8) == "fsdp"
