@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dist_template.checkpoint import manifest
+from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.identity import KEY
+from dist_template.tools.export import command as export
 from tests.support import pairs
-from tests.support.runs import newest, only_run, run, small
+from tests.support.line import OURS
+from tests.support.runs import SMALL_LLAMA, newest, only_run, run, small
 
 ON = ["--ckpt_path=last", "--trainer.max_steps=4"]
 FIXED = {
@@ -83,7 +87,10 @@ def test_the_same_tokens_from_elsewhere_in_other_steps_are_no_change(
     more = ["--data.global_batch_size=16", "--data.cache_dir=" + str(tmp_path / "cache"), "--data.prompts=[a]"]
     assert run("fit", *moved, *ON, *more, "--model.optim.learning_rate=0.01", "--model.loss_chunk=64") == 0
     lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if line[0:1].strip() and " -> " in line] == ["data.global_batch_size 8 -> 16"]
+    assert [line for line in lines if line[0:1].strip() and " -> " in line] == [
+        "data.global_batch_size 8 -> 16",
+        "model.optim.learning_rate 0.0003 -> 0.01 (no effect: a resume keeps the checkpoint's)",
+    ]
     file = next((tmp_path / "moved").iterdir())
     file.write_text(file.read_text() + " More.")
     assert run("prepare", *moved) == 0  # the corpus is prepared again
@@ -100,6 +107,80 @@ def test_an_older_checkpoint_without_settings_resumes(
     path.write_text(manifest.rendered(held))
     assert run("fit", *flags, *ON, "--data.seed=3") == 0
     assert "data.seed" not in capfd.readouterr().out
+
+
+def test_another_type_of_model_and_another_configuration_of_its_export_are_refused(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of llama, mistral and granite have the same names and shapes."""
+    assert run("fit", *flags) == 0
+    for kind in ("mistral", "granite"):
+        architecture = SMALL_LLAMA.replace("llama", kind).replace("}", ", attention_dropout: 0.1}")
+        error = refused(capfd, *flags, f"--model.architecture={architecture}")
+        assert f"was trained with model.architecture.model_type llama, now {kind}: restore" in error
+    extra = SMALL_LLAMA.replace("}", ", extra: {scale: 2}}")
+    assert "model.architecture.scale None, now 2" in refused(capfd, *flags, f"--model.architecture={extra}")
+    ours = [flag for flag in flags if not flag.startswith("--trainer.")]
+    export.main(["export", *ours, "--checkpoint=last", f"--output={tmp_path}/out"], OURS)
+    pretrained = [*flags, f"--model.pretrained={tmp_path}/out"]
+    config = tmp_path / "out" / "config.json"
+    original = config.read_text()
+    config.write_text(original.replace("10000.0", "500.0"))
+    assert "was trained with model.pretrained.rope_parameters.rope_theta 10000.0, now 500.0" in refused(
+        capfd, *pretrained
+    )
+    accepted = "--last_checkpoint.accept_changes=[data.seqlen]"
+    assert "accept_changes has data.seqlen, which is no setting here" in refused(capfd, *flags, accepted)
+    config.write_text(original)
+    assert run("fit", *pretrained, *ON) == 0
+    assert " -> " not in "".join(line for line in capfd.readouterr().out.splitlines() if line.startswith("model."))
+
+
+KEPT = " (no effect: a resume keeps the checkpoint's)"
+PRINTED = {
+    "--model.optim.learning_rate=0.01": f"model.optim.learning_rate 0.0003 -> 0.01{KEPT}",
+    "--model.optim.weight_decay=0.5": f"model.optim.weight_decay 0.1 -> 0.5{KEPT}",
+    "--model.optim.betas=[0.5,0.6]": f"model.optim.betas [0.9, 0.95] -> [0.5, 0.6]{KEPT}",
+    "--model.optim.schedule=constant": "model.optim.schedule cosine -> constant",
+    "--trainer.gradient_clip_val=0.5": "trainer.gradient_clip_val 1.0 -> 0.5",
+    "--trainer.precision=bf16-mixed": "trainer.precision 32-true -> bf16-mixed",
+    "--data.balance=true": "data.balance False -> True",
+}
+
+
+def test_what_changes_the_updates_is_printed(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def resumed(*change: str) -> list[str]:
+        capfd.readouterr()
+        assert run("fit", *flags, "--ckpt_path=last", *change) == 0
+        lines = capfd.readouterr().out.splitlines()
+        return [line for line in lines if " -> " in line and not line.startswith(" ")]
+
+    def group() -> dict[str, Any]:
+        return read_full(newest(only_run(tmp_path)))["optimizer_states"][0]["param_groups"][0]
+
+    assert run("fit", *flags) == 0
+    before = group()
+    assert resumed("--trainer.max_steps=3") == []
+    assert sorted(resumed("--trainer.max_steps=4", *PRINTED)) == sorted(PRINTED.values())
+    assert group()["betas"] == before["betas"] and group()["weight_decay"] == before["weight_decay"]
+    assert newest_settings(tmp_path)["model.optim.betas"] == [0.9, 0.95]
+    assert f"optimizer AdamW -> Adam{KEPT}" in resumed("--trainer.max_steps=5", "--optimizer=torch.optim.Adam")
+    assert group()["decoupled_weight_decay"], "it continues as AdamW"
+    step = ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
+    assert "lr_scheduler None -> StepLR" in resumed("--trainer.max_steps=6", *step)
+    assert "lr_scheduler StepLR -> None" in resumed("--trainer.max_steps=7")
+    sgd = ["--optimizer=torch.optim.SGD", "--optimizer.momentum=0.9"]
+    error = refused(capfd, *flags, *sgd)
+    assert "was trained with optimizer AdamW, now SGD: restore" in error and "accept_changes '[optimizer]'" in error
+    sgd += ["--last_checkpoint.accept_changes=[optimizer]"]
+    assert "optimizer AdamW -> SGD" in resumed("--trainer.max_steps=9", *sgd)
+    assert group()["momentum"] == 0.9 and newest_settings(tmp_path)["optimizer"] == "SGD"
+
+
+def newest_settings(folder: Path) -> dict[str, Any]:
+    return manifest.read(newest(only_run(folder)))[KEY]
 
 
 def test_a_streams_files_are_compared(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

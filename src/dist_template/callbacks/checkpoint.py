@@ -16,7 +16,7 @@ from .. import weights
 from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
 from ..checkpoint.identity import compare, fixed_settings, settings_of
-from ..checkpoint.optimizer import ParameterNames
+from ..checkpoint.optimizer import ANEW, ParameterNames
 from ..checkpoint.resume import use_every_format
 from ..compat.lightning import accumulates
 from ..errors import Ended, Exit, InputError, check_least
@@ -76,32 +76,32 @@ class LastCheckpoint(Checkpoint):
         """Returns the newest valid checkpoint in the folder, for `ckpt_path` of any Trainer."""
         return commit.newest(self.folder)
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)
         use_every_format(trainer, pl_module)
-        callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
+        callbacks = trainer.callbacks
         if not any(isinstance(callback, ParameterNames) for callback in callbacks):
             callbacks = [ParameterNames(), *callbacks]
         callbacks = [each for each in callbacks if getattr(each, "last", None) is not self]
-        trainer.callbacks = [_BeforeOthers(self), *callbacks]  # ty: ignore[missing-attribute]
+        trainer.callbacks = [_BeforeOthers(self), *callbacks]
         if stage == "fit" and not self.fixed_settings:
-            data = trainer.datamodule  # ty: ignore[missing-attribute]
-            self.fixed_settings = fixed_settings(data, pl_module)
+            self.fixed_settings = fixed_settings(trainer, trainer.datamodule, pl_module)
 
-    def compare(self, path: Path, data: Any, module: Any) -> None:
-        """Compares what the checkpoint `path` was trained on with `data` and `module`.
+    def compare(self, path: Path, trainer: Any, data: Any, module: Any) -> None:
+        """Compares what the checkpoint `path` was trained on with what it would be now.
 
         Raises:
             InputError: it would not be the same training, and that is not accepted.
         """
-        self.fixed_settings = now = fixed_settings(data, module)
+        self.fixed_settings = now = fixed_settings(trainer, data, module)
         changed = compare(path, settings_of(path), now, self.accept_changes)
+        setattr(module, ANEW, "optimizer" in changed)
         if hasattr(data, "changed_settings"):
             data.changed_settings = changed
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         if trainer.ckpt_path and not has_command_line():  # which has compared before the start
-            self.compare(Path(trainer.ckpt_path), trainer.datamodule, pl_module)
+            self.compare(Path(trainer.ckpt_path), trainer, trainer.datamodule, pl_module)
 
     def save_now(self, trainer: L.Trainer) -> bool:
         """Saves this step unless it is saved already, and returns whether it is. Collective.

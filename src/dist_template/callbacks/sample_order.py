@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from .. import weights
-from ..checkpoint.identity import compare
+from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
 from ..compat.loop import make_fit_resumable
 from ..compat.self_log import weigh_uneven_batches
@@ -130,7 +130,7 @@ class SampleOrder(Callback):
     def _compare(self) -> None:
         """Refuses another order than that of the checkpoint, once both are known."""
         last = (c for c in self._trainer.callbacks if isinstance(c, LastCheckpoint))
-        accepted = [key for callback in last for key in callback.accept_changes]
+        accepted = [key for callback in last for key in {*callback.accept_changes} & OF_AN_ORDER]
         before = {key: self._loaded[key] for key in self._settings if key in self._loaded}
         compare(self._trainer.ckpt_path, before, self._settings, accepted)
 

@@ -30,11 +30,7 @@ from .untrusted import DataReader, as_data
 
 Format = Literal["file", "distributed", "zero"]
 Shapes = dict[str, tuple[int, ...]]
-WRITTEN_BY = {
-    "file": "a single process or DDP",
-    "distributed": "MeshStrategy",
-    "zero": "ZeroStrategy",
-}
+WRITTEN_BY = {"file": "one process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
 # Raised for a damaged file, or one that names a class which may not be unpickled.
 UNREADABLE = (OSError, EOFError, LookupError, ValueError, RuntimeError, pickle.UnpicklingError)
 FILE = "checkpoint.pt"  # the only file beside the manifest in a folder of the format "file"

@@ -1,9 +1,9 @@
 """Compares what a checkpoint was trained on with what a resumed run would train on.
 
 A data module's `fixed_settings()` and a module's `fixed_settings(data)` return keys and plain
-values that decide the samples, the model's function or its loss; a hash stands for content.
-Checkpoints have them in their manifest. Keys that only one side has are not compared: a checkpoint
-of an earlier version has none."""
+values that decide the samples, the model's function, its loss or its updates; a hash stands for
+content. Checkpoints have them in their manifest. Keys that only one side has are not compared: a
+checkpoint of an earlier version has none. A field that one model's configuration lacks is null."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ ACCEPT = "last_checkpoint.accept_changes"
 MOST_CHARACTERS = 80  # of a value; a hash stands for a longer one
 # A change of these is printed: neither the samples nor what the weights compute depend on them.
 PRINTED = re.compile(
-    r"data\.(global_batch_size|source\.weights)|model\.balance\..*|.*(drop|coef|initializer).*"
+    r"data\.(global_batch_size|source\.weights|balance)|model\.(balance|optim)\..*|trainer\..*"
+    r"|optimizer\..*|lr_scheduler.*|.*(drop|coef|initializer).*"
 )
-MODEL = re.compile(r"model\.(architecture|pretrained)\..*")
-# With one of these, it is another model: loading refuses it and names the tensors.
-SHAPES = re.compile(
-    r".*\.(model_type|hidden_size|intermediate_size|num_hidden_layers|n_embd|n_inner|n_layer)"
+# The checkpoint's values stay: the state of the schedule (first group) or optimizer has them.
+KEPT = re.compile(
+    r"(optimizer\.lr|lr_scheduler\..*|model\.optim\.(?:learning_rate|plateau_(?:factor|patience)))"
+    r"|optimizer.*|model\.optim\.(?:weight_decay|betas|eps)"
 )
+SAME_STATE = {"Adam", "AdamW"}
+MODEL = re.compile(r"model\.(architecture|pretrained)\.")
+WIDTH = re.compile(r"model\.\w+\.(hidden_size|n_embd)")  # loading refuses it and names the tensors
+OF_AN_ORDER = {"samples", "seed"}  # of a plain dataset: callbacks/sample_order.py compares them
 
 
-def fixed_settings(data: Any, module: Any) -> dict[str, Any]:
-    """Returns the settings of a data module and a module, as JSON has them."""
+def fixed_settings(trainer: Any, data: Any, module: Any) -> dict[str, Any]:
+    """Returns the settings of a trainer, a data module and a module, as JSON has them."""
     found = getattr(data, KEY, dict)()
+    for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision"):
+        found[f"trainer.{key}"] = getattr(trainer, key)
     if hasattr(module, KEY):
         found |= module.fixed_settings(data)
     return {key: _plain(value) for key, value in found.items()}
@@ -54,35 +61,48 @@ def settings_of(path: Path) -> dict[str, Any]:
     return {}
 
 
-def compare(
-    path: Any, before: dict[str, Any], now: dict[str, Any], accepted: list[str]
-) -> list[str]:
-    """Returns the keys that differ, and prints a line for each.
+def compare(path: Any, before: dict[str, Any], now: dict[str, Any], accept: list[str]) -> list[str]:
+    """Prints a line for each key that differs, and returns those whose new value takes effect.
 
     Args:
         path: The checkpoint, for the message.
         before: Its settings.
-        now: Those of the run that resumes.
-        accepted: Keys that may differ.
+        now: Those of the run that resumes. Gets the checkpoint's values where these are kept.
+        accept: Keys that may differ.
 
     Raises:
-        InputError: one differs that is not accepted, and the samples or the function depend on it.
+        InputError: one differs that is not accepted, and the samples or the function depend on it;
+            or an accepted key does not exist.
     """
-    changed = [key for key in before if key in now and before[key] != now[key]]
-    if any(SHAPES.fullmatch(key) for key in changed):
-        changed = [key for key in changed if not MODEL.fullmatch(key)]
+    starts = [next((m[0] for key in side if (m := MODEL.match(key))), "") for side in (before, now)]
+    if all(starts):  # an export of the checkpoint has its fields under model.pretrained
+        before = {MODEL.sub(starts[1], key): value for key, value in before.items()}
+    if unknown := {*accept} - {*before, *now, *OF_AN_ORDER}:
+        raise InputError(f"{ACCEPT} has {min(unknown)}, which is no setting here: remove it")
+    changed = []
+    for key in before | now:
+        old, new = before.get(key), now.get(key)
+        is_field = all(starts) and MODEL.match(key) and (old or new)
+        if old != new and (is_field or key in before and key in now):
+            changed.append(key)
+    if any(map(WIDTH.fullmatch, changed)):
+        changed = [key for key in changed if not MODEL.match(key)]
     fixed = [key for key in changed if not PRINTED.fullmatch(key)]
-    if not set(fixed) <= {*accepted}:
-        values = [f"{key} {before[key]}, now {now[key]}" for key in fixed if key not in accepted]
+    if {before.get("optimizer"), now.get("optimizer")} == SAME_STATE:
+        fixed.remove("optimizer")
+    if types := [key for key in fixed if MODEL.sub("", key) == "model_type"]:
+        fixed = types + [key for key in fixed if not MODEL.match(key)]  # other fields follow
+    refused = [key for key in fixed if key not in accept]
+    if values := [f"{key} {before.get(key)}, now {now.get(key)}" for key in refused]:
         raise InputError(
             f"{str(path)!r} was trained with {'; '.join(values)}: restore what it was, or train on"
             f" with the change by --{ACCEPT} '[{', '.join(fixed)}]'"
         )
-    for key in changed:
-        _print(f"{key} {before[key]} -> {now[key]}")
+    for key in [*changed]:
+        line, kept = f"{key} {before.get(key)} -> {now.get(key)}", KEPT.fullmatch(key)
+        if kept and (kept[1] or "optimizer" not in fixed):
+            now[key] = before[key]
+            changed.remove(key)
+            line += " (no effect: a resume keeps the checkpoint's)"
+        rank_zero_only(print)(line)
     return changed
-
-
-@rank_zero_only
-def _print(line: str) -> None:
-    print(line)

@@ -24,6 +24,7 @@ from ..errors import InputError
 from .frozen import KEY, REFERENCE
 
 State = dict[str, Any]
+ANEW = "starts_optimizer_anew"  # a module's attribute: an accepted other class reads no state
 
 # Settings of the optimizer's kernel depend on the machine, not on the run.
 KERNELS = {"fused", "foreach", "capturable", "differentiable"}
@@ -38,9 +39,8 @@ def is_by_name(state: Mapping[str, Any]) -> bool:
 
 def by_name(numbered: Mapping[str, Any], names: list[str]) -> State:
     """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
-    groups = []
-    for group in numbered["param_groups"]:
-        groups.append(group | {"params": [names[number] for number in group["params"]]})
+    parts = numbered["param_groups"]
+    groups = [part | {"params": [names[number] for number in part["params"]]} for part in parts]
     state = {names[number]: values for number, values in numbered["state"].items()}
     return {"state": state, "param_groups": groups}
 
@@ -141,6 +141,8 @@ class ParameterNames(Callback):
                     " which training cannot continue: give --trainer.callbacks that callback again,"
                     " on one device or under DDP"
                 )
+            if getattr(pl_module, ANEW, False):
+                checkpoint["optimizer_states"] = []
             self._loaded = checkpoint
             self._fit_to(trainer, pl_module)
             has_state = bool(checkpoint.get("optimizer_states"))
@@ -191,7 +193,7 @@ def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
     Raises:
         InputError: the values differ between groups, and the number of groups has changed.
     """
-    fitted = dict(schedule)
+    fitted = {"lr_lambdas": []} | schedule  # LambdaLR reads it from another class's state too
     for key, values in schedule.items():
         if key in PER_GROUP and len(values) != count:
             if any(value != values[0] for value in values):

@@ -35,7 +35,7 @@ from .formats import (
     state_dict_of,
 )
 from .frozen import refuse_another_base
-from .optimizer import State, groups_of, merge, report_missing_moments, without_moments
+from .optimizer import ANEW, State, groups_of, merge, report_missing_moments, without_moments
 
 PINNED = {"save.use_pinned_memory_for_d2h": True}  # copies from a GPU to pageable memory are slow
 
@@ -84,7 +84,8 @@ def use_every_format(trainer: Any, module: L.LightningModule) -> None:
 def is_readable_by_deepspeed(path: Path, strategy: Any) -> bool:
     """Returns whether `path` has the strategy's stage (3 or not) and number of ranks."""
     own = (strategy.zero_stage_3, strategy.world_size)
-    return format_of(path) == "zero" and zero.shape(path) == own
+    is_read = not getattr(strategy.lightning_module, ANEW, False)
+    return is_read and format_of(path) == "zero" and zero.shape(path) == own
 
 
 def load_foreign(strategy: Any, path: Path) -> dict[str, Any]:
@@ -101,6 +102,8 @@ def load_foreign(strategy: Any, path: Path) -> dict[str, Any]:
     module = strategy.lightning_module
     full = _read_on_rank_zero(path, strategy)
     state_dict, states = full.pop("state_dict", {}), full.pop("optimizer_states", [])
+    if getattr(module, ANEW, False):
+        states = []
     weights.load(module, state_dict)
     if module.trainer.state.fn == TrainerFn.FITTING:
         outlines = weights.broadcast([_outline(state) for state in states])
@@ -108,7 +111,7 @@ def load_foreign(strategy: Any, path: Path) -> dict[str, Any]:
             report_missing_moments()
         if hasattr(strategy, "deepspeed_engine"):
             _fill_zero(strategy, state_dict, outlines, states)
-        else:
+        elif outlines:
             _fill_mesh(strategy, outlines, states)
     return weights.broadcast(full)
 

@@ -34,7 +34,7 @@ from .formats import (
     shapes,
 )
 from .frozen import refuse_another_base
-from .optimizer import groups_of, without_moments
+from .optimizer import ANEW, groups_of, without_moments
 from .untrusted import DataReader, as_data
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
@@ -77,7 +77,8 @@ def load(
     with refusing_unreadable(path):
         rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
     refuse_another_base(path, rest, module)
-    optimizers = [torch_optimizer(optimizer) for optimizer in optimizers]
+    reads = not getattr(module, ANEW, False)
+    optimizers = [torch_optimizer(optimizer) for optimizer in optimizers if reads]
     state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
     for index, optimizer in enumerate(optimizers):
         state[f"optimizer_{index}"] = optimizer_state(module, optimizer)

@@ -59,8 +59,11 @@ def main(argv: list[str], project: Project) -> None:
     Raises:
         InputError: the configuration cannot be run.
     """
-    with RUN_LOCK:
-        CLI(project, argv, run=True)
+    try:
+        with RUN_LOCK:
+            CLI(project, argv, run=True)
+    except MisconfigurationException as error:  # the later sentences name the key
+        raise InputError(f"trainer: {str(error).replace('. ', '; ')}") from error
 
 
 def describe(argv: list[str], project: Project) -> CLI:
@@ -143,7 +146,8 @@ class CLI(OpenCLI):
         as_launched(settings)
         RunConfig(**vars(settings.run)).check(writes=verb is not None)
         self.run, checkpoint, message = choose_run(settings, verb)
-        self._print(message)
+        if message:
+            rank_zero_only(print)(message)
         if checkpoint:
             settings.ckpt_path = checkpoint
             check_checkpoint(Path(checkpoint))
@@ -158,11 +162,6 @@ class CLI(OpenCLI):
             self.config[verb] = filled
         else:
             self.config = filled
-
-    @rank_zero_only
-    def _print(self, message: str) -> None:
-        if message:
-            print(message)
 
     # ---- the objects -------------------------------------------------------------------------
 
@@ -258,7 +257,8 @@ class CLI(OpenCLI):
                 self.datamodule.prepare(report=WATCHDOG.report)
         self._check_limits(config := any_module.build_config(self.model, self.datamodule))
         if resumes:
-            self._setting("last_checkpoint").compare(Path(resumes), self.datamodule, self.model)
+            compare = self._setting("last_checkpoint").compare
+            compare(Path(resumes), self.trainer, self.datamodule, self.model)
         if is_fit:
             where = self.trainer.strategy, self.trainer.world_size, self._root
             self._print("\n".join(limits.proven.notes(config, self.datamodule, *where)))

@@ -56,13 +56,11 @@ def causal_lm_config(
     fields = {"max_position_embeddings": data.seq_len, **checked_fields(architecture)}
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), data.eos_token_id)
     fields["vocab_size"] = data.vocab_size
-    model_type: Any = architecture.get("model_type")
+    kind: Any = architecture.get("model_type")
     try:
-        config = AutoConfig.for_model(model_type, **fields)
+        config = AutoConfig.for_model(kind, **fields)
     except Exception as error:  # each architecture refuses in its own way
-        raise InputError(
-            f"model.architecture with model_type {model_type!r}: {reason(error)}"
-        ) from error
+        raise InputError(f"model.architecture with model_type {kind!r}: {reason(error)}") from error
     return set_attention(config, attention)
 
 

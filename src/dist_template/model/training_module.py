@@ -63,9 +63,7 @@ class TrainingModule(L.LightningModule):
 
     def build_model(self, data: Any) -> nn.Module:
         """Returns the network. Only rank 0 builds it with weights; the others receive theirs."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no build_model: return the network from it"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no build_model: define it")
 
     def build_config(self, data: Any) -> Any:
         """Returns the transformers configuration, checked before a start; None for other models."""
@@ -78,6 +76,10 @@ class TrainingModule(L.LightningModule):
         if self.adapter is not None:
             for key in ("alpha", "rslora", "dropout", "quantize"):
                 found[f"model.adapter.{key}"] = getattr(self.adapter, key)
+        classes = {key: getattr(self.optim, key) for key in ("optimizer", "lr_scheduler")}
+        classes["optimizer"] = classes["optimizer"] or {"class_path": "AdamW"}
+        optim = {key: value for key, value in vars(self.optim).items() if key not in classes}
+        found |= flatten({"model": {"optim": optim}, **classes})
         start = "model.pretrained" if getattr(self, "pretrained", None) else "model.architecture"
         if config := self.build_config(data):
             found |= flatten(decisive_fields(config.to_dict()), f"{start}.")
@@ -139,9 +141,8 @@ class TrainingModule(L.LightningModule):
         optimizer = build_optimizer(self, self.optim, scaled=self.trainer.scaler is not None)
         num_steps = self.trainer.estimated_stepping_batches
         every = self.trainer.val_check_interval  # of a rank's batches
-        schedule = build_schedule(
-            optimizer, self.optim, num_steps, every if isinstance(every, int) else None
-        )
+        every = every if isinstance(every, int) else None
+        schedule = build_schedule(optimizer, self.optim, num_steps, every)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(

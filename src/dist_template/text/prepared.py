@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # With the source and the stream, they decide the samples of a step.
 DECISIVE = (
     "seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch",
+    "balance",
 )  # fmt: skip
 
 
@@ -71,9 +72,8 @@ class PreparedText:
         manifest, source = self.corpus.manifest, self.source
         content = json.dumps([manifest["splits"], manifest.get("parts")], sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-        num_tokens = self.corpus.num_tokens("train")
         return {
-            "data.source": f"{num_tokens:,} tokens with SHA-256 {digest}",
+            "data.source": f"{self.corpus.num_tokens('train'):,} tokens with SHA-256 {digest}",
             "data.source.weights": getattr(source, "weighting", None),
             "data.stream": self.stream and self.stream.description(),
             **{f"data.{name}": getattr(self, name) for name in DECISIVE},
