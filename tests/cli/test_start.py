@@ -209,6 +209,14 @@ FILES = {
     "an alias of itself": ("data: &a [*a]", "over 100,000 values"),
     "merged aliases": (MERGED_BOMB, "aliases|not YAML"),
     "a key twice": ("run:\n  name: a\nmodel:\n  optim: {}\nrun: {}", "x.yaml has the key run twice, in lines 1 and 5"),
+    "a dotted key before its section": (
+        "model.optim.warmup: 1\nmodel:\n  optim: {warmup: 2}",
+        "x.yaml has model and model.optim.warmup, in lines 2 and 1: move the second into the first",
+    ),
+    "a dotted key after its section": (
+        "model:\n  optim: {warmup: 2}\n  optim.warmup: 1",
+        "x.yaml has optim and optim.warmup, in lines 2 and 3: move the second into the first",
+    ),
     "a key below twice": (
         "model:\n  optim:\n    warmup: 1\n    'warmup': 2",
         "x.yaml has the key warmup twice, in lines 3 and 4",
@@ -235,6 +243,8 @@ def test_a_key_beside_the_mapping_that_is_merged_is_given_once(tmp_path: Path) -
     text = "run: &base\n  name: a\n  root: b\nmodel:\n  <<: *base\n  name: c\n"
     (tmp_path / "x.yaml").write_text(text)
     assert config_file.read(f"{tmp_path}/x.yaml")["model"] == {"name": "c", "root": "b"}
+    (tmp_path / "x.yaml").write_text("run.name: a\nrun.root: b\nmodel: {plan: {layers: a, layers.up: b}}")
+    assert len(config_file.read(f"{tmp_path}/x.yaml")) == 3
 
 
 def test_a_flags_mapping_is_checked_like_a_file() -> None:

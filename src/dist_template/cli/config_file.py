@@ -128,7 +128,7 @@ def check_inline(argv: list[str]) -> None:
 
 
 def _check_nodes(root: Any, where: str) -> None:
-    """Refuses a key that is given twice in a mapping, of which YAML would take the last.
+    """Refuses a key that is given twice, or beside its section: YAML or the parser would drop one.
 
     It counts the values as if each alias (*name) were expanded, without expanding it. A key beside
     `<<: *name` replaces one of the mapping that is merged: each is given once.
@@ -144,6 +144,7 @@ def _check_nodes(root: Any, where: str) -> None:
             nodes += node.value
         elif isinstance(node, yaml.MappingNode):
             lines: dict[str, int] = {}
+            sections: list[str] = []
             for key, value in node.value:
                 nodes += key, value
                 name, line = str(key.value)[:80], key.start_mark.line + 1
@@ -151,6 +152,11 @@ def _check_nodes(root: Any, where: str) -> None:
                     which = f"twice, in lines {lines[name]} and {line}: remove one of them"
                     raise InputError(f"{where} has the key {name} {which}")
                 lines[name] = line
+                sections += [name] * isinstance(value, yaml.MappingNode)
+            for name, line in lines.items():  # the parser drops a dotted key before its section
+                if outer := next((one for one in sections if name.startswith(f"{one}.")), None):
+                    which = f"{outer} and {name}, in lines {lines[outer]} and {line}"
+                    raise InputError(f"{where} has {which}: move the second into the first")
 
 
 def check_section(name: str, value: Any, where: str) -> None:

@@ -95,11 +95,8 @@ def _of_class(node: ast.ClassDef, module: str) -> Arguments | None:
     )
     if init is None and any("dataclass" in ast.unparse(one) for one in node.decorator_list):
         fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
-        return (
-            None
-            if node.bases
-            else {ast.unparse(n.target): _below(n, n.value, module) for n in fields}
-        )
+        known = {ast.unparse(n.target): _below(n, n.value, module) for n in fields}
+        return None if node.bases else known
     found: Arguments = {}
     if init:
         given = init.args
@@ -117,10 +114,8 @@ def _of_class(node: ast.ClassDef, module: str) -> Arguments | None:
     return None if base is None else base | found
 
 
-def _below(
-    argument: ast.arg | ast.AnnAssign, default: ast.expr | None, module: str
-) -> Place | None:
+def _below(given: ast.arg | ast.AnnAssign, default: ast.expr | None, module: str) -> Place | None:
     """Where the annotated class is also the default's, the value is no other class's."""
-    kind = argument.annotation and ast.unparse(argument.annotation)
+    kind = given.annotation and ast.unparse(given.annotation)
     is_own = isinstance(default, ast.Call) and ast.unparse(default.func) == kind
     return (module, str(kind)) if is_own else None

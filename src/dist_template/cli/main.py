@@ -18,15 +18,7 @@ from ..cluster import signals
 from ..cluster.exit import exit_process, skip_finalization
 from ..cluster.messages import MESSAGES
 from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
-from ..errors import (
-    Ended,
-    Exit,
-    InputError,
-    another_rank_is_gone,
-    local_rank,
-    reason,
-    shortened,
-)
+from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason, shortened
 from ..lazy import without_collections
 from ..project import Project
 

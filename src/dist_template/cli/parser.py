@@ -224,9 +224,8 @@ class ConfigFile(ActionConfigFile):
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
         known = {action.dest for action in keys_of(parser)}  # a run's own config.yaml has fit's
-        content = {
-            k: v for k, v in content.items() if k in known or k not in config_file.OF_SOME_VERBS
-        }
+        skipped = config_file.OF_SOME_VERBS - known
+        content = {key: value for key, value in content.items() if key not in skipped}
         moved = with_classes_of_the_library(content, program_name())
         values = values if moved == written else yaml.safe_dump(moved)
         super().__call__(parser, cfg, values, option_string)

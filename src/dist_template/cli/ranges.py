@@ -22,20 +22,26 @@ RULES = (  # what is allowed, least, most, keys
         model.blocks.checkpoint_every data.seq_len data.global_batch_size data.micro_batch_size
         data.stream.shuffle_rows data.tokenizer.train_mib data.source.max_documents
         data.stream.datasets.max_documents trainer.strategy.sub_group_size
-        trainer.logger.flush_secs cluster.min_nodes
-        cluster.save_s numerics.patience numerics.jump_steps last_checkpoint.every_n_steps
-        last_checkpoint.keep"""),
-    ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
-        model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
-        model.balance.bias_update_speed model.balance.aux_loss_coef
+        trainer.check_val_every_n_epoch lr_scheduler.step_size lr_scheduler.T_max
+        lr_scheduler.total_iters lr_scheduler.step_size_up lr_scheduler.step_size_down
+        trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
+        numerics.jump_steps last_checkpoint.every_n_steps last_checkpoint.keep"""),
+    ("0 or more", 0, FINITE, """trainer.gradient_clip_val
+        trainer.reload_dataloaders_every_n_epochs model.optim.weight_decay model.optim.warmup
+        model.optim.plateau_patience model.balance.bias_update_speed model.balance.aux_loss_coef
         model.balance.sequence_loss_coef model.balance.z_loss_coef model.preference.margin
         numerics.spike_sigmas numerics.max_roll_backs hardware.gpu_every_s console.line_every_s
         diagnosis.every_s samples.conversations last_checkpoint.keep_every_hours
-        best_checkpoint.keep trainer.strategy.param_persistence_threshold
+        best_checkpoint.keep trainer.strategy.param_persistence_threshold lr_scheduler.eta_min
+        lr_scheduler.min_lr lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor
+        lr_scheduler.patience lr_scheduler.cooldown lr_scheduler.milestones
         trainer.strategy.prefetch_bucket_size"""),
     ("more than 0", ABOVE_0, FINITE, """trainer.val_check_interval model.optim.learning_rate
         model.optim.eps model.adapter.alpha model.preference.beta data.rank_speeds
-        data.stream.weights cluster.time_limit"""),
+        data.stream.weights cluster.time_limit trainer.limit_train_batches lr_scheduler.gamma
+        lr_scheduler.max_lr lr_scheduler.power lr_scheduler.div_factor
+        lr_scheduler.final_div_factor"""),
+    ("-1 or more", -1, FINITE, "trainer.num_sanity_val_steps"),
     ("0 or more, below 1", 0, BELOW_1, """model.optim.betas model.adapter.dropout
         data.validation_share data.test_share"""),
     ("a share from 0 to 1", 0, 1, "model.optim.min_learning_rate_share model.optim.decay_share"),
@@ -56,6 +62,8 @@ RANGES: dict[str, tuple[str, float, float]] = {
     key: rule[:3] for rule in RULES for key in rule[3].split()
 }
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half of a pair: no file, path or log can have them
+LIBRARY = __name__.partition(".")[0]
+CHECKED = {LIBRARY, "torch", "lightning"}  # whose classes' arguments are checked
 ANY = ("fewer digits", -(2**63), 2**63 - 1)  # integers of other keys: what C and torch hold
 
 
@@ -70,12 +78,13 @@ def check(settings: Namespace, **own: Any) -> None:
     Raises:
         InputError: a number is out of the range of its key, or nan; or a text is no text.
     """
-    library = __name__.partition(".")[0]
     others = {
         section
         for section, kind in own.items()
-        if not any(base.__module__.startswith(f"{library}.") for base in kind.__mro__)
+        if not any(base.__module__.startswith(f"{LIBRARY}.") for base in kind.__mro__)
     }
+    if str(settings.trainer.get("devices")) == "0":  # in a list it is the first device
+        raise InputError("trainer.devices is 0; give 1 or more, or auto")
     for key, given in _leaves(settings):
         if isinstance(given, str) and (found := NO_TEXT.search(given)):
             raise InputError(f"{key} has the character {found[0]!r}; give a text without it")
@@ -93,12 +102,14 @@ def check(settings: Namespace, **own: Any) -> None:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each number and text, and its key, without init_args and positions in lists."""
+    """Yields each number and text, and its key, without init_args and positions in lists; of a
+    user's class only the arguments under `data` that have a range, which are the library's."""
     items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Namespace):
-        items = vars(value).items()
-    elif isinstance(value, dict):
-        items = value.items()
+    if isinstance(value, Namespace | dict):
+        items = (vars(value) if isinstance(value, Namespace) else value).items()
+        if str(value.get("class_path", LIBRARY)).partition(".")[0] not in CHECKED:
+            given = (value.get("init_args") or {}).items() if key.startswith("data.") else ()
+            items = [(name, each) for name, each in given if f"{key}.{name}" in RANGES]
     elif isinstance(value, list | tuple):
         items = [("init_args", each) for each in value]
     elif isinstance(value, int | float | str) and not isinstance(value, bool):
