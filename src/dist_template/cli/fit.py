@@ -261,7 +261,8 @@ class CLI(OpenCLI):
             compare(Path(resumes), self.trainer, self.datamodule, self.model)
         if is_fit:
             where = self.trainer.strategy, self.trainer.world_size, self._root
-            self._print("\n".join(limits.proven.notes(config, self.datamodule, *where)))
+            for note in limits.proven.notes(config, self.datamodule, *where):
+                rank_zero_only(print)(note)
             self._setting("same_environment").lock(self.trainer, self.run, is_launched)
 
     before_validate = before_test = before_fit
@@ -282,8 +283,7 @@ class CLI(OpenCLI):
 
     @rank_zero_only
     def after_predict(self) -> None:
-        predictions: list[Any] = self.trainer.predict_loop.predictions
-        write_predictions(predictions, self.run / "predictions.jsonl")
+        write_predictions(self.trainer.predict_loop.predictions, self.run / "predictions.jsonl")
 
 
 class Described(CLI):
