@@ -45,7 +45,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {key: value for key, value in _GEMMA4.items() if "per_layer" not in key},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
-    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"]},
     "longcat_flash": {"qk_head_dim": 24, "head_dim": 8},

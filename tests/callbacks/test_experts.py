@@ -136,6 +136,15 @@ def test_ratio_and_unused_are_of_the_sums() -> None:
     assert of_layers["entropy"] == pytest.approx([1 / 3, 1, entropy])
 
 
+def test_a_single_expert_has_a_load_and_no_entropy() -> None:
+    bench = Bench(SPARSE["qwen3_moe"] | {"num_experts": 1, "num_experts_per_tok": 1})
+    for _ in range(3):  # the third is logged
+        bench.step()
+    metrics = bench.read()
+    assert {metrics[name] for name in metrics if name.endswith("entropy")} == {0.0}
+    assert metrics["moe/expert_load_max_over_mean"] == 1.0
+
+
 def test_a_dense_model_has_no_such_metrics() -> None:
     bench = Bench(TINY | {"model_type": "llama"})
     bench.step()

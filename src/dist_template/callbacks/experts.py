@@ -90,7 +90,7 @@ class Experts(Callback):
             prefix = f"moe/{self._names[i]}/load"
             metrics[f"{prefix}_max_over_mean"] = max(shares) * layer.num
             metrics[f"{prefix}_min_over_mean"] = min(shares) * layer.num
-            metrics[f"{prefix}_entropy"] = entropy / math.log(layer.num)
+            metrics[f"{prefix}_entropy"] = entropy / math.log(max(layer.num, 2))
             worst = max(worst, max(shares) * layer.num)
             unused += loads.count(0.0)
         metrics["moe/expert_load_max_over_mean"] = worst
