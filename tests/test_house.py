@@ -34,7 +34,7 @@ BUDGETS = {
     "compat": (1_645, 1_000, "private names of other libraries, Lightning's loop"),
     "cluster": (1_863, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_861, 1_300, "three formats, the commit protocol, loading into any strategy"),
-    "parallel": (2_723, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
+    "parallel": (2_736, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (2_119, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (3_877, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_749, 2_500, "history, loggers, diagnosis, report with its page's styles"),

@@ -14,6 +14,8 @@ from dist_template.compat.replicated_gradients import STYLE
 from dist_template.compat.transformers import run_on_meta
 from dist_template.parallel.tensor_trial import missing_rules
 from tests.support.parity import MODELS, SHORT, Trainings, assert_close
+from tests.support.runs import run
+from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 
 BASE: dict[str, Any] = {
@@ -114,3 +116,11 @@ def test_tensor_parallelism_trains_to_the_numbers_of_one_process(train: Training
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
     assert many.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert_close(many.end, one.end, 1e-5)
+
+
+def test_a_tied_parameter_that_is_sharded_for_one_owner_alone_is_refused(flags: list[str], capfd: Any) -> None:
+    """GPT-NeoX's plan shards the output layer and not the embedding that may share its weights."""
+    small = "{model_type: gpt_neox, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2"
+    two = [*flags, *flags_of("tp"), "--trainer.devices=2"]
+    assert run("fit", *two, f"--model.architecture={small}, num_attention_heads: 2, tie_word_embeddings: true}}") == 2
+    assert "share a parameter, and the plan shards one of them" in capfd.readouterr().err

@@ -61,8 +61,21 @@ def complete_plan(model: Any, strategy: Any, sizes: MeshSizes) -> None:
         plan = plan | model.ep_plan | (strategy.ep_plan or {})
     run = partial(compat.run_on_meta, model)
     with _refusing(model):
+        _check_ties(model, plan)
         missing = missing_rules(model, plan, sizes.tp, run)
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
+
+
+def _check_ties(model: Any, plan: dict[str, str]) -> None:
+    """Raises ValueError if the plan shards one owner of a tied parameter and not the others."""
+    names = {module: name for name, module in model.named_modules()}
+    for owners in weights.find_ties(model):
+        sharded = {names[owner]: names[owner] in plan for owner, _ in owners}
+        if len(set(sharded.values())) > 1:
+            raise ValueError(
+                f"{' and '.join(sharded)} share a parameter, and the plan shards one of them: set"
+                " tie_word_embeddings to false, or give both a rule as tp_plan"
+            )
 
 
 def try_rank(model: Any, strategy: Any) -> None:
