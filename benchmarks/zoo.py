@@ -229,7 +229,7 @@ def run(options: Options) -> Result:
     proof_file = options.output / "proof.json" if options.quick else Path(proof.__file__).parents[1] / "proof.json"
     if not options.quick:
         (ROOT / "docs" / "models.md").write_text(zoo_page.page(found, [arm.axes for arm in ARMS.values()]), "utf-8")
-    proof_file.write_text(json.dumps(found, indent=0, sort_keys=True) + "\n", "utf-8")
+    proof_file.write_text(text(found), "utf-8")
     cases = [each for each in zoo.known.values() if each["arm"] != "one"]
     figures = [
         Figure("model types", [len({each["type"] for each in zoo.known.values()})], unit="types"),
@@ -261,6 +261,12 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
         else:
             variants[-1]["refused"][axes] = case["why"]
     return {"versions": proof.versions(), "models": models}
+
+
+def text(found: dict[str, Any]) -> str:
+    """Returns the table as JSON, with a line for each type."""
+    lines = [f"{json.dumps(kind)}: {json.dumps(entry, sort_keys=True)}" for kind, entry in found["models"].items()]
+    return f'{{"versions": {json.dumps(found["versions"])}, "models": {{\n' + ",\n".join(lines) + "\n}}\n"
 
 
 def differs(one: RunRecord, many: RunRecord, rounding: dict[str, float] | None = None) -> str:

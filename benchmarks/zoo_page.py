@@ -13,12 +13,13 @@ models of each type, six steps on packed documents with masked labels, accumulat
 refuses is a sentence before anything is built, and everything else is one line that names `rehearse`, which compares
 your model with one process in a minute and remembers it in proven.json of the project.
 
-{versions}. **{right}** of {cases} cases are right: losses within 1e-6, norms and evaluation within 1e-5, replicas equal
-bit by bit. A type with optional switches (biases, norms of queries and keys, tied embeddings) was tried with both.
+{versions}. **{right}** of {cases} cases are right: losses within 1e-6, norms and evaluation within 1e-5, replicas
+equal bit by bit. A type with switches (biases, norms of queries and keys, tied embeddings) was tried with both.
 
 | mark | meaning |
 |---|---|
 | ✓ | right |
+| ◐ | right, or refused, by the model's switches |
 | – | refused, in a sentence |
 | · | not tried: `fit` says so |
 
@@ -49,7 +50,7 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
     not_run: dict[str, list[str]] = {}
     for kind, entry in found["models"].items():
         if "variants" not in entry:
-            not_run.setdefault(entry["not_run"].partition(":")[0], []).append(kind)
+            not_run.setdefault(entry.get("not_run", "not tried").partition(":")[0], []).append(kind)
             continue
         marks = tuple(_mark(entry["variants"], name) for name in axes)
         rows.setdefault(marks, []).append(kind)
@@ -74,9 +75,10 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
 
 
 def _mark(variants: list[dict[str, Any]], axes: str) -> str:
-    if any(axes in variant["refused"] for variant in variants):
-        return "–"
-    return "✓" if any(axes in variant["right"] for variant in variants) else "·"
+    right, refused = ({axes in variant[name] for variant in variants} for name in ("right", "refused"))
+    if True in right and True in refused:
+        return "◐"
+    return "✓" if True in right else "–" if True in refused else "·"
 
 
 def _general(why: str) -> str:
