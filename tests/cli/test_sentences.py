@@ -170,7 +170,7 @@ OF_VERBS = {
     "launch --on=torch": "argument --on: invalid choice: 'torch' (choose from 'torchrun', 'deepspeed', ",
     "launch --config=x.yaml": "the following arguments are required: --on",
     "sweep --trials=1": "the following arguments are required: --space",
-    "rehearse --nodes=two": "argument --nodes: invalid int value: 'two'",
+    "rehearse --nodes=two": "argument --nodes: 'two' is not allowed, give a whole number from 1 to 100,000",
     "compare": "the following arguments are required: runs",
 }  # fmt: skip
 

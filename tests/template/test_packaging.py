@@ -53,7 +53,8 @@ def test_a_wheel_holds_the_library_and_nothing_else(repository: Path, tmp_path: 
     pages = {path.relative_to(source / "docs").as_posix() for path in (source / "docs").rglob("*.md")}
     assert {name.partition("/share/doc/dist-template/")[2] for name in wheel.namelist() if ".data/" in name} == pages
     assert {"dist_template/py.typed", "dist_template/__init__.py"} <= library
-    assert {Path(name).suffix for name in library} == {".py", ".typed", ".css", ".html", ".js", ".md", ".template"}
+    suffixes = {".py", ".typed", ".css", ".html", ".js", ".json", ".md", ".template"}
+    assert {Path(name).suffix for name in library} == suffixes
 
 
 def test_what_is_imported_with_the_library_is_required_by_it() -> None:
