@@ -128,7 +128,7 @@ class Zoo:
             if not todo:
                 continue
             one = self.train(kind, variant, "one", architecture)
-            switches = self.switches(architecture)
+            switches = proof.switches_of(configured(architecture))
             if not one.ok:
                 self.put(kind, variant, "one", "not run", why=one.error, switches=switches)
                 continue
@@ -144,10 +144,6 @@ class Zoo:
                 took = round(time.perf_counter() - started, 1)
                 self.put(kind, variant, arm, verdict, why=why, switches=switches, seconds=took)
             shutil.rmtree(self.folder / "runs" / kind, ignore_errors=True)
-
-    @staticmethod
-    def switches(architecture: dict[str, Any]) -> dict[str, Any]:
-        return proof.switches_of(configured(architecture))
 
     @staticmethod
     def _is_offered(arm: Arm, architecture: dict[str, Any]) -> bool:
@@ -193,7 +189,7 @@ class Zoo:
         recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
         with Workers(ranks, Project("trainer_dev")) as workers:
             callbacks = [RaggedLabels(), LeakageTest(folder), *recorders]
-            record = workers.run(argv, folder, callbacks=callbacks, timeout_s=90.0, run_id=name)
+            record = workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=90.0, run_id=name)
         if "EADDRINUSE" in record.error:  # two cases at a time may choose one port
             return self.train(kind, variant, arm, architecture, is_traced)
         return record
@@ -260,13 +256,19 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
             variants[-1]["right"].append(axes)
         else:
             variants[-1]["refused"][axes] = case["why"]
-    return {"versions": proof.versions(), "models": models}
+    tried = {kind: entry for kind, entry in models.items() if entry.keys() & {"variants", "not_run"}}
+    return {"versions": proof.versions(), "models": tried}
 
 
 def text(found: dict[str, Any]) -> str:
     """Returns the table as JSON, with a line for each type."""
     lines = [f"{json.dumps(kind)}: {json.dumps(entry, sort_keys=True)}" for kind, entry in found["models"].items()]
     return f'{{"versions": {json.dumps(found["versions"])}, "models": {{\n' + ",\n".join(lines) + "\n}}\n"
+
+
+def without_table() -> None:
+    """In each rank: what an earlier run has refused is tried again."""
+    proof._table = lambda: {"versions": proof.versions(), "models": {}}
 
 
 def differs(one: RunRecord, many: RunRecord, rounding: dict[str, float] | None = None) -> str:
