@@ -54,7 +54,6 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.architecture_keys,
     training.architecture,
     training.adapter,
-    proven.refused,
 )
 
 
@@ -84,4 +83,4 @@ def violations(
         machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor
     )
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
-    return found or [*trial.trial(setup)]
+    return found or [*trial.trial(setup)] or [*proven.refused(setup)]
