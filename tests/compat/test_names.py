@@ -101,7 +101,10 @@ ATTRIBUTES = {
     "torch.distributed.elastic.agent.server.api:SimpleElasticAgent": "_remaining_restarts _shutdown_timeout",
     "torch.distributed.launcher.api": "LocalElasticAgent",
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler": "Popen",
-    "torch.optim:Optimizer": "_optimizer_step_pre_hooks",
+    "torch.optim:Optimizer": "_optimizer_step_pre_hooks _optimizer_step_post_hooks hooked",
+    "torch.optim.optimizer": "_global_optimizer_pre_hooks _global_optimizer_post_hooks",
+    "torch.optim.lr_scheduler:LRScheduler": "_wrapped_by_lr_sched _opt_called",
+    "torch.autograd": "_profiler_enabled",
     "torch.amp:GradScaler": "_per_optimizer_states found_inf_per_device",
     "torch.nn:Module": "_non_persistent_buffers_set",
     "torch.distributed.distributed_c10d": "_world pg_map",
@@ -120,7 +123,7 @@ ATTRIBUTES = {
     "peft.tuners.tuners_utils:BaseTunerLayer": "_disable_adapters",
 }
 # Checked by importing compat/torch.py, and built-in attributes of tensors.
-IMPORTED = {"_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}
+IMPORTED = {"_optimizer", "_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}
 
 
 def found(place: str) -> Any:

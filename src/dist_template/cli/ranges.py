@@ -26,16 +26,15 @@ RULES = (  # what is allowed, least, most, keys
         lr_scheduler.total_iters lr_scheduler.step_size_up lr_scheduler.step_size_down
         trainer.logger.flush_secs cluster.min_nodes cluster.save_s numerics.patience
         numerics.jump_steps last_checkpoint.every_n_steps last_checkpoint.keep"""),
-    ("0 or more", 0, FINITE, """trainer.gradient_clip_val
-        trainer.reload_dataloaders_every_n_epochs model.optim.weight_decay model.optim.warmup
-        model.optim.plateau_patience model.balance.bias_update_speed model.balance.aux_loss_coef
-        model.balance.sequence_loss_coef model.balance.z_loss_coef model.preference.margin
-        numerics.spike_sigmas numerics.max_roll_backs hardware.gpu_every_s console.line_every_s
-        diagnosis.every_s samples.conversations last_checkpoint.keep_every_hours
-        best_checkpoint.keep trainer.strategy.param_persistence_threshold lr_scheduler.eta_min
-        lr_scheduler.min_lr lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor
-        lr_scheduler.patience lr_scheduler.cooldown lr_scheduler.milestones
-        trainer.strategy.prefetch_bucket_size"""),
+    ("0 or more", 0, FINITE, """trainer.gradient_clip_val trainer.reload_dataloaders_every_n_epochs
+        model.optim.weight_decay model.optim.warmup model.optim.plateau_patience
+        model.balance.bias_update_speed model.balance.aux_loss_coef model.balance.sequence_loss_coef
+        model.balance.z_loss_coef model.preference.margin numerics.spike_sigmas
+        numerics.max_roll_backs hardware.gpu_every_s console.line_every_s diagnosis.every_s
+        samples.conversations last_checkpoint.keep_every_hours best_checkpoint.keep
+        trainer.strategy.param_persistence_threshold lr_scheduler.eta_min lr_scheduler.min_lr
+        lr_scheduler.base_lr lr_scheduler.factor lr_scheduler.end_factor lr_scheduler.patience
+        lr_scheduler.cooldown lr_scheduler.milestones trainer.strategy.prefetch_bucket_size"""),
     ("more than 0", ABOVE_0, FINITE, """trainer.val_check_interval model.optim.learning_rate
         model.optim.eps model.adapter.alpha model.preference.beta data.rank_speeds
         data.stream.weights cluster.time_limit trainer.limit_train_batches lr_scheduler.gamma

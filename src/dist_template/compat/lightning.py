@@ -47,10 +47,7 @@ def leave_signals_alone(trainer: L.Trainer) -> None:
 
 def checkpoint_of(trainer: L.Trainer) -> dict[str, Any]:
     """Returns what `Trainer.save_checkpoint` would write: the public method writes it itself, then
-    waits for all ranks.
-
-    Collective.
-    """
+    waits for all ranks. Collective."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
@@ -71,11 +68,8 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def wandb_options(logger: Any) -> dict[str, Any]:
-    """Returns the arguments of `wandb.init`, to be changed until the run starts; the constructor
-    takes them publicly.
-
-    Whether W&B is reachable, and with it the mode, is known only then.
-    """
+    """Returns the arguments of `wandb.init`, to be changed until the run starts: only then is it
+    known whether W&B is reachable, and with it the mode."""
     return logger._wandb_init
 
 
@@ -150,11 +144,8 @@ def start_deepspeed(strategy: DeepSpeedStrategy) -> None:
 
 
 def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[str, Any]]) -> None:
-    """Sets DeepSpeed's configuration to what `make` returns, once, before Lightning completes its
-    own.
-
-    Lightning (2.6) puts the accumulation and clipping into it and has no hook for more.
-    """
+    """Sets DeepSpeed's configuration to what `make` returns, once, before Lightning (2.6) puts the
+    accumulation and clipping into it, without a hook for more."""
     if not strategy._config_initialized:
         strategy.config = make()
         strategy._config_initialized = True

@@ -8,9 +8,6 @@ take and whether there is validation. This file does so once, when an epoch star
 The classes are subclasses of Lightning's, which handle the rare cases: the first batch of a resumed
 epoch, validation, manual optimization, `dataloader_iter`, a schedule that is not stepped once per
 optimizer step. With a profiler, only epochs.py is used; with another Lightning than 2.6, none.
-
-Rejected: one callback that calls all others. A step of a model of 0.1M parameters took 3.4 % longer
-than in Hugging Face's Trainer; with these classes, 0.3 %.
 """
 
 from __future__ import annotations
@@ -78,10 +75,17 @@ class EpochLoop(ResumableEpochLoop):
 
     _accumulates: bool | None = None  # in this batch; None: Lightning must be asked
     _validates: bool | None = None  # in this epoch
+    _is_ours = False  # not manual optimization, nor `dataloader_iter`
 
     def __init__(self, trainer: Any, *steps: Any) -> None:
         super().__init__(trainer, *steps)
         self.automatic_optimization = Optimization(trainer)
+
+    @property
+    def global_step(self) -> int:
+        if self._is_ours:  # callbacks ask for it seven times a step
+            return self.automatic_optimization.optim_progress.optimizer.step.total.completed
+        return super().global_step
 
     def run(self, data_fetcher: Any) -> None:
         try:
@@ -291,9 +295,6 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
     """As Lightning, which walks through any nesting and asks each leaf whether it can be moved."""
     if type(batch) is not dict or not all(isinstance(value, Tensor) for value in batch.values()):
         return move_data_to_device(batch, device)
-    blocks = device.type in ("cpu", "mps")  # as there
-    moved = {}
-    for name, value in batch.items():
-        is_there = value.device == device
-        moved[name] = value if is_there else value.to(device, non_blocking=not blocks)
-    return moved
+    waits = device.type in ("cpu", "mps")  # as there
+    move = partial(Tensor.to, device=device, non_blocking=not waits)
+    return {name: one if one.device == device else move(one) for name, one in batch.items()}

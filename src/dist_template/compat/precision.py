@@ -6,6 +6,7 @@ it a checkpoint holds the state of the loss scaler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,20 @@ from lightning.pytorch.plugins import precision
 from torch import Tensor
 
 from .hooks import call
+from .torch import step_of
 
 
 class Precision(precision.Precision):
-    """The four methods that call hooks, and a context within a context."""
+    """The four methods that call hooks, a context within a context, a profiler's range."""
 
     def train_step_context(self) -> Any:
         return self.forward_context()
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        closure = partial(self._wrap_closure, model, optimizer, closure)
+        return step_of(optimizer)(closure=closure, **options)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         module.trainer.fit_loop.epoch_loop.each("on_before_backward", tensor)

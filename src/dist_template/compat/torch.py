@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.optim import optimizer as _optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -76,22 +78,31 @@ def without_profiler_range(batches: Any) -> Iterator[Any]:
     return iter(fetch, None) if fetch else batches
 
 
-def compile_checkpointed_hooks() -> None:
-    """Lets torch.compile accept a checkpointed block in which a hook keeps a tensor, as balance.py
-    keeps router logits.
+def step_of(optimizer: Any) -> Callable[..., Any]:
+    """Returns `optimizer.step`, without its profiler range, which takes longer than the update of a
+    small model, unless somebody profiles, has a hook, or has replaced it (a schedule only notes
+    that it was called)."""
+    step, of_class, hooks = optimizer.step, type(optimizer).step, _optimizer
+    is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
+    if not (is_torchs and hasattr(of_class, "hooked")) or torch.autograd._profiler_enabled():
+        return step
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if own or hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks:
+        return step
+    optimizer._opt_called = True
+    return partial(of_class.__wrapped__, optimizer)
 
-    torch 2.13 otherwise runs the block eagerly, and the hook again in the backward pass.
-    """
+
+def compile_checkpointed_hooks() -> None:
+    """Lets torch.compile accept a checkpointed block in which a hook keeps a tensor (balance.py);
+    torch 2.13 otherwise runs it eagerly, and the hook again in the backward pass."""
     config: Any = torch._dynamo.config
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
-    """Registers `hook` before each step; None for an object that only inherits from Optimizer, as
-    DeepSpeed's do.
-
-    Those never ran Optimizer's constructor, and registering a hook would raise AttributeError.
-    """
+    """Registers `hook` before each step; None for an object that only inherits from Optimizer and
+    never ran its constructor, as DeepSpeed's."""
     is_torchs = isinstance(optimizer, torch.optim.Optimizer)
     if is_torchs and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer.register_step_pre_hook(hook)

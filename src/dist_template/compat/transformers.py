@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .attributes import replaced
 
@@ -82,17 +82,13 @@ def without_adapters(model: nn.Module) -> Generator[None]:
             layer._disable_adapters = False
 
 
-@contextmanager
-def finding_documents(find: Callable[[Tensor], Tensor | None]) -> Generator[None]:
-    """Inside, masks are made by `find(position_ids)`: (B, T) the number of each token's document,
-    None for one a row.
+def without_search() -> Any:
+    """Inside, transformers does not search positions for documents.
 
-    transformers' own function reads from the device in every forward pass whether a row holds
-    several documents."""
+    Its function reads from the device in every forward pass whether a row holds several."""
     from transformers import masking_utils
 
-    with replaced(masking_utils, find_packed_sequence_indices=find):
-        yield
+    return replaced(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
 
 
 TOKENS = 13  # of a row on the meta device; no other size of a model is likely to be this number
@@ -107,7 +103,7 @@ def run_on_meta(model: Any, **options: Any) -> Any:
     experts: dict[str, Any] = {"_grouped_mm": lambda input, weight, offs: input @ weight[0]}
     row = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     eager = torch.compiler.set_stance("force_eager")
-    with finding_documents(lambda _: None), replaced(moe, **experts), eager, torch.device("meta"):
+    with without_search(), replaced(moe, **experts), eager, torch.device("meta"):
         return model(input_ids=row, position_ids=row, use_cache=False, **options)
 
 

@@ -85,7 +85,7 @@ def known_documents(
             yield {}
         return
     apart = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
-    find, shard = _documents if apart else _none, {} if whole is None else {IS_SHARD: True}
+    find, shard = _documents if apart else None, {} if whole is None else {IS_SHARD: True}
     positions = batch["position_ids"] if whole is None else whole
     with masks_of_all(model, positions, find, whole is not None):
         varlen = {f"cu_seq_lens_{one}": bounds for one in "qk"}
@@ -104,10 +104,6 @@ def _found(position_ids: Tensor) -> Tensor | None:
     from transformers import masking_utils
 
     return masking_utils.find_packed_sequence_indices(position_ids)
-
-
-def _none(position_ids: Tensor) -> None:
-    """Returns transformers' result for one document per row."""
 
 
 @cache

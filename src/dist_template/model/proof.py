@@ -56,7 +56,8 @@ def verdict(config: Any, axes: str, project: Path | None = None) -> Verdict:
     table, kind = _table(), config.model_type
     found = table["models"].get(kind)
     if not found or not found.get("variants"):
-        why = f": {found['not_run']}" if found else ""
+        reason = (found or {}).get("not_run")
+        why = f": {reason}" if reason else ""
         return Verdict("unproven", f"a model of type {kind!r}{why}")
     switches = switches_of(config)
     for variant in found["variants"]:

@@ -108,7 +108,7 @@ def try_shard(model: nn.Module, num: int) -> None:
     share_attention(model, SimpleNamespace(size=lambda: num))
     positions = torch.empty(1, num * compat.TOKENS, dtype=torch.long, device="meta")
     try:
-        with masks_of_all(model, positions, lambda _: None), ranges() as lengths:
+        with masks_of_all(model, positions, None), ranges() as lengths:
             compat.run_on_meta(model, **{IS_SHARD: True})
     except (IndexError, TypeError, RuntimeError) as error:
         if compat.needs_values(error):
@@ -141,7 +141,7 @@ class _AllToAll(torch.autograd.Function):
 def masks_of_all(
     model: nn.Module,
     positions: Tensor,
-    find: Callable[[Tensor], Tensor | None],
+    find: Callable[[Tensor], Tensor | None] | None,
     is_shard: bool = True,
 ) -> Generator[None]:
     """Inside, transformers makes attention masks of all tokens, not of the rank's, from their
@@ -155,7 +155,8 @@ def masks_of_all(
     if kernel not in masks:  # a model without attention
         yield
         return
-    make_mask, documents, num_tokens = masks[kernel], find(positions), positions.shape[1]
+    documents = find(positions) if find else None  # one in each row
+    make_mask, num_tokens = masks[kernel], positions.shape[1]
 
     def make(mask_function: Any, **options: Any) -> Any:
         if is_shard:
@@ -168,7 +169,7 @@ def masks_of_all(
 
     masks[kernel] = make  # in this object alone, not in what is registered
     try:
-        with compat.finding_documents(lambda _: None):
+        with compat.without_search():
             yield
     finally:
         del masks[kernel]

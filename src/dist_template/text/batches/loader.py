@@ -10,6 +10,7 @@ starts one step early, so that no rank waits for it: the loader reads one step a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -98,15 +99,16 @@ class TokensPerMicroBatch:
 
         Collective over all ranks. On a GPU the stream waits for the sum and the host does not.
         """
+        start = partial(_sum_over_ranks, accumulation, device)
         if counted.is_first or self._coming is None:
-            self._coming = _sum_over_ranks(counted.step, device)
+            self._coming = start(counted.step)
         total, work = self._coming
         if work is not None:
             work.wait()
             total /= dist.get_world_size()
-        following = counted.following
-        self._coming = None if following is None else _sum_over_ranks(following, device)
-        return (total / accumulation if accumulation > 1 else total).clamp(min=1)
+        self._coming = None if counted.following is None else start(counted.following)
+        mean = total / accumulation if accumulation > 1 else total
+        return mean if work is None else mean.clamp(min=1)
 
     def close(self) -> None:
         """Waits for a started sum: a process that exits during a collective may be aborted."""
@@ -115,8 +117,8 @@ class TokensPerMicroBatch:
             coming[1].wait()
 
 
-def _sum_over_ranks(counted: int, device: torch.device) -> tuple[Tensor, Any]:
-    """Starts the sum; Lightning's `strategy.reduce` would wait at a barrier first (2.6.6)."""
-    total = torch.full((), float(counted), device=device)
-    work = dist.all_reduce(total, async_op=True) if dist.is_initialized() else None
-    return total, work
+def _sum_over_ranks(least: int, device: torch.device, counted: int) -> tuple[Tensor, Any]:
+    """Starts the sum, alone at least `least`; Lightning's `reduce` waits at a barrier (2.6.6)."""
+    several = dist.is_initialized()
+    total = torch.full((), float(counted if several else max(counted, least)), device=device)
+    return total, dist.all_reduce(total, async_op=True) if several else None
