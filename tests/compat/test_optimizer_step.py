@@ -71,7 +71,7 @@ def test_a_profiler_sees_the_range(optimizer: torch.optim.AdamW) -> None:
 
 def test_a_step_that_somebody_replaced_is_called(optimizer: torch.optim.AdamW) -> None:
     calls: list[Any] = []
-    optimizer.step = lambda closure=None: calls.append(closure)  # ty: ignore[invalid-assignment]
+    optimizer.step = lambda closure=None: calls.append(closure)
     step_of(optimizer)()
     assert calls == [None]
 

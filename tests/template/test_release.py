@@ -62,6 +62,7 @@ def release(checkout: Path, *arguments: str, umask: int = 0o022, **settings: str
         (VERSION, f"git tag v{VERSION}", f"VERSION {VERSION} is not newer than {VERSION}"),
         ("7.0.0", "", f"CHANGELOG.md's newest section is {VERSION}: write '## 7.0.0 (not released)'"),
         (VERSION, "sed -i s/What/It/ CHANGELOG.md; git commit -qam x", "lacks '### What you have to do'"),
+        (VERSION, "sed -i 's/^torch==.*/torch==9/' */constraints.txt; git commit -qam x", "the table of models is of"),
     ],
 )
 def test_what_cannot_be_released_is_refused_in_one_sentence(

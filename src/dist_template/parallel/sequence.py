@@ -72,6 +72,8 @@ def share_attention(model: nn.Module, group: Any) -> None:
     ) -> Any:
         """Maps (B, H, T / n, W) queries, keys and values to (B, T / n, H, W)."""
         if not options.pop(IS_SHARD, False):
+            if queries.is_meta:
+                raise ValueError("a block of it does not give keyword arguments to its attention")
             if torch.is_grad_enabled():
                 raise InputError(
                     "cp_size above 1 needs batches with input_ids, position_ids and labels, and"

@@ -1,0 +1,158 @@
+"""The table of models: without a mend its rows turn red, and a sample of it, another one each day, is still so."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import zoo
+from benchmarks.zoo_models import variants
+from dist_template.model import proof
+from dist_template.parallel import mesh, shard
+from dist_template.parallel.pipeline import schedule
+from dist_template.parallel.sequence import shard_batch
+from dist_template.tools.rehearse import main
+from tests.support import planted_model
+from tests.support.runs import CONFIGS, OURS, Workers
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> zoo.Zoo:
+    return zoo.Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str]:
+    architecture = variants(kind)[variant]
+    one = cases.train(kind, variant, "one", architecture).check()
+    return cases.judge(kind, variant, arm, architecture, one)
+
+
+# ---- without a mend --------------------------------------------------------------------------------------------------
+
+
+def forget_the_norms() -> None:
+    """transformers' plan as it is: no rule for the norms of queries and keys."""
+    zoo_prelude()
+    vars(shard)["missing_rules"] = lambda *_: {}
+
+
+def return_a_view() -> None:
+    """The hidden states of a stage, as an operation of autograd returns them."""
+    zoo_prelude()
+    replacement: Any = staticmethod(lambda ctx, hidden, loss: hidden.view_as(hidden))
+    schedule._AddedLoss.forward = replacement
+
+
+def count_positions_per_shard() -> None:
+    """Each rank's tokens as if they were the first of the row."""
+    zoo_prelude()
+
+    def local(batch: Any, group: Any) -> Any:
+        sharded = shard_batch(batch, group)
+        if isinstance(positions := sharded.get("position_ids"), Tensor):
+            sharded["position_ids"] = torch.arange(positions.shape[1]).expand_as(positions)
+        return sharded
+
+    vars(mesh)["shard_batch"] = local
+
+
+zoo_prelude = zoo.without_table
+MENDS = [
+    ("phi", "switched", "tp", forget_the_norms, "replicas differ"),
+    ("mixtral", "default", "pp_zb", return_a_view, "stage backward input"),
+    ("olmo2", "default", "cp", count_positions_per_shard, "rotary_emb"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "variant", "arm", "remove", "why"), MENDS, ids=[mend[0] for mend in MENDS])
+def test_a_row_turns_red_without_its_mend(
+    cases: zoo.Zoo, monkeypatch: pytest.MonkeyPatch, kind: str, variant: str, arm: str, remove: Callable, why: str
+) -> None:
+    assert verdict(cases, kind, variant, arm) == ("right", "")
+    monkeypatch.setattr(zoo, "without_table", remove)
+    found, sentence = verdict(cases, kind, variant, arm)
+    assert found == "fault" and why in sentence, sentence
+
+
+# ---- a sample of the table ------------------------------------------------------------------------------------------
+
+SAMPLE = 24  # rows: three minutes
+TOUCHES = {  # a change of these files: the arms whose rows are all tried again
+    "parallel/pipeline/": ["pp", "pp_zb", "pp_fsdp2", "pp_ep"],
+    "parallel/sequence.py": ["cp"],
+    "parallel/tensor_trial.py": ["tp"],
+    "compat/replicated_gradients.py": ["tp"],
+    "parallel/zero": ["zero2", "zero3"],
+    "compat/deepspeed.py": ["zero2", "zero3"],
+    "parallel/ddp.py": ["ddp"],
+}
+
+
+def arms_of(changed: str) -> set[str]:
+    return {arm for path, arms in TOUCHES.items() if f"src/dist_template/{path}" in changed for arm in arms}
+
+
+def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
+    """(type, variant, arm) of the rows for `today`, and of those that `changed`, the names of files, may change."""
+    table = json.loads((Path(proof.__file__).parents[1] / "proof.json").read_text("utf-8"))
+    rows = [
+        (kind, variant, arm)
+        for kind, entry in table["models"].items()
+        for variant, known in zip(("default", "switched"), entry.get("variants", []), strict=False)
+        for arm, one in zoo.ARMS.items()
+        if one.axes in known["right"]
+    ]
+    touched = arms_of(changed)
+    drawn = random.Random(today.isoformat()).sample(rows, min(SAMPLE, len(rows)))
+    return sorted({*drawn, *(row for row in rows if row[2] in touched)})
+
+
+def test_what_is_tried_again_depends_on_the_day_and_on_what_changed() -> None:
+    monday, tuesday = datetime.date(2026, 11, 23), datetime.date(2026, 11, 24)
+    assert len(due(monday, "")) == SAMPLE and due(monday, "") == due(monday, "") != due(tuesday, "")
+    assert {"cp"} == {arm for *_, arm in {*due(monday, "src/dist_template/parallel/sequence.py")} - {*due(monday, "")}}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_rows_of_the_day_are_right(cases: zoo.Zoo) -> None:
+    log = ["git", "log", "--since=8 days", "--name-only", "--format="]
+    changed = subprocess.run(log, cwd=zoo.ROOT, capture_output=True, text=True).stdout
+    rows, wrong = due(datetime.date.today(), changed), []
+    for kind, variant, arm in rows:
+        found, why = verdict(cases, kind, variant, arm)
+        wrong += [] if found == "right" else [f"{kind} {variant} {arm}: {found} {why}"]
+    assert not wrong, f"{len(wrong)} of {len(rows)} rows"
+
+
+# ---- a type that no table has ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_fit_calls_a_class_of_the_users_own_unproven_and_rehearse_names_its_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted_model.register()
+    sizes = "hidden_size: 48, intermediate_size: 74, num_hidden_layers: 2, num_attention_heads: 4"
+    flags = [f"--config={CONFIGS}/quickstart.yaml", f"--config={CONFIGS}/strategy/tp.yaml", "--data.prompts=[]"]
+    flags += [f"--model.architecture={{model_type: {planted_model.NAME}, {sizes}, num_key_value_heads: 2}}"]
+    with Workers(2) as workers:
+        fit = [*flags, "--trainer.devices=2", "--trainer.max_steps=1", f"--run.root={tmp_path}/runs"]
+        fit += [f"--data.cache_dir={tmp_path}/cache", "--run.report=false"]
+        workers.run(["prepare", *fit], tmp_path / "prepare", prelude=planted_model.register).check()
+        record = workers.run(["fit", *fit], tmp_path / "fit", prelude=planted_model.register).check()
+    assert "note: not proven here: a model of type 'planted'" in record.log(0)
+    with pytest.raises(SystemExit) as ended:
+        main(["rehearse", *flags, "--steps=6", f"--output={tmp_path}/out"], OURS, prelude=planted_model.register)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 1 and "layers.0.mlp.down_proj" in printed, printed
