@@ -18,9 +18,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,51 +38,13 @@ from dist_template.rehearsal.workers import Workers
 
 from . import ROOT, zoo_page
 from .record import Figure, Options, Result
+from .zoo_arms import ARMS, OF_A_SWITCH, Arm
 from .zoo_models import SEQ_LEN, configured, plans, variants
+from .zoo_table import table, text, without_table
 
 NAME = "zoo"
 LOSS, NORM = 1e-6, 1e-5  # relative
 STEPS, CLIP = 6, 0.3
-ARGS = "--trainer.strategy.init_args"
-ZERO_BUBBLE = [f"{ARGS}.pp_schedule=InterleavedZeroBubble", f"{ARGS}.pp_stages_per_rank=2"]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A strategy.
-
-    Args:
-        file: Of configs/strategy.
-        axes: As `proof.axes_of` names it.
-        ranks: Processes.
-        batches: Data-parallel ranks.
-        plan: Needs a tensor ("tp") or expert ("ep") plan of the model.
-        flags: Further flags.
-    """
-
-    file: str
-    axes: str
-    ranks: int = 2
-    batches: int = 2
-    plan: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-
-
-ARMS = {
-    "ddp": Arm("ddp", "ddp"),
-    "fsdp2": Arm("fsdp2", "fsdp"),
-    "tp": Arm("tp", "tp", batches=1, plan=("tp",)),
-    "ep": Arm("fsdp2_ep", "fsdp+ep", plan=("ep",)),
-    "cp": Arm("cp", "fsdp+cp", batches=1),
-    "pp": Arm("pp", "pp", batches=1),
-    "pp_zb": Arm("pp", "pp+zb", batches=1, flags=tuple(ZERO_BUBBLE)),
-    "zero2": Arm("zero2", "zero2"),
-    "zero3": Arm("zero3", "zero3", flags=(f"{ARGS}.param_persistence_threshold=16",)),
-    "fsdp2_tp": Arm("fsdp2_tp", "fsdp+tp", ranks=4, plan=("tp",)),
-    "pp_fsdp2": Arm("pp_fsdp2", "fsdp+pp", ranks=4),
-    "pp_ep": Arm("pp_ep", "fsdp+ep+pp", ranks=4, plan=("ep",)),
-}
-OF_A_SWITCH = ("tp", "ep", "cp", "pp")  # arms whose result depends on what the model computes
 
 
 class Zoo:
@@ -235,40 +195,6 @@ def run(options: Options) -> Result:
         figures.append(Figure(verdict, [sum(each["verdict"] == verdict for each in cases)], unit="cases"))
     figures.append(Figure("time of the cases that had no verdict", [(time.perf_counter() - started) / 60], unit="min"))
     return Result("zoo", figures=figures)
-
-
-def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the library's table (model/proof.py): a fault is a reason to refuse."""
-    models: dict[str, Any] = {}
-    for case in sorted(cases, key=lambda each: (each["type"], each["variant"])):
-        entry = models.setdefault(case["type"], {})
-        if case["verdict"] == "not run":
-            entry["not_run"] = case["why"]
-        elif case["arm"] == "one":
-            entry.setdefault("leaks", {}).update(case["leaks"])
-        if case["arm"] == "one":
-            continue
-        variants = entry.setdefault("variants", [])
-        if not variants or variants[-1]["switches"] != case["switches"]:
-            variants.append({"switches": case["switches"], "right": [], "refused": {}})
-        axes = ARMS[case["arm"]].axes
-        if case["verdict"] == "right":
-            variants[-1]["right"].append(axes)
-        else:
-            variants[-1]["refused"][axes] = case["why"]
-    tried = {kind: entry for kind, entry in models.items() if entry.keys() & {"variants", "not_run"}}
-    return {"versions": proof.versions(), "models": tried}
-
-
-def text(found: dict[str, Any]) -> str:
-    """Returns the table as JSON, with a line for each type."""
-    lines = [f"{json.dumps(kind)}: {json.dumps(entry, sort_keys=True)}" for kind, entry in found["models"].items()]
-    return f'{{"versions": {json.dumps(found["versions"])}, "models": {{\n' + ",\n".join(lines) + "\n}}\n"
-
-
-def without_table() -> None:
-    """In each rank: what an earlier run has refused is tried again."""
-    proof._table = lambda: {"versions": proof.versions(), "models": {}}
 
 
 def differs(one: RunRecord, many: RunRecord, rounding: dict[str, float] | None = None) -> str:

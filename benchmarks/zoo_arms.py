@@ -1,0 +1,46 @@
+"""The strategies under which zoo.py trains each type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ARGS = "--trainer.strategy.init_args"
+ZERO_BUBBLE = [f"{ARGS}.pp_schedule=InterleavedZeroBubble", f"{ARGS}.pp_stages_per_rank=2"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A strategy.
+
+    Args:
+        file: Of configs/strategy.
+        axes: As `proof.axes_of` names it.
+        ranks: Processes.
+        batches: Data-parallel ranks.
+        plan: Needs a tensor ("tp") or expert ("ep") plan of the model.
+        flags: Further flags.
+    """
+
+    file: str
+    axes: str
+    ranks: int = 2
+    batches: int = 2
+    plan: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+ARMS = {
+    "ddp": Arm("ddp", "ddp"),
+    "fsdp2": Arm("fsdp2", "fsdp"),
+    "tp": Arm("tp", "tp", batches=1, plan=("tp",)),
+    "ep": Arm("fsdp2_ep", "fsdp+ep", plan=("ep",)),
+    "cp": Arm("cp", "fsdp+cp", batches=1),
+    "pp": Arm("pp", "pp", batches=1),
+    "pp_zb": Arm("pp", "pp+zb", batches=1, flags=tuple(ZERO_BUBBLE)),
+    "zero2": Arm("zero2", "zero2"),
+    "zero3": Arm("zero3", "zero3", flags=(f"{ARGS}.param_persistence_threshold=16",)),
+    "fsdp2_tp": Arm("fsdp2_tp", "fsdp+tp", ranks=4, plan=("tp",)),
+    "pp_fsdp2": Arm("pp_fsdp2", "fsdp+pp", ranks=4),
+    "pp_ep": Arm("pp_ep", "fsdp+ep+pp", ranks=4, plan=("ep",)),
+}
+OF_A_SWITCH = ("tp", "ep", "cp", "pp")  # arms whose result depends on what the model computes
