@@ -2,14 +2,16 @@
 
 Each type that transformers registers gets a small odd configuration, twice where it has optional switches
 (zoo_models.py), and trains six steps on packed documents, with masked labels, accumulation and clipping, on one process
-and under each arm. A case ends as
+and under each arm; arms named lora_* train adapters of all linear layers and experts, and are compared with one process
+that does so. A case ends as
 
     right    losses within 1e-6 of one process's, norms and evaluation within 1e-5, replicas bit-identical
     refused  in a sentence, before the start
     fault    with the first difference, named by rehearse's root cause, or the error
 
-`--models` and `--arms` choose by parts of names. Cases that a file in build/zoo has are not run again, so that a run
-that was stopped resumes; verdicts of other versions are run again. The verdicts are written into the library.
+`--models` and `--arms` choose by parts of names, such as `--arms lora`. Cases that a file in build/zoo has are not run
+again, so that a run that was stopped resumes; verdicts of other versions are run again. The verdicts are written into
+the library.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from dist_template.rehearsal.workers import Workers
 
 from . import ROOT, zoo_page
 from .record import Figure, Options, Result
-from .zoo_arms import ARMS, OF_A_SWITCH, Arm
+from .zoo_arms import ARMS, OF_A_SWITCH, OF_LORA, ONE
 from .zoo_models import SEQ_LEN, configured, plans, variants
 from .zoo_table import table, text, without_table
 
 NAME = "zoo"
 LOSS, NORM = 1e-6, 1e-5  # relative
 STEPS, CLIP = 6, 0.3
+SINGLE = ", single rows"
 
 
 class Zoo:
@@ -84,10 +87,11 @@ class Zoo:
             return
         for variant, architecture in found.items():
             chosen = [arm for arm in arms if variant == "default" or arm in OF_A_SWITCH]
+            chosen = [arm for arm in chosen if {*ARMS[arm].plan} <= plans(architecture)]
             todo = [arm for arm in chosen if (kind, variant, arm) not in self.known]
             if not todo:
                 continue
-            one = self.train(kind, variant, "one", architecture)
+            one = adapted = self.train(kind, variant, "one", architecture)
             switches = proof.switches_of(configured(architecture))
             if not one.ok:
                 self.put(kind, variant, "one", "not run", why=one.error, switches=switches)
@@ -96,23 +100,23 @@ class Zoo:
                 seen = {what: where for what, where in (one.tensors("leakage") or {}).items() if where}
                 verdict = "leaks" if seen else "right"
                 self.put(kind, variant, "one", verdict, why=str(seen or ""), leaks=seen, switches=switches)
+            if OF_LORA.keys() & {*todo}:
+                adapted = self.train(kind, variant, "lora_one", architecture)
             for arm in todo:
-                if not self._is_offered(ARMS[arm], architecture):
-                    continue
                 started = time.perf_counter()
-                verdict, why = self.judge(kind, variant, arm, architecture, one)
+                reference = adapted if arm in OF_LORA else one
+                verdict, why = self.judge(kind, variant, arm, architecture, reference)
                 took = round(time.perf_counter() - started, 1)
                 self.put(kind, variant, arm, verdict, why=why, switches=switches, seconds=took)
             shutil.rmtree(self.folder / "runs" / kind, ignore_errors=True)
-
-    @staticmethod
-    def _is_offered(arm: Arm, architecture: dict[str, Any]) -> bool:
-        return all(plan in plans(architecture) for plan in arm.plan)
 
     def judge(
         self, kind: str, variant: str, arm: str, architecture: dict[str, Any], one: RunRecord
     ) -> tuple[str, str]:
         """Returns the verdict of one case, and its reason."""
+        if not one.ok:  # with adapters; without them, `run_type` ends
+            return ("refused" if one.refusal else "fault"), f"on one process: {one.refusal or one.error}"
+        reference = "lora_one" if arm in OF_LORA else "one"
         many = self.train(kind, variant, arm, architecture)
         if many.refusal and not many.ranks[0]:
             return "refused", many.refusal
@@ -121,10 +125,10 @@ class Zoo:
         if not (difference := differs(one, many)):
             return "right", ""
         # Where a model amplifies rounding, one process with other micro-batches differs as well.
-        other = self.train(kind, variant, "one, single rows", architecture)
+        other = self.train(kind, variant, reference + SINGLE, architecture)
         if other.ok and not differs(one, many, differences(one, other)):
             return "right", ""
-        traced = [self.train(kind, variant, each, architecture, is_traced=True) for each in ("one", arm)]
+        traced = [self.train(kind, variant, each, architecture, is_traced=True) for each in (reference, arm)]
         cause = trace(*traced) if all(each.ok for each in traced) else "the traced training failed"
         return "fault", f"{difference}: {cause}"
 
@@ -132,11 +136,9 @@ class Zoo:
         self, kind: str, variant: str, arm: str, architecture: dict[str, Any], is_traced: bool = False
     ) -> RunRecord:
         """Trains `STEPS` steps; a folder of its own for each."""
-        one = Arm("", "")
-        chosen = ARMS.get(arm, one)
-        ranks, batches = (1, 1) if chosen is one else (chosen.ranks, chosen.batches)
-        rows = 8 // batches // (4 if chosen.file.startswith("pp") else 2)  # a pipeline needs four micro-batches
-        rows = 1 if arm == "one, single rows" else rows
+        chosen = (ARMS | ONE)[arm.removesuffix(SINGLE)]
+        rows = 8 // chosen.batches // (4 if chosen.file.startswith("pp") else 2)  # a pipeline needs four micro-batches
+        rows = 1 if arm.endswith(SINGLE) else rows
         name = hashlib.sha256(f"{kind} {variant} {arm} {is_traced}".encode()).hexdigest()[:12]
         folder = self.folder / "runs" / kind / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -144,10 +146,10 @@ class Zoo:
         folder.mkdir(parents=True)
         config = folder / "architecture.yaml"
         config.write_text(yaml.safe_dump({"model": {"architecture": architecture}}), "utf-8")
-        argv = ["fit", f"--config={config}", *self.flags(), *flags, *chosen.flags]
-        argv += [f"--trainer.devices={ranks}", f"--data.micro_batch_size={max(1, rows)}", f"--run.root={folder}/runs"]
+        argv = ["fit", f"--config={config}", *self.flags(), *flags, *chosen.flags, f"--run.root={folder}/runs"]
+        argv += [f"--trainer.devices={chosen.ranks}", f"--data.micro_batch_size={max(1, rows)}"]
         recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
-        with Workers(ranks, Project("trainer_dev")) as workers:
+        with Workers(chosen.ranks, Project("trainer_dev")) as workers:
             callbacks = [RaggedLabels(), LeakageTest(folder), *recorders]
             record = workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=90.0, run_id=name)
         if "EADDRINUSE" in record.error:  # two cases at a time may choose one port

@@ -1,8 +1,8 @@
-"""The strategies under which zoo.py trains each type."""
+"""The strategies under which zoo.py trains each type, in full and with LoRA adapters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ARGS = "--trainer.strategy.init_args"
 ZERO_BUBBLE = [f"{ARGS}.pp_schedule=InterleavedZeroBubble", f"{ARGS}.pp_stages_per_rank=2"]
@@ -43,4 +43,12 @@ ARMS = {
     "pp_fsdp2": Arm("pp_fsdp2", "fsdp+pp", ranks=4),
     "pp_ep": Arm("pp_ep", "fsdp+ep+pp", ranks=4, plan=("ep",)),
 }
+LORA = ("--model.adapter.rank=3", "--model.adapter.alpha=5", "--model.adapter.targets=all-linear")
+ONE = {"one": Arm("", "", 1, 1), "lora_one": Arm("", "", 1, 1, flags=LORA)}  # references
+OF_LORA = {
+    f"lora_{name}": replace(arm, axes=f"lora+{arm.axes}", flags=(*arm.flags, *LORA))
+    for name, arm in ARMS.items()
+    if name in ("ddp", "fsdp2", "tp", "ep", "zero3")
+}
+ARMS |= OF_LORA
 OF_A_SWITCH = ("tp", "ep", "cp", "pp")  # arms whose result depends on what the model computes

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from dist_template.model import proof
+from dist_template.model.adapters import AdapterConfig
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
 from tests.support.runs import run
@@ -81,6 +83,38 @@ def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: pyt
     assert proof.verdict(llama(mlp_bias=True, attention_bias=True), "tp", tmp_path).kind == "unproven"
     monkeypatch.setattr(proof, "versions", lambda: {"transformers": "9.0", "torch": "2.13.0"})
     assert proof.verdict(config, "tp", tmp_path).kind == "unproven"
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind", "why"),
+    [
+        ("ddp", "proven", ""),  # what is refused with adapters holds for them only
+        ("lora+ddp", "refused", "A differs"),
+        ("lora+pp", "refused", "it is odd"),  # adapters do not mend it
+        ("lora+tp", "proven", ""),
+        ("lora+fsdp", "unproven", "LoRA of type 'llama' under fsdp"),
+        ("lora with dora True+tp", "unproven", "LoRA with dora True of type 'llama' under tp"),
+    ],
+)
+def test_adapters_have_verdicts_of_their_own(
+    axes: str, kind: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant: Any = {"switches": SWITCHES, "right": ["ddp", "tp", "lora+tp"]}
+    variant["refused"] = {"lora+ddp": "A differs", "pp": "it is odd"}
+    monkeypatch.setattr(proof, "_table", lambda: TABLE | {"models": {"llama": {"variants": [variant]}}})
+    found = proof.verdict(llama(), axes)
+    assert found.kind == kind and why in found.why
+
+
+def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
+    def axes(**keys: Any) -> str:
+        return proof.axes_of("ddp", 2, SimpleNamespace(adapter=AdapterConfig(**keys)))
+
+    config = AutoConfig.for_model("gpt2")
+    proof.remember(config, axes(rank=2), tmp_path)
+    assert proof.verdict(config, axes(rank=64, alpha=1.0), tmp_path).kind == "proven"
+    others = ["ddp", axes(targets=["c_attn"]), axes(dora=True), axes(trainable=["wte"])]
+    assert {proof.verdict(config, other, tmp_path).kind for other in others} == {"unproven"}
 
 
 def test_the_axes_of_a_strategy() -> None:

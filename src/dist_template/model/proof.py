@@ -9,7 +9,8 @@ process. A project adds what `rehearse` has proven there, in its own proven.json
                 its row ("documents"), or on a later token ("future")
     not_run     why it does not train on one process
 
-Axes are the dimensions of a strategy that are larger than one, such as "fsdp+tp" (`axes_of`).
+Axes are the dimensions of a strategy that are larger than one, such as "fsdp+tp"; a training with
+adapters has them before these: "lora+fsdp+tp" (`axes_of`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..records import read_mapping, write_atomically
+from .adapters import AdapterConfig
+from .any_module import own
 from .architecture_keys import NOT_DECISIVE
 
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
 FILE = "proven.json"
+ADAPTER_KEYS = ("targets", "dora", "trainable", "quantize")  # other values need their own proof
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
@@ -44,7 +48,7 @@ def verdict(config: Any, axes: str, project: Path | None = None) -> Verdict:
 
     Args:
         config: The transformers configuration; None for a model of another kind.
-        axes: Of the strategy; "" on one process.
+        axes: Of the strategy and the adapters (`axes_of`); "" on one process.
         project: The folder that has the project's own proofs.
     """
     if not axes:
@@ -61,7 +65,7 @@ def verdict(config: Any, axes: str, project: Path | None = None) -> Verdict:
         return Verdict("unproven", f"a model of type {kind!r}{why}")
     switches = switches_of(config)
     for variant in found["variants"]:
-        if variant["switches"] == switches:
+        if variant["switches"] == switches and axes not in variant["right"]:
             for refused, why in variant["refused"].items():
                 if set(refused.split("+")) <= set(axes.split("+")):
                     return Verdict("refused", why)
@@ -71,13 +75,21 @@ def verdict(config: Any, axes: str, project: Path | None = None) -> Verdict:
         return Verdict("unproven", f"{names} (the table has {proven})")
     first, *others = found["variants"]
     if axes not in first["right"]:
-        return Verdict("unproven", f"a model of type {kind!r} under {axes}")
+        return Verdict("unproven", _of_type(kind, axes))
     parts = {part for part in OF_MODELS if set(part.split("+")) <= set(axes.split("+"))}
     right = [first, *(each for each in others if parts <= {*each["right"]})]
     for name, value in switches.items():
         if value not in [each["switches"].get(name) for each in right]:
             return Verdict("unproven", f"{name} {json.dumps(value)} of type {kind!r} under {axes}")
     return Verdict("proven")
+
+
+def _of_type(kind: str, axes: str) -> str:
+    """Describes a model, or its adapters, under a strategy."""
+    adapters, _, others = axes.partition("+")
+    if not adapters.startswith("lora"):
+        return f"a model of type {kind!r} under {axes}"
+    return f"{adapters.replace('lora', 'LoRA')} of type {kind!r} under {others}"
 
 
 def leaks(config: Any) -> dict[str, str]:
@@ -107,21 +119,36 @@ def switches_of(config: Any) -> dict[str, Any]:
     return switches
 
 
-def axes_of(strategy: Any, world_size: int) -> str:
+def axes_of(strategy: Any, world_size: int, module: Any = None) -> str:
     """Returns the dimensions of a strategy that are larger than one, joined by "+".
 
-    Replicas are added only where nothing else is: they compute what one process computes.
+    Replicas are added only where nothing else is: they compute what one process computes. If
+    `module` trains adapters, their name comes first.
     """
     if world_size == 1:
         return ""
+    return "+".join(_adapters_of(module) + _dimensions_of(strategy, world_size))
+
+
+def _adapters_of(module: Any) -> list[str]:
+    """Names the adapters of a module: "lora" on all linear layers, else with what differs."""
+    adapter, default = own(module, "adapter", AdapterConfig), AdapterConfig()
+    if adapter is None:
+        return []
+    given = {key: getattr(adapter, key) for key in ADAPTER_KEYS}
+    others = [f"{key} {value}" for key, value in given.items() if value != getattr(default, key)]
+    return [f"lora with {', '.join(others)}" if others else "lora"]
+
+
+def _dimensions_of(strategy: Any, world_size: int) -> list[str]:
     if hasattr(strategy, "sizes"):
         sizes = asdict(strategy.sizes(world_size))
         axes = [name for name in ("fsdp", "tp", "ep", "cp", "pp") if sizes[name] > 1]
         if "pp" in axes and strategy.pp_schedule in ZERO_BUBBLE:
             axes.append("zb")
-        return "+".join(axes) or "ddp"
+        return axes or ["ddp"]
     stage = getattr(strategy, "stage", None)
-    return f"zero{stage}" if stage else "ddp"
+    return [f"zero{stage}" if stage else "ddp"]
 
 
 @cache

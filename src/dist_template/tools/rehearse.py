@@ -81,7 +81,8 @@ def _remember(cli: Any, model_config: Any, project: Project) -> None:
 
     try:
         trainer = vars(cli.config_init.trainer)
-        axes = proof.axes_of(trainer["strategy"], Machine.described(trainer).world_size)
+        world_size = Machine.described(trainer).world_size
+        axes = proof.axes_of(trainer["strategy"], world_size, cli.model)
     except InputError:
         return  # the check of the real sizes has reported it
     if model_config is not None and axes:

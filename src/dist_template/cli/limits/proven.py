@@ -18,7 +18,7 @@ def refused(setup: Setup) -> Iterator[str]:
     if config is NOT_READ_YET or not setup.trains:
         return
     try:
-        axes = proof.axes_of(setup.strategy, setup.machine.world_size)
+        axes = proof.axes_of(setup.strategy, setup.machine.world_size, setup.module)
     except InputError:
         return  # mesh.py reports that the sizes do not fit
     found = proof.verdict(config, axes)
@@ -29,9 +29,11 @@ def refused(setup: Setup) -> Iterator[str]:
         )
 
 
-def notes(config: Any, data: Any, strategy: Any, world_size: int, project: Path) -> Iterator[str]:
+def notes(
+    config: Any, module: Any, data: Any, strategy: Any, world_size: int, project: Path
+) -> Iterator[str]:
     """Yields lines about what nobody has compared with one process, and about what leaks."""
-    found = proof.verdict(config, proof.axes_of(strategy, world_size), project)
+    found = proof.verdict(config, proof.axes_of(strategy, world_size, module), project)
     if found.kind == "unproven":
         cure = "with these flags compares it with one process in a minute, and remembers it"
         yield f"note: not proven here: {found.why}. `{program('rehearse')}` {cure}"

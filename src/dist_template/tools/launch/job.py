@@ -121,7 +121,7 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         raise InputError(found[0])
     if verb == "fit":
         where = trainer["strategy"], machine.world_size, project.folder.parent
-        for note in proven.notes(model_config(cli), cli.datamodule, *where):
+        for note in proven.notes(model_config(cli), cli.model, cli.datamodule, *where):
             print(note, flush=True)
     if verb == "fit" and site.memory_bytes:
         _compare_memory(cli, machine, site.memory_bytes)
