@@ -45,6 +45,22 @@ def test_all_linear_means_every_projection_and_the_experts() -> None:
     assert adapted == attention | {"experts", "base_layer"}  # the wrappers of the two stacked parameters
 
 
+@pytest.mark.parametrize(
+    ("architecture", "adapted"),
+    [
+        # Its router derives from nn.Linear and returns a tuple, to which no adapter's output can be added.
+        ("{model_type: llama4_text, num_local_experts: 2, head_dim: 8, pad_token_id: 0, num_key_value_heads: 2}", 4),
+        ("{model_type: falcon}", 4),  # of a class of its own
+    ],
+)
+def test_all_linear_means_layers_that_compute_as_one(architecture: str, adapted: int) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = add_adapters(built(yaml.safe_dump(yaml.safe_load(architecture) | sizes)), AdapterConfig(rank=2))
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} - {"experts", "base_layer"}
+    assert len(names) == adapted
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+
+
 def test_the_optimizer_gets_what_is_trained() -> None:
     config = AdapterConfig(targets=["layers.0.self_attn.q_proj"], trainable=["norm", "lm_head"])
     model = add_adapters(built(), config)

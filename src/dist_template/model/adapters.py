@@ -18,6 +18,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..compat.transformers import wrappers_of_parameters
@@ -101,7 +102,7 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
 def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
     """Returns the names of `targets` that are linear layers, and those that are stacked experts."""
     layers, head = model.named_modules(), model.get_output_embeddings()
-    linear = {name for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
+    linear = {name for name, layer in layers if _is_linear(layer) and layer is not head}
     stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     if config.targets == ALL_LINEAR:
         names = {name.rpartition(".")[2] for name in linear} - (OF_EXPERTS if stacked else set())
@@ -114,6 +115,19 @@ def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
         found = _matching("targets", target, linear | stacked)
         (modules if linear.intersection(found) else parameters).append(target)
     return modules, parameters
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Returns whether a layer maps (…, in) to (…, out); some routers derive from nn.Linear too."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return isinstance(layer, nn.Linear)
+    weights = {name: weight.detach().to("meta") for name, weight in layer.named_parameters()}
+    row = torch.empty(1, 2, layer.in_features, device="meta")
+    try:
+        output = torch.func.functional_call(layer, weights, row)
+    except Exception:  # of any class: code of a model
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, 2, layer.out_features)
 
 
 def _matching(key: str, wanted: str, names: set[str]) -> list[str]:
