@@ -101,12 +101,13 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
 
 def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
     """Returns the names of `targets` that are linear layers, and those that are stacked experts."""
-    layers, head = model.named_modules(), model.get_output_embeddings()
-    linear = {name for name, layer in layers if _is_linear(layer) and layer is not head}
+    layers, head = dict(model.named_modules()), model.get_output_embeddings()
+    linear = {name for name, layer in layers.items() if _is_linear(layer) and layer is not head}
     stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
+    stacked -= {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, nn.Conv1d)}
     if config.targets == ALL_LINEAR:
-        names = {name.rpartition(".")[2] for name in linear} - (OF_EXPERTS if stacked else set())
-        return sorted(names), sorted({name.rpartition(".")[2] for name in stacked})
+        names = {_short(name) for name in linear} - (OF_EXPERTS if stacked else set())
+        return sorted(names), sorted({_short(name) for name in stacked})
     if not config.targets:
         raise InputError("model.adapter.targets is empty: name layers, or set all-linear")
     modules: list[str] = []
@@ -124,10 +125,15 @@ def _is_linear(layer: nn.Module) -> bool:
     weights = {name: weight.detach().to("meta") for name, weight in layer.named_parameters()}
     row = torch.empty(1, 2, layer.in_features, device="meta")
     try:
-        output = torch.func.functional_call(layer, weights, row)
+        return torch.func.functional_call(layer, weights, row).shape == (1, 2, layer.out_features)
     except Exception:  # of any class: code of a model
         return False
-    return isinstance(output, torch.Tensor) and output.shape == (1, 2, layer.out_features)
+
+
+def _short(name: str) -> str:
+    """Returns the last part of a name, or all of one that other layers end with too (0, weight)."""
+    last = name.rpartition(".")[2]
+    return name if last.isdigit() or last == "weight" else last
 
 
 def _matching(key: str, wanted: str, names: set[str]) -> list[str]:

@@ -120,35 +120,30 @@ def switches_of(config: Any) -> dict[str, Any]:
 
 
 def axes_of(strategy: Any, world_size: int, module: Any = None) -> str:
-    """Returns the dimensions of a strategy that are larger than one, joined by "+".
+    """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+".
 
-    Replicas are added only where nothing else is: they compute what one process computes. If
-    `module` trains adapters, their name comes first.
+    Replicas are added only where nothing else is: they compute what one process computes.
     """
     if world_size == 1:
         return ""
-    return "+".join(_adapters_of(module) + _dimensions_of(strategy, world_size))
-
-
-def _adapters_of(module: Any) -> list[str]:
-    """Names the adapters of a module: "lora" on all linear layers, else with what differs."""
-    adapter, default = own(module, "adapter", AdapterConfig), AdapterConfig()
-    if adapter is None:
-        return []
-    given = {key: getattr(adapter, key) for key in ADAPTER_KEYS}
-    others = [f"{key} {value}" for key, value in given.items() if value != getattr(default, key)]
-    return [f"lora with {', '.join(others)}" if others else "lora"]
-
-
-def _dimensions_of(strategy: Any, world_size: int) -> list[str]:
+    adapters = _adapters_of(module)
     if hasattr(strategy, "sizes"):
         sizes = asdict(strategy.sizes(world_size))
         axes = [name for name in ("fsdp", "tp", "ep", "cp", "pp") if sizes[name] > 1]
         if "pp" in axes and strategy.pp_schedule in ZERO_BUBBLE:
             axes.append("zb")
-        return axes or ["ddp"]
+        return "+".join(adapters + (axes or ["ddp"]))
     stage = getattr(strategy, "stage", None)
-    return [f"zero{stage}" if stage else "ddp"]
+    return "+".join([*adapters, f"zero{stage}" if stage else "ddp"])
+
+
+def _adapters_of(module: Any) -> list[str]:
+    """Names the adapters of a module: "lora" on all linear layers, else with what differs."""
+    if not (adapter := own(module, "adapter", AdapterConfig)):
+        return []
+    given, plain = vars(adapter), vars(AdapterConfig())
+    others = [f"{key} {given[key]}" for key in ADAPTER_KEYS if given[key] != plain[key]]
+    return [f"lora with {', '.join(others)}" if others else "lora"]
 
 
 @cache
