@@ -41,7 +41,7 @@ from dist_template.rehearsal.workers import Workers
 from . import ROOT, zoo_page
 from .record import Figure, Options, Result
 from .zoo_arms import ARMS, OF_A_SWITCH, OF_LORA, ONE
-from .zoo_models import SEQ_LEN, configured, plans, variants
+from .zoo_models import SEQ_LEN, configured, parts, plans, variants
 from .zoo_table import table, text, without_table
 
 NAME = "zoo"
@@ -83,7 +83,7 @@ class Zoo:
         try:
             found = variants(kind)
         except Exception as error:  # of any class: a row
-            self.put(kind, "default", "one", "not run", why=f"{type(error).__name__}: {error}"[:300])
+            self.put(kind, "default", "one", "not run", why=parts(kind) or f"{type(error).__name__}: {error}"[:300])
             return
         for variant, architecture in found.items():
             chosen = [arm for arm in arms if variant == "default" or arm in OF_A_SWITCH]

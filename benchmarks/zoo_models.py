@@ -80,6 +80,14 @@ def variants(kind: str) -> dict[str, dict[str, Any]]:
     return {"default": plain} | ({"switched": plain | flips} if flips else {})
 
 
+def parts(kind: str) -> str:
+    """Says that a type is made of several models, whose sizes no rule reduces; "" if it is not."""
+    from transformers import CONFIG_MAPPING
+
+    others = ", ".join(CONFIG_MAPPING[kind].sub_configs)
+    return f"made of several models ({others})" if others else ""
+
+
 def _plain(kind: str) -> dict[str, Any]:
     """The first of a few rules that gives a model which runs: odd sizes, groups of heads that the type refuses."""
     from transformers import CONFIG_MAPPING

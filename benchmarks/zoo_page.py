@@ -57,7 +57,7 @@ def page(found: dict[str, Any], axes: list[str]) -> str:
     not_run: dict[str, list[str]] = {}
     for kind, entry in found["models"].items():
         if "variants" not in entry:
-            not_run.setdefault(entry.get("not_run", "not tried").partition(":")[0], []).append(kind)
+            not_run.setdefault(_general(entry.get("not_run", "not tried"))[:120], []).append(kind)
             continue
         leaks += [kind] * ("documents" in entry.get("leaks", {}))
         for variant in entry["variants"]:

@@ -10,6 +10,9 @@ from dist_template.model import proof
 
 from .zoo_arms import ARMS
 
+# Refusals that say nothing of a type: of a small model's blocks, and one that another form of DDP does not need.
+NOT_OF_A_TYPE = ("cannot be divided into", "no gradient in the first step")
+
 
 def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Returns the library's table (model/proof.py): a fault is a reason to refuse."""
@@ -28,7 +31,7 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
         axes = ARMS[case["arm"]].axes
         if case["verdict"] == "right":
             variants[-1]["right"].append(axes)
-        else:
+        elif not any(each in case["why"] for each in NOT_OF_A_TYPE):
             variants[-1]["refused"][axes] = case["why"]
     tried = {kind: entry for kind, entry in models.items() if entry.keys() & {"variants", "not_run"}}
     return {"versions": proof.versions(), "models": tried}

@@ -32,7 +32,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> zoo.Zoo:
 
 def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str]:
     architecture = variants(kind)[variant]
-    one = cases.train(kind, variant, "one", architecture).check()
+    reference = "lora_one" if arm in zoo.OF_LORA else "one"
+    one = cases.train(kind, variant, reference, architecture).check()
     return cases.judge(kind, variant, arm, architecture, one)
 
 
