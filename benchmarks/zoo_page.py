@@ -102,4 +102,4 @@ def _general(why: str) -> str:
     """Returns a reason without the names and sizes of one model."""
     why = re.sub(r"a model of type '[^']+' ", "", why)
     why = re.sub(r"\w+ cannot be a pipeline: ", "", why)
-    return re.sub(r"; .*|: set .*| \(.*| with [cpt]+p_size \d", "", why).strip()
+    return re.sub(r"; .*|: set .*|: model\..*| \(.*| with [cpt]+p_size \d", "", why).strip()
