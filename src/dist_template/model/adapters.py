@@ -105,6 +105,12 @@ def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
     linear = {name for name, layer in layers.items() if _is_linear(layer) and layer is not head}
     stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     stacked -= {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, nn.Conv1d)}
+    if not linear | stacked:
+        kinds = sorted({type(each).__name__ for each in layers.values() if each._parameters})
+        raise InputError(
+            f"model.adapter: {type(model).__name__} has no nn.Linear besides its output layer, and"
+            f" no stacked experts (its layers are {', '.join(kinds)}): set model.adapter to null"
+        )
     if config.targets == ALL_LINEAR:
         names = {_short(name) for name in linear} - (OF_EXPERTS if stacked else set())
         return sorted(names), sorted({_short(name) for name in stacked})
