@@ -9,18 +9,21 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.zoo_models import variants
 from dist_template.errors import InputError
 from dist_template.project import Project
 from dist_template.tools.export import command
-from dist_template.tools.export.gate import PROMPTS, Gate, prompts_of
+from dist_template.tools.export.gate import EXACT, PROMPTS, Gate, prompts_of
 from dist_template.tools.export.trained import Trained, from_folder, load_trained
 from tests.support.chats import TAGGED, UNTAGGED
+from tests.support.chats import tokenizer as tokenizer_of
 from tests.support.runs import OURS, disk, newest, only_run, run
 
 
@@ -103,12 +106,8 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_a_stale_key_value_cache_is_told_from_a_wrong_layer(trained: Trained, tmp_path: Path) -> None:
-    gate, folder = Gate(trained), tmp_path / "out"
-    trained.model.save_pretrained(folder)
-    trained.tokenizer.save_pretrained(folder)
-    exported = from_folder(str(folder), "MODEL")
-    assert "100 prompts, 100.0% of the greedy tokens equal" in gate.check(exported, "float32")
+def stale_cache(model: Any) -> None:
+    """Makes the model return its first key-value cache after each token."""
     first: list[Any] = []
 
     def stale(model: Any, inputs: Any, output: Any) -> None:
@@ -116,7 +115,35 @@ def test_a_stale_key_value_cache_is_told_from_a_wrong_layer(trained: Trained, tm
             first.append(copy.deepcopy(output.past_key_values))
             output.past_key_values = copy.deepcopy(first[0])
 
-    exported.model.register_forward_hook(stale)
+    model.register_forward_hook(stale)
+
+
+@pytest.mark.slow
+def test_the_rounding_of_a_models_own_cache_is_allowed_and_a_wrong_cache_is_not(tmp_path: Path) -> None:
+    """Qwen3.5's linear attention computes a prompt in chunks and later tokens one by one, both in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_of(tmp_path))
+    fields: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**variants("qwen3_5_text")["default"] | fields))
+    data = SimpleNamespace(prompts=[f"{i} cats and {7 * i} dogs, and one more owl" for i in range(PROMPTS)])
+    it = Trained(model.eval(), tokenizer, "", data=data)
+    gate = Gate(it)
+    assert gate.rounding > EXACT * gate.logits.abs().max(), "or this shows nothing"
+    assert "100.0% of the greedy tokens equal" in gate.check(it, "float32")
+    stale_cache(model)  # in both, as of a model type whose cache is wrong
+    with pytest.raises(InputError, match="differ by up to .*, with its cache, and no layer without one"):
+        Gate(it).check(it, "float32")
+
+
+def test_a_stale_key_value_cache_is_told_from_a_wrong_layer(trained: Trained, tmp_path: Path) -> None:
+    gate, folder = Gate(trained), tmp_path / "out"
+    trained.model.save_pretrained(folder)
+    trained.tokenizer.save_pretrained(folder)
+    exported = from_folder(str(folder), "MODEL")
+    assert "100 prompts, 100.0% of the greedy tokens equal" in gate.check(exported, "float32")
+    stale_cache(exported.model)
     with pytest.raises(InputError, match="differ by up to .*, with its cache, and no layer without one"):
         gate.check(exported, "float32")
 
