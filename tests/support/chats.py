@@ -15,7 +15,18 @@ SPECIAL = {  # family -> (EOS, other special tokens)
     "base": ("<|endoftext|>", ["<|pad|>"]),  # a model that has seen no conversation
     "llama3": ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]),
     "deepseekv3": ("<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
-}
+    **dict.fromkeys(["qwen2_5", "qwen3_instruct_2507", "chatml"], ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"])),
+    **dict.fromkeys(["gemma", "gemma3"], ("<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>"])),
+    "qwen3_5_think": ("<|im_end|>", ["<|endoftext|>", "<|im_start|>", "<think>", "</think>"]),
+    "phi3": ("<|endoftext|>", ["<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]),
+    "gptoss": ("<|return|>", ["<|startoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"]),
+    "glm4moe": ("<|endoftext|>", ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]),
+    "cohere2": ("<|END_OF_TURN_TOKEN|>", [
+        "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
+        "<|START_RESPONSE|>", "<|END_RESPONSE|>",
+    ]),
+    "mistral": ("</s>", ["<s>", "[INST]", "[/INST]"]),
+}  # fmt: skip
 TAGGED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
@@ -41,6 +52,11 @@ def write(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
+def published(family: str) -> str:
+    """Returns a family's template as published, of which trl has a copy."""
+    return (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+
+
 def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) -> Path:
     """Saves a tokenizer of bytes with the special tokens of a family, and its published chat template or another."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -55,7 +71,7 @@ def tokenizer(folder: Path, family: str = "qwen3", template: str | None = None) 
         tokenizer_object=backend, eos_token=eos, bos_token=others[0], extra_special_tokens=others
     )
     if family != "base":
-        made.chat_template = template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+        made.chat_template = template or published(family)
     made.save_pretrained(folder)
     return folder
 

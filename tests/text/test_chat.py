@@ -136,7 +136,7 @@ def test_the_families_templates_train_on_the_answers(family: str, answers: list[
     path = write(tmp_path / "a.jsonl", [GOOD])
     data = prepared(tmp_path, Chat([str(path)]), family)
     assert counted_text(data) == answers
-    original = (chats.TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    original = chats.published(family)
     published = data.text_tokenizer.apply_chat_template(messages(*TURNS), tokenize=False)
     trained = data.text_tokenizer.decode(data.corpus.tokens("train"))
     if family == "qwen3":  # docs/finetune.md has these two differences
@@ -175,7 +175,8 @@ def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(chats.UNTAGGED)
     assert f"{str(own)!r} has no {{% generation %}} tags" in refused(tmp_path, template=str(own))
-    assert "trl does not know its family" in refused(tmp_path, tokenizers=chats.UNTAGGED)
+    for text in (chats.UNTAGGED, *(chats.published(name) for name in ("llama3_1", "llama3_2", "gemma4_v5"))):
+        assert "trl does not know its family: give data.source.template" in refused(tmp_path, tokenizers=text)
     assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
 
 
