@@ -170,6 +170,11 @@ def test_dropout_of_experts_and_another_kind_of_model_are_refused() -> None:
         add_adapters(nn.Linear(2, 2), AdapterConfig())
 
 
+def test_a_model_without_linear_layers_is_told_what_it_has() -> None:
+    with pytest.raises(InputError, match=r"GPT2LMHeadModel has no nn.Linear .*Conv1D, Embedding, LayerNorm"):
+        add_adapters(built("{model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"), AdapterConfig())
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, act in (("peft", lambda: add_adapters(built(), AdapterConfig())), ("bitsandbytes", quantize_all)):
         monkeypatch.setitem(sys.modules, package, None)

@@ -106,7 +106,9 @@ def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
     stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     stacked -= {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, nn.Conv1d)}
     if not linear | stacked:
-        kinds = sorted({type(each).__name__ for each in layers.values() if each._parameters})
+        kinds = sorted(
+            {type(each).__name__ for each in layers.values() if [*each.parameters(False)]}
+        )
         raise InputError(
             f"model.adapter: {type(model).__name__} has no nn.Linear besides its output layer, and"
             f" no stacked experts (its layers are {', '.join(kinds)}): set model.adapter to null"
