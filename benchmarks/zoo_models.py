@@ -66,6 +66,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 96, "attention_head_dim": 16, "mamba_dt_rank": 6},
 }  # fmt: skip
+RANDOM = {"phimoe": "its router draws experts at random in training, so that no two trainings are equal"}
 NOT_SHRUNK = ("gemma4_text", "gemma4_unified_text")  # read per layer; the entry above is the whole configuration
 
 
@@ -75,6 +76,8 @@ def variants(kind: str) -> dict[str, dict[str, Any]]:
     Raises:
         Exception: the model cannot be built or run on one process; of any class of transformers or torch.
     """
+    if kind in RANDOM:
+        raise ValueError(RANDOM[kind])
     plain = _plain(kind)
     flips = _flips(kind, plain)
     return {"default": plain} | ({"switched": plain | flips} if flips else {})
