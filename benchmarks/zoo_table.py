@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,7 +37,7 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
         if case["verdict"] == "right":
             variants[-1]["right"].append(axes)
         elif not any(each in case["why"] for each in NOT_OF_A_TYPE):
-            variants[-1]["refused"][axes] = case["why"]
+            variants[-1]["refused"][axes] = re.sub(r"^rank \d+: (refused: )?", "", case["why"])
     tried = {kind: entry for kind, entry in models.items() if entry.keys() & {"variants", "not_run"}}
     return {"versions": proof.versions(), "models": tried}
 
