@@ -40,7 +40,7 @@ from dist_template.rehearsal.workers import Workers
 
 from . import ROOT, zoo_page
 from .record import Figure, Options, Result
-from .zoo_arms import ARMS, OF_A_SWITCH, OF_LORA, ONE
+from .zoo_arms import ARMS, OF_A_SWITCH, OF_LORA, ONE, reference_of
 from .zoo_models import SEQ_LEN, configured, parts, plans, variants
 from .zoo_table import table, text, without_table
 
@@ -116,7 +116,7 @@ class Zoo:
         """Returns the verdict of one case, and its reason."""
         if not one.ok:  # with adapters; without them, `run_type` ends
             return ("refused" if one.refusal else "fault"), f"on one process: {one.refusal or one.error}"
-        reference = "lora_one" if arm in OF_LORA else "one"
+        reference = reference_of(arm)
         many = self.train(kind, variant, arm, architecture)
         if many.refusal and not many.ranks[0]:
             return "refused", many.refusal

@@ -52,3 +52,8 @@ OF_LORA = {
 }
 ARMS |= OF_LORA
 OF_A_SWITCH = ("tp", "ep", "cp", "pp")  # arms whose result depends on what the model computes
+
+
+def reference_of(arm: str) -> str:
+    """Returns the training on one process, of `ONE`, that an arm is compared with."""
+    return "lora_one" if arm in OF_LORA else "one"

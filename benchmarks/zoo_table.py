@@ -10,7 +10,6 @@ from typing import Any
 from dist_template.model import proof
 
 from .zoo_arms import ARMS
-from .zoo_models import RANDOM
 
 # What says nothing of a type: a refusal of a small model's blocks; one that another form of DDP does not need; and
 # rounding that Adam's division amplifies, where all of the first step but the update agrees. `fit` calls it unproven.
@@ -21,8 +20,6 @@ def table(cases: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Returns the library's table (model/proof.py): a fault is a reason to refuse."""
     models: dict[str, Any] = {}
     for case in sorted(cases, key=lambda each: (each["type"], each["variant"])):
-        if case["type"] in RANDOM and case["arm"] != "one":
-            continue
         entry = models.setdefault(case["type"], {})
         if case["verdict"] == "not run":
             entry["not_run"] = case["why"]

@@ -32,7 +32,13 @@ TAGGED = (
     "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )  # the smallest template with tags
-UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def untagged(template: str) -> str:
+    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+UNTAGGED = untagged(TAGGED)
 
 TURNS = [
     ("system", "Be brief."),

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import zoo
+from benchmarks.zoo_arms import reference_of
 from benchmarks.zoo_models import variants
+from benchmarks.zoo_table import without_table
 from dist_template.model import proof
 from dist_template.parallel import mesh, shard
 from dist_template.parallel.pipeline import schedule
@@ -32,8 +34,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> zoo.Zoo:
 
 def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str]:
     architecture = variants(kind)[variant]
-    reference = "lora_one" if arm in zoo.OF_LORA else "one"
-    one = cases.train(kind, variant, reference, architecture).check()
+    one = cases.train(kind, variant, reference_of(arm), architecture).check()
     return cases.judge(kind, variant, arm, architecture, one)
 
 
@@ -42,20 +43,20 @@ def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str
 
 def forget_the_norms() -> None:
     """transformers' plan as it is: no rule for the norms of queries and keys."""
-    zoo_prelude()
+    without_table()
     vars(shard)["missing_rules"] = lambda *_: {}
 
 
 def return_a_view() -> None:
     """The hidden states of a stage, as an operation of autograd returns them."""
-    zoo_prelude()
+    without_table()
     replacement: Any = staticmethod(lambda ctx, hidden, loss: hidden.view_as(hidden))
     schedule._AddedLoss.forward = replacement
 
 
 def count_positions_per_shard() -> None:
     """Each rank's tokens as if they were the first of the row."""
-    zoo_prelude()
+    without_table()
 
     def local(batch: Any, group: Any) -> Any:
         sharded = shard_batch(batch, group)
@@ -66,7 +67,6 @@ def count_positions_per_shard() -> None:
     vars(mesh)["shard_batch"] = local
 
 
-zoo_prelude = zoo.without_table
 MENDS = [
     ("phi", "switched", "tp", forget_the_norms, "replicas differ"),
     ("mixtral", "default", "pp_zb", return_a_view, "stage backward input"),

@@ -68,8 +68,8 @@ def published(folder: Path, kind: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     family = FAMILIES[kind]
-    untagged = WRITTEN.get(family.template, "").replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    tokenizer: Any = AutoTokenizer.from_pretrained(chats.tokenizer(folder, family.template, untagged or None))
+    untagged = chats.untagged(WRITTEN.get(family.template, "")) or None
+    tokenizer: Any = AutoTokenizer.from_pretrained(chats.tokenizer(folder, family.template, untagged))
     stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(family.stop)]
     fields: dict[str, Any] = {"max_position_embeddings": family.seq_len, "initializer_range": 0.5}
     fields |= {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, "eos_token_id": stops[0]}
