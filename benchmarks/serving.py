@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tests.support.serving import chat_model, free_port
+from dist_template.cluster.environment import free_port
+from tests.support.serving import chat_model
 
 from . import ROOT
 from .record import Figure, Options, Result

@@ -151,10 +151,7 @@ class Zoo:
         recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
         with Workers(chosen.ranks, Project("trainer_dev")) as workers:
             callbacks = [RaggedLabels(), LeakageTest(folder), *recorders]
-            record = workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=90.0, run_id=name)
-        if "EADDRINUSE" in record.error:  # two cases at a time may choose one port
-            return self.train(kind, variant, arm, architecture, is_traced)
-        return record
+            return workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=90.0, run_id=name)
 
     def flags(self) -> list[str]:
         return [

@@ -32,7 +32,7 @@ BUDGETS = {
     "public": (191, 191, "what users import: strategies, and testing for their own tests"),
     "ground": (917, 400, "errors, the user's project, earlier names, tensors of any layout, small files, tables"),
     "compat": (1_652, 1_000, "private names of other libraries, Lightning's loop"),
-    "cluster": (1_863, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
+    "cluster": (1_878, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_861, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (2_739, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (2_166, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
@@ -40,8 +40,8 @@ BUDGETS = {
     "observe": (3_749, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_461, 1_300, "what is measured, saved and guarded during training"),
     "cli": (2_610, 1_000, "verbs, parser, configuration errors, the run folder"),
-    "rehearsal": (3_378, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (5_761, 550, "doctor, docs, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report"),
+    "rehearsal": (3_372, 1_400, "a cluster's configuration proven on CPU processes"),
+    "tools": (5_754, 550, "doctor, docs, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report"),
 }
 AIM = 13_500
 

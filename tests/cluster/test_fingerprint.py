@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -15,13 +16,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dist_template.cluster import environment as machine
 from dist_template.cluster import rendezvous
-from dist_template.cluster.environment import comparable, environment, packages
+from dist_template.cluster.environment import comparable, environment, free_port, packages
 from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.hang import rank_ranges
 from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.errors import Ended, Exit
-from dist_template.rehearsal.workers import _free_port
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
 
 OWN: dict[str, Any] = {
@@ -98,7 +99,7 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
-        rendezvous._connect(strategy(here, _free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
+        rendezvous._connect(strategy(here, free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
@@ -177,7 +178,7 @@ def test_the_comparison_takes_less_than_a_second(two: list[str], tmp_path: Path)
 @pytest.mark.slow
 def test_two_processes_that_differ_both_exit_with_78(two: list[str], tmp_path: Path) -> None:
     """Started manually, each process with its own command."""
-    port = _free_port()
+    port = free_port()
     env = {key: value for key, value in os.environ.items() if key not in OF_ANOTHER_RUN}
     env |= {"OMP_NUM_THREADS": "1", "DIST_RUN_ID": "by-hand", "WORLD_SIZE": "2"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
@@ -207,3 +208,14 @@ def test_without_the_comparison_they_train_on_unlike(two: list[str], tmp_path: P
 def unlike_and_not_compared(folder: Path) -> None:
     other_on_rank_1(folder)
     SameEnvironment.compare = lambda *args: None  # ty: ignore[invalid-assignment]
+
+
+def test_ranks_meet_at_a_port_that_no_other_process_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        given = taken.getsockname()[1]
+        assert given not in machine.PORTS  # what the kernel gives to a connection
+        monkeypatch.setattr(machine, "PORTS", range(given, given + 1))
+        with pytest.raises(OSError, match=f"all ports from {given} to {given} are taken"):
+            free_port()
+    assert free_port() == given

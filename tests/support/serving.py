@@ -8,7 +8,6 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ import httpx
 import torch
 
 from dist_template.cli.main import run
+from dist_template.cluster.environment import free_port
 from dist_template.rehearsal.workers import clean_processes
 from dist_template.tools.serve import app as serving
 from dist_template.tools.serve import connections
@@ -38,12 +38,6 @@ def chat_model(folder: Path, positions: int = 512) -> Path:
     sizes |= {"vocab_size": len(tokens), "max_position_embeddings": positions, "eos_token_id": tokens.eos_token_id}
     LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.5)).save_pretrained(folder)
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 class Server:

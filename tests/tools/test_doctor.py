@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from trainer_dev.data import DataModule
 
+from dist_template.cluster.environment import free_port
 from dist_template.tools import doctor
 from dist_template.tools.doctor import OK, PROBLEM, WARNING, Where
 from tests.support.runs import OURS, main
@@ -190,7 +191,7 @@ def test_it_looks_where_the_configuration_writes(flags: list[str], tmp_path: Pat
 @pytest.mark.slow
 def test_one_of_two_processes_prints_the_time(tmp_path: Path) -> None:
     """Both wrote "4 MB in 5.3 ms" into one file, which had one line of them under PYTHONUNBUFFERED."""
-    code = f"from dist_template.tools.doctor import reduce_once; reduce_once(%d, {doctor._free_port()}, 'gloo')"
+    code = f"from dist_template.tools.doctor import reduce_once; reduce_once(%d, {free_port()}, 'gloo')"
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([sys.executable, "-c", code % rank], **options) for rank in (0, 1)]
     first, second = (rank.communicate(timeout=120)[0] for rank in ranks)

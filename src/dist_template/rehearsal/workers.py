@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -27,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cluster.environment import free_port
 from ..cluster.hang import find_stalled
 from ..cluster.launch import RUN_ID
 from ..cluster.signals import STARTED
@@ -140,7 +140,7 @@ class Workers:
         self._ranks = []
 
     def _start(self, num: int, job: Job) -> None:
-        port = _free_port()
+        port = free_port()
         for rank in range(num):
             ours, theirs = self._context.Pipe()
             environment = job.environment | _rank_environment(rank, num, port)
@@ -211,9 +211,3 @@ def _rank_environment(rank: int, num: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"rehearsal-{os.getpid()}-{port}",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

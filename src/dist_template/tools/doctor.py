@@ -12,7 +12,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from ..cluster.environment import comparable, driver, normalized, packages
+from ..cluster.environment import comparable, driver, free_port, normalized, packages
 from ..errors import Exit
 from ..project import Flags, Project
 from ..records import GIB
@@ -231,7 +230,7 @@ def check_all_reduce(where: Where) -> Findings:
     import torch
 
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
-    code = f"from {__name__} import reduce_once; reduce_once(%d, {_free_port()}, {backend!r})"
+    code = f"from {__name__} import reduce_once; reduce_once(%d, {free_port()}, {backend!r})"
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as log:
         ranks: list[subprocess.Popen[str]] = []
@@ -275,12 +274,6 @@ def reduce_once(rank: int, port: int, backend: str) -> None:
     if rank == 0:  # unbuffered lines of both would be one
         print(f"4 MB in {1000 * (time.perf_counter() - started):.1f} ms", flush=True)
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _existing(path: Path) -> Path:
