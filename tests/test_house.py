@@ -36,7 +36,7 @@ BUDGETS = {
     "checkpoint": (1_861, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (2_739, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (2_166, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
-    "text": (3_879, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
+    "text": (3_914, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_749, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_461, 1_300, "what is measured, saved and guarded during training"),
     "cli": (2_610, 1_000, "verbs, parser, configuration errors, the run folder"),

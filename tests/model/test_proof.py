@@ -96,9 +96,7 @@ def test_a_project_remembers_what_it_has_proven(tmp_path: Path, monkeypatch: pyt
         ("lora with dora True+tp", "unproven", "LoRA with dora True of type 'llama' under tp"),
     ],
 )
-def test_adapters_have_verdicts_of_their_own(
-    axes: str, kind: str, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_have_verdicts_of_their_own(axes: str, kind: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variant: Any = {"switches": SWITCHES, "right": ["ddp", "tp", "lora+tp"]}
     variant["refused"] = {"lora+ddp": "A differs", "pp": "it is odd"}
     monkeypatch.setattr(proof, "_table", lambda: TABLE | {"models": {"llama": {"variants": [variant]}}})

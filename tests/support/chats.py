@@ -13,7 +13,10 @@ TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 SPECIAL = {  # family -> (EOS, other special tokens)
     "qwen3": ("<|im_end|>", ["<|im_start|>", "<|endoftext|>"]),
     "base": ("<|endoftext|>", ["<|pad|>"]),  # a model that has seen no conversation
-    "llama3": ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]),
+    **dict.fromkeys(
+        ["llama3", "llama3_1"], ("<|eot_id|>", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"])
+    ),
+    "gemma4_v5": ("<turn|>", ["<bos>", "<|turn>", "<|channel>", "<channel|>"]),
     "deepseekv3": ("<｜end▁of▁sentence｜>", ["<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]),
     **dict.fromkeys(["qwen2_5", "qwen3_instruct_2507", "chatml"], ("<|im_end|>", ["<|endoftext|>", "<|im_start|>"])),
     **dict.fromkeys(["gemma", "gemma3"], ("<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>"])),

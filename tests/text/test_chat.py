@@ -175,9 +175,44 @@ def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(chats.UNTAGGED)
     assert f"{str(own)!r} has no {{% generation %}} tags" in refused(tmp_path, template=str(own))
-    for text in (chats.UNTAGGED, *(chats.published(name) for name in ("llama3_1", "llama3_2", "gemma4_v5"))):
-        assert "trl does not know its family: give data.source.template" in refused(tmp_path, tokenizers=text)
     assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("family", "end"), [("llama3_1", "<|eot_id|>"), ("gemma4_v5", "<turn|>\n"), ("lfm2_2_5", "<|im_end|>\n")]
+)
+def test_answers_of_families_without_marks_follow_a_servers_prompt(family: str, end: str, tmp_path: Path) -> None:
+    path, text = write(tmp_path / "a.jsonl", [GOOD]), chats.published(family)
+    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=text)) == [f"Uno.{end}", f"Due, ok.{end}"]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama3", "lfm2", "qwen3_instruct_2507"])
+def test_without_marks_the_same_tokens_count(family: str, tmp_path: Path) -> None:
+    path, text = (
+        write(tmp_path / "a.jsonl", [GOOD, {"messages": messages(*TURNS[1:3], ("user", "ß?"), ("assistant", "日 ß"))}]),
+        chats.published(family),
+    )
+    marked = counted_text(prepared(tmp_path / "marked", Chat([str(path)]), template=text))
+    unknown = text + "{# a family that trl does not know #}"
+    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=unknown)) == marked != []
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "what"),
+    [
+        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content }}{% else %}", "an answer without an end"),
+        ("{% if add_generation_prompt %}<|im_start|>", "{% if add_generation_prompt %}<start>", "another prompt"),
+        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content[1:] }}<|im_end|>{% else %}", "another content"),
+        ("<|im_end|>{% else %}", "{% if loop.last %}<last>{% endif %}<|im_end|>{% else %}", "another last turn"),
+    ],
+)  # fmt: skip
+def test_answers_that_cannot_be_told_from_a_prompt_are_refused(
+    was: str, becomes: str, what: str, tmp_path: Path
+) -> None:
+    assert was in chats.UNTAGGED, what
+    said = refused(tmp_path, tokenizers=chats.UNTAGGED.replace(was, becomes))
+    assert "a.jsonl:1" in said and "message 3 is not what a server's prompt asks for" in said
+    assert "give data.source.template" in said
 
 
 def test_without_trl_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Fifteen families are tuned on conversations, exported, and generate as trained; each with its chat template."""
+"""Sixteen families are tuned on conversations, exported, and generate as trained; each with its chat template."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Family(NamedTuple):
 THINKS = "<think>\n\n</think>\n\n{}<|im_end|>\n"
 FINAL = "<|start|>assistant<|channel|>final<|message|>{}"
 FAMILIES = {
-    "llama": Family("llama3", "{}<|eot_id|>", "<|eot_id|>"),
+    "llama": Family("llama3_1", "{}<|eot_id|>", "<|eot_id|>", seq_len=640),
     "qwen2": Family("qwen2_5", "\n{}<|im_end|>\n", "<|endoftext|>"),
     "qwen3": Family("qwen3", THINKS, "<|endoftext|>"),
     "qwen3_moe": Family("qwen3_instruct_2507", "{}<|im_end|>\n", "<|endoftext|>"),
@@ -46,20 +46,21 @@ FAMILIES = {
     "mixtral": Family("mistral", "{}</s>", "</s>", system=False),
     "gemma2": Family("gemma", "{}<end_of_turn>\n", "<end_of_turn>", system=False),
     "gemma3_text": Family("gemma3", "{}<end_of_turn>\n", "<end_of_turn>"),
+    "gemma4_text": Family("gemma4_v5", "{}<turn|>\n", "<turn|>"),
     "phi3": Family("phi3", "{}<|end|>\n", "<|end|>", last="{}<|end|>\n<|endoftext|>"),
     "deepseek_v3": Family("deepseekv3", "<｜Assistant｜>{}<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>",
                           only_served="<think>\n"),
     "gpt_oss": Family("gptoss", FINAL + "<|end|>", "<|call|>", last=FINAL + "<|return|>", seq_len=640),
     "glm4_moe": Family("glm4moe", "\n<think></think>\n{}<|user|>", "<|user|>"),
     "cohere2": Family("cohere2", "{}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", seq_len=2560),
-    "olmo2": Family("chatml", "{}<|im_end|>", "<|endoftext|>"),
+    "olmo2": Family("chatml", "{}<|im_end|>\n", "<|endoftext|>"),
 }  # fmt: skip
-# trl has copies of the published templates. Not of Mistral's, written here in the published format, nor of OLMo 2's,
-# for which ChatML stands in. Tokenizers have them without tags, data.source.template with, as docs/finetune.md says.
+# trl has copies of the published templates, with marks or without. Not of Mistral's, written here in the published
+# format, nor of OLMo 2's, for which ChatML stands in.
 WRITTEN = {
     "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% else %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}",
-    "chatml": chats.TAGGED,
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    "chatml": chats.UNTAGGED,
 }
 
 
@@ -68,11 +69,12 @@ def published(folder: Path, kind: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     family = FAMILIES[kind]
-    untagged = chats.untagged(WRITTEN.get(family.template, "")) or None
-    tokenizer: Any = AutoTokenizer.from_pretrained(chats.tokenizer(folder, family.template, untagged))
+    written = WRITTEN.get(family.template)
+    tokenizer: Any = AutoTokenizer.from_pretrained(chats.tokenizer(folder, family.template, written))
     stops = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(family.stop)]
     fields: dict[str, Any] = {"max_position_embeddings": family.seq_len, "initializer_range": 0.5}
     fields |= {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, "eos_token_id": stops[0]}
+    fields |= {"vocab_size_per_layer_input": len(tokenizer)} if kind == "gemma4_text" else {}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**variants(kind)["default"] | fields))
     model.get_input_embeddings().weight.data.mul_(0.05)  # with the range above, greedy tokens differ from each other
@@ -90,9 +92,7 @@ def conversations(family: Family) -> list[list[dict[str, str]]]:
 def flags(folder: Path, family: Family) -> list[str]:
     """Flags of a small training on the conversations of a family."""
     records = chats.write(folder / "chats.jsonl", [{"messages": turns} for turns in conversations(family)])
-    own, chunk = folder / "own.jinja", "null" if family.template == "cohere2" else 4096  # scaled logits: no chunks
-    if text := WRITTEN.get(family.template):
-        own.write_text(text)
+    chunk = "null" if family.template == "cohere2" else 4096  # scaled logits: no chunks
     return [
         f"--config={CONFIGS}/finetune.yaml", f"--data.source.paths=[{records}]", f"--model.pretrained={folder}",
         f"--data.tokenizer.path={folder}", f"--run.root={folder}/runs", f"--data.cache_dir={folder}/cache",
@@ -101,7 +101,6 @@ def flags(folder: Path, family: Family) -> list[str]:
         f"--model.sample_tokens={NEW}", f"--model.loss_chunk={chunk}", "--model.optim.learning_rate=0.0005",
         "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=2", "--trainer.max_epochs=-1",
         "--trainer.logger=false", "--trainer.limit_val_batches=0",
-        *([f"--data.source.template={own}"] if own.exists() else []),
     ]  # fmt: skip
 
 

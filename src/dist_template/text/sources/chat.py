@@ -59,7 +59,7 @@ class Chat(Source):
         train_on: The tokens that count in the loss. assistant: those of all assistant turns. last:
             those of the last one. all: every token.
         template: A .jinja file of a chat template with `{% generation %}` around the assistant's
-            turns. null: the tokenizer's, if it has these tags, else trl's for the model's family.
+            turns. null: the tokenizer's, in trl's form for the family if it has none of these tags.
         follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
             false: refuse them.
     """

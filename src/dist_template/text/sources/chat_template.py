@@ -2,13 +2,16 @@
 
 transformers reads the marks from `{% generation %}` tags. Most published templates have none, and
 their mask is silently empty (5.23). trl has templates with tags for the families that it knows;
-docs/finetune.md has what they render differently.
+docs/finetune.md has what they render differently. For others, a turn is what follows the prompt
+that a server would have rendered before it.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +27,18 @@ HELP = "give data.source.template, a .jinja file with {% generation %} around th
 
 
 class Template(NamedTuple):
-    """A chat template: its Jinja source, and a name for messages."""
+    """A chat template: its Jinja source, a name for messages, and whether tags mark what counts."""
 
     text: str
     name: str
+    has_tags: bool = True
 
 
 def training_template(tokenizer: Any, file: str | None, train_on: str) -> Template:
     """Returns the template that conversations are encoded by for training.
 
     Raises:
-        InputError: there is none, or `train_on` needs tags that it does not have.
+        InputError: there is none, or the file has no tags, which `train_on` needs.
     """
     needs_tags = train_on != "all"
     if file:
@@ -57,11 +61,10 @@ def training_template(tokenizer: Any, file: str | None, train_on: str) -> Templa
     from trl.chat_template_utils import get_training_chat_template  # 6 s
 
     try:
-        return Template(get_training_chat_template(tokenizer) or text, f"{name}, in trl's form,")
-    except ValueError as error:
-        raise InputError(
-            f"{name} has no {{% generation %}} tags, and trl does not know its family: {HELP}"
-        ) from error
+        tagged = get_training_chat_template(tokenizer)
+    except ValueError:  # trl does not know the family
+        return Template(text, name, has_tags=False)
+    return Template(tagged or text, f"{name}, in trl's form,")
 
 
 def encode(
@@ -85,29 +88,61 @@ def _encode(
     tokenizer: Any, template: Template, train_on: str, tools: Any, group: list[tuple[str, Any]]
 ) -> list[Encoded]:
     """Returns the tokens of conversations that have the same tools."""
+    by_tags = template.has_tags and train_on != "all"
+    render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
+    conversations = [conversation["messages"] for _, conversation in group]
     try:
-        out = tokenizer.apply_chat_template(
-            [conversation["messages"] for _, conversation in group],
-            tools=tools,
-            chat_template=template.text,
-            return_assistant_tokens_mask=train_on != "all",
-        )
+        out = render(conversations, return_assistant_tokens_mask=by_tags)
+        if by_tags:
+            masks = out["assistant_masks"]
+        elif train_on != "all":
+            masks = [_answers(tokenizer, partial(render, tokenize=False), c) for c in conversations]
+        else:
+            masks = [[True] * len(ids) for ids in out["input_ids"]]
     except Exception as error:  # a template raises errors of Jinja and of Python
         if len(group) > 1:  # find the conversation
             return [_encode(tokenizer, template, train_on, tools, [one])[0] for one in group]
         what = f"cannot be rendered by {template.name}: {first_line(error)}"
         raise wrong(group[0][0], what) from error
     encoded = []
-    for number, ((name, _), ids) in enumerate(zip(group, out["input_ids"], strict=True)):
-        counted = np.ones(len(ids), dtype=bool)
-        if train_on != "all":
-            counted = np.array(out["assistant_masks"][number], dtype=bool)
+    for (name, _), ids, mask in zip(group, out["input_ids"], masks, strict=True):
+        counted = np.array(mask, dtype=bool)
         if train_on == "last":
             counted[: last_turn(counted)[0]] = False
         if not counted.any():
             raise InputError(f"{template.name} marks no token of {name} as the assistant's: {HELP}")
         encoded.append(Encoded(np.array(ids, dtype=np.int64), counted))
     return encoded
+
+
+def _answers(
+    tokenizer: Any, render: Callable[..., str], messages: list[dict[str, Any]]
+) -> list[bool]:
+    """Returns which tokens of a conversation are in the assistant's turns, by a template without
+    tags: from the end of the prompt that a server renders before a turn, to the turn's end.
+
+    Raises:
+        InputError: a turn does not follow its prompt, changes when others follow, or has no end.
+    """
+    text, spans = render(messages), []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(messages[:number], add_generation_prompt=True)
+        turn = render(messages[: number + 1])
+        answer, said = turn[len(prompt) :], message["content"].strip()
+        end = answer.rpartition(said)[2] if said else answer
+        is_asked = turn.startswith(prompt) and text.startswith(turn) and said in answer
+        if not (is_asked and end.strip()):
+            raise InputError(
+                f"message {number + 1} is not what a server's prompt asks for, with an end: {HELP}"
+            )
+        spans.append((len(prompt), len(turn)))
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [
+        any(start <= first < last <= end for start, end in spans)
+        for first, last in offsets["offset_mapping"]
+    ]
 
 
 def last_turn(counted: np.ndarray) -> tuple[int, int]:
