@@ -33,7 +33,7 @@ _GEMMA4 = {
 COMPLETED: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 48, "n_head": 4, "rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "cpmant": {"dim_ff": 74, "dim_head": 8},
+    "cpmant": {"dim_ff": 74, "dim_head": 8, "init_std": 0.1},  # with its 1.0, each step multiplies rounding by ten
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 32},
@@ -50,6 +50,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"]},
     "longcat_flash": {"qk_head_dim": 24, "head_dim": 8},
     "mamba2": {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16},
+    "marian": {"decoder_vocab_size": 257, "decoder_start_token_id": 1},
     "ministral": {"head_dim": 8},
     "modernbert-decoder": {"pad_token_id": 0},
     "nemotron": {"num_key_value_heads": 2},
@@ -58,9 +59,11 @@ COMPLETED: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2, "ngram_vocab_size_base": 64, "hc_lowrank": 8, "ple_embed_dim": 16,
     },
     "reformer": {"is_decoder": True, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 32]},
+    "rembert": {"input_embedding_size": 32, "output_embedding_size": 64},
     "roc_bert": {
         "pronunciation_vocab_size": 37, "shape_vocab_size": 41, "pronunciation_embed_dim": 16, "shape_embed_dim": 16,
     },
+    "roformer": {"embedding_size": 32},
     "xlm": {"emb_dim": 48, "n_heads": 6, "n_layers": NUM_BLOCKS},
     "xlstm": {"embedding_dim": 48, "num_blocks": NUM_BLOCKS, "num_heads": 2, "mode": "train"},
     "xmod": {"default_language": "en_XX"},

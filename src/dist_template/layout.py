@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from .errors import InputError
+
+PART = 2**15  # elements whose squares may be added one by one
 
 
 def layout(tensor: Tensor) -> Any:
@@ -76,9 +78,21 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Returns (): joint 2-norm of tensors of any layouts, equal on all ranks; no device sync."""
     norms = []
     for group in by_layout(tensors):
-        norm = torch.nn.utils.get_total_norm(group)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = torch.nn.utils.get_total_norm([part for each in group for part in _parts(each)])
+        if isinstance(first := group[0], DTensor):
+            sums = [p if p.is_replicate() else Partial() for p in first.placements]
+            square = DTensor.from_local(norm.square(), first.device_mesh, sums)
+            norm = square.full_tensor().sqrt()
+        norms.append(norm)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _parts(tensor: Tensor) -> Iterable[Tensor]:
+    """Returns this rank's shard, on a CPU in parts: torch (2.13) there adds all squares of a tensor
+    one by one, which loses 4e-4 of the norm of 10 million elements, and 1e-2 of 100 million."""
+    shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    is_large = shard.is_cpu and shard.numel() > PART
+    return shard.flatten().split(PART) if is_large else [shard]
 
 
 def clip_by_norm(

@@ -139,10 +139,10 @@ def copy_part(target: Tensor | None, full: Tensor | None, like: Tensor) -> None:
                 target.copy_(full)
         return
     received = tensor_from_rank_zero(full, like)
-    if isinstance(target, DTensor):
-        target.to_local().copy_(_shard(received, target))
-    else:
+    if not isinstance(target, DTensor):
         target.copy_(received)
+    elif (own := target.to_local()).numel():  # transformers' operation has no shard without rows
+        own.copy_(_shard(received, target))
 
 
 def _shard(full: Tensor, like: DTensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_scheduler
 
 from dist_template.errors import InputError
-from dist_template.layout import clip_by_norm
+from dist_template.layout import clip_by_norm, total_norm
 from dist_template.model.optim import OptimConfig, Schedule, build_optimizer, build_schedule
 
 
@@ -165,3 +165,12 @@ def test_clipping_equals_torchs_own(max_norm: float | None) -> None:
     assert norm == expected
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+def test_the_norm_of_a_large_gradient_on_a_cpu_is_exact() -> None:
+    """One process sums a vocabulary's gradient, and each rank a part of it: both must clip alike."""
+    gradient = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    exact = gradient.double().norm().item()
+    assert abs(torch.linalg.vector_norm(gradient).item() / exact - 1) > 2e-5, "else torch does it"
+    assert total_norm([gradient, torch.zeros(3)]).item() == pytest.approx(exact, rel=1e-6)
+    assert total_norm([gradient.view(1000, 3000).t()]).item() == pytest.approx(exact, rel=1e-6)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dist_template.callbacks.preemption import Preemption
+from dist_template.layout import total_norm
 from dist_template.model.optim import build_optimizer
 from tests.support.collectives import ToGroups
 from tests.support.runs import SMALL_LLAMA, Workers
@@ -107,8 +108,9 @@ def fsdp2(trainer: Any, module: Any) -> Step:
         loss(module, model, batch).backward()
         model.set_requires_gradient_sync(True)
         loss(module, model, batch).backward()
-        norm: Any = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm.full_tensor())
+        # torch's own sends a number for each parameter
+        norm = total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
         optimizer.step()
         optimizer.zero_grad()
 
