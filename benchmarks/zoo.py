@@ -151,7 +151,7 @@ class Zoo:
         recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
         with Workers(chosen.ranks, Project("trainer_dev")) as workers:
             callbacks = [RaggedLabels(), LeakageTest(folder), *recorders]
-            return workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=90.0, run_id=name)
+            return workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=300.0, run_id=name)
 
     def flags(self) -> list[str]:
         return [

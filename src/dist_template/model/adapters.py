@@ -26,6 +26,7 @@ from ..errors import InputError, check_least, reason, require
 
 ALL_LINEAR = "all-linear"
 PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
+EXPERT_PLAN = {"gate_up_proj": PACKED, "down_proj": "rowwise"}  # which `_rewrite_plans` understands
 # peft takes these names for the stacked experts of a mixture, whatever else has them.
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
 
@@ -97,6 +98,22 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
         module.requires_grad_(True)
     _rewrite_plans(model)
     return model
+
+
+def refuse_tensor_parallel(model: Any) -> None:
+    """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
+    for name, module in model.named_modules():
+        if inner := wrappers_of_parameters(module):
+            base = re.sub(r"\.\d+(?=\.|$)", ".*", name) + ".base_layer" * len(inner)
+            rules = [rule.rpartition(".") for rule in model.tp_plan]
+            plan = {
+                last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base
+            }
+            if plan and plan != EXPERT_PLAN:
+                raise InputError(
+                    f"adapters of {name} are not sharded by its tensor-parallel plan"
+                    f" ({', '.join(plan.values())}): name linear layers as model.adapter.targets"
+                )
 
 
 def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
