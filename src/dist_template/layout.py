@@ -81,7 +81,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
         norm = torch.nn.utils.get_total_norm([part for each in group for part in _parts(each)])
         if isinstance(first := group[0], DTensor):
             sums = [p if p.is_replicate() else Partial() for p in first.placements]
-            square = DTensor.from_local(norm.square(), first.device_mesh, sums)
+            square = DTensor.from_local(norm.float().square(), first.device_mesh, sums)
             norm = square.full_tensor().sqrt()
         norms.append(norm)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

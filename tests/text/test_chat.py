@@ -211,7 +211,7 @@ def test_answers_that_cannot_be_told_from_a_prompt_are_refused(
 ) -> None:
     assert was in chats.UNTAGGED, what
     said = refused(tmp_path, tokenizers=chats.UNTAGGED.replace(was, becomes))
-    assert "a.jsonl:1" in said and "message 3 is not what a server's prompt asks for" in said
+    assert "a.jsonl:1" in said and "message 3 does not continue a server's prompt, or has no end" in said
     assert "give data.source.template" in said
 
 

@@ -135,7 +135,7 @@ def _answers(
         is_asked = turn.startswith(prompt) and text.startswith(turn) and said in answer
         if not (is_asked and end.strip()):
             raise InputError(
-                f"message {number + 1} is not what a server's prompt asks for, with an end: {HELP}"
+                f"message {number + 1} does not continue a server's prompt, or has no end: {HELP}"
             )
         spans.append((len(prompt), len(turn)))
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
