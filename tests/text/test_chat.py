@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainer_dev.data import DataModule
 
 from dist_template.errors import InputError
 from dist_template.model.kernels import BOUNDS
 from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.sources.chat import Chat
-from dist_template.text.tokenizers import Pretrained
 from tests.support import chats
+from tests.support.chat_corpus import GOOD, counted_text, prepared, refused
 from tests.support.chats import TURNS, messages, write
-from tests.support.runs import quiet
 
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 
@@ -73,7 +71,6 @@ def test_tools_and_their_calls_are_kept(tmp_path: Path) -> None:
     assert found["messages"][1]["tool_calls"] == call["tool_calls"]
 
 
-GOOD = {"messages": messages(*TURNS)}
 BAD = {
     "no assistant": ({"messages": messages(("user", "One?"))}, "no assistant turn"),
     "alternation": ({"messages": messages(*TURNS[1:3], ("assistant", "x"))}, "assistant after assistant"),
@@ -107,21 +104,6 @@ def test_an_empty_file_and_a_source_without_files_are_refused(tmp_path: Path) ->
 
 
 # ---- encoding ------------------------------------------------------------------------------------
-
-
-def prepared(tmp_path: Path, source: Chat, family: str = "qwen3", template: str | None = None) -> DataModule:
-    folder = chats.tokenizer(tmp_path / family, family, template)
-    options = {"validation_share": 0.0, "test_share": 0.0, "cache_dir": str(tmp_path / "cache")}
-    data = DataModule(source, Pretrained(str(folder)), 256, 1, 1, **options)
-    data.prepare(report=quiet)
-    return data
-
-
-def counted_text(data: DataModule) -> list[str]:
-    """The runs of tokens that count, decoded."""
-    tokens, counted = data.corpus.tokens("train"), data.corpus.counted("train")
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], counted, [0]))))
-    return [data.text_tokenizer.decode(tokens[a:b]) for a, b in edges.reshape(-1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -162,57 +144,11 @@ def test_what_counts_is_all_answers_the_last_or_everything(tmp_path: Path) -> No
     assert whole.startswith("<|im_start|>system\nBe brief.") and whole.endswith("Due, ok.<|im_end|>\n")
 
 
-def refused(tmp_path: Path, **options: Any) -> str:
-    template = options.pop("tokenizers", None)
-    path = write(tmp_path / "a.jsonl", options.pop("records", [GOOD]))
-    with pytest.raises(InputError) as caught:
-        prepared(tmp_path, Chat([str(path)], **options), template=template)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_a_template_without_marks_is_refused_and_named(tmp_path: Path) -> None:
     own = tmp_path / "own.jinja"
     own.write_text(chats.UNTAGGED)
     assert f"{str(own)!r} has no {{% generation %}} tags" in refused(tmp_path, template=str(own))
     assert "is no file" in refused(tmp_path, template=str(tmp_path / "missing.jinja"))
-
-
-@pytest.mark.parametrize(
-    ("family", "end"), [("llama3_1", "<|eot_id|>"), ("gemma4_v5", "<turn|>\n"), ("lfm2_2_5", "<|im_end|>\n")]
-)
-def test_answers_of_families_without_marks_follow_a_servers_prompt(family: str, end: str, tmp_path: Path) -> None:
-    path, text = write(tmp_path / "a.jsonl", [GOOD]), chats.published(family)
-    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=text)) == [f"Uno.{end}", f"Due, ok.{end}"]
-
-
-@pytest.mark.parametrize("family", ["gemma3", "llama3", "lfm2", "qwen3_instruct_2507"])
-def test_without_marks_the_same_tokens_count(family: str, tmp_path: Path) -> None:
-    path, text = (
-        write(tmp_path / "a.jsonl", [GOOD, {"messages": messages(*TURNS[1:3], ("user", "ß?"), ("assistant", "日 ß"))}]),
-        chats.published(family),
-    )
-    marked = counted_text(prepared(tmp_path / "marked", Chat([str(path)]), template=text))
-    unknown = text + "{# a family that trl does not know #}"
-    assert counted_text(prepared(tmp_path, Chat([str(path)]), template=unknown)) == marked != []
-
-
-@pytest.mark.parametrize(
-    ("was", "becomes", "what"),
-    [
-        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content }}{% else %}", "an answer without an end"),
-        ("{% if add_generation_prompt %}<|im_start|>", "{% if add_generation_prompt %}<start>", "another prompt"),
-        ("{{ m.content }}<|im_end|>{% else %}", "{{ m.content[1:] }}<|im_end|>{% else %}", "another content"),
-        ("<|im_end|>{% else %}", "{% if loop.last %}<last>{% endif %}<|im_end|>{% else %}", "another last turn"),
-    ],
-)  # fmt: skip
-def test_answers_that_cannot_be_told_from_a_prompt_are_refused(
-    was: str, becomes: str, what: str, tmp_path: Path
-) -> None:
-    assert was in chats.UNTAGGED, what
-    said = refused(tmp_path, tokenizers=chats.UNTAGGED.replace(was, becomes))
-    assert "a.jsonl:1" in said and "message 3 does not continue a server's prompt, or has no end" in said
-    assert "give data.source.template" in said
 
 
 def test_without_trl_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
