@@ -36,11 +36,11 @@ BUDGETS = {
     "checkpoint": (1_861, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (2_739, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
     "model": (2_183, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
-    "text": (3_914, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
+    "text": (3_913, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_749, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_461, 1_300, "what is measured, saved and guarded during training"),
     "cli": (2_617, 1_000, "verbs, parser, configuration errors, the run folder"),
-    "rehearsal": (3_374, 1_400, "a cluster's configuration proven on CPU processes"),
+    "rehearsal": (3_371, 1_400, "a cluster's configuration proven on CPU processes"),
     "tools": (5_754, 550, "doctor, docs, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report"),
 }
 AIM = 13_500

@@ -37,11 +37,7 @@ TAGGED = (
 )  # the smallest template with tags
 
 
-def untagged(template: str) -> str:
-    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-
-
-UNTAGGED = untagged(TAGGED)
+UNTAGGED = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 TURNS = [
     ("system", "Be brief."),

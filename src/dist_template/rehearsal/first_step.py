@@ -14,7 +14,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from ..compat.lightning import accumulates
-from ..layout import local_shard
 from ..parallel import pipeline_of
 from ..parallel.pipeline.division import Elsewhere, Position
 from ..weights import from_all_ranks
@@ -94,8 +93,7 @@ class Details(Callback):
         if self._hooks:
             rows, labels = samples_in(batch), labels_in(batch)
             self._hooks.begin([*map(fingerprint, rows)], [*map(fingerprint, labels)])
-            named = pl_module.named_parameters()
-            weights = {name: fingerprint(local_shard(each)) for name, each in named}
+            weights = {name: fingerprint(each) for name, each in pl_module.named_parameters()}
             before = self._weights or weights
             self._passes[-1]["changed"] = next((n for n in weights if before[n] != weights[n]), "")
             self._weights = weights

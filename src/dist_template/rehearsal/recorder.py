@@ -29,9 +29,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..layout import shard_place
+from ..layout import local_shard, shard_place
 from ..model.any_module import metrics_of, results_of
 from ..weights import gather, is_partitioned_by_zero
 
@@ -238,8 +237,7 @@ def _hash_of_items(items: list[Any]) -> str | None:
 
 def fingerprint(tensor: Tensor) -> str:
     """Returns a hash of the bits of this rank's shard."""
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    data = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = local_shard(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _digest(data.numpy().tobytes())
 
 

@@ -92,11 +92,13 @@ def _encode(
     render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
     conversations = [conversation["messages"] for _, conversation in group]
     try:
-        out = render(conversations, return_assistant_tokens_mask=by_tags)
+        offsets = {"return_offsets_mapping": not template.has_tags}
+        out = render(conversations, return_assistant_tokens_mask=by_tags, tokenizer_kwargs=offsets)
         if by_tags:
             masks = out["assistant_masks"]
         elif train_on != "all":
-            masks = [_answers(tokenizer, partial(render, tokenize=False), c) for c in conversations]
+            found = zip(conversations, out["offset_mapping"], strict=True)
+            masks = [_answers(partial(render, tokenize=False), *each) for each in found]
         else:
             masks = [[True] * len(ids) for ids in out["input_ids"]]
     except Exception as error:  # a template raises errors of Jinja and of Python
@@ -116,10 +118,11 @@ def _encode(
 
 
 def _answers(
-    tokenizer: Any, render: Callable[..., str], messages: list[dict[str, Any]]
+    render: Callable[..., str], messages: list[dict[str, Any]], offsets: list[tuple[int, int]]
 ) -> list[bool]:
     """Returns which tokens of a conversation are in the assistant's turns, by a template without
     tags: from the end of the prompt that a server renders before a turn, to the turn's end.
+    `offsets` are where each token starts and ends in the text that `render` returns.
 
     Raises:
         InputError: a turn does not follow its prompt, changes when others follow, or has no end.
@@ -138,11 +141,7 @@ def _answers(
                 f"message {number + 1} does not continue a server's prompt, or has no end: {HELP}"
             )
         spans.append((len(prompt), len(turn)))
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return [
-        any(start <= first < last <= end for start, end in spans)
-        for first, last in offsets["offset_mapping"]
-    ]
+    return [any(start <= first < last <= end for start, end in spans) for first, last in offsets]
 
 
 def last_turn(counted: np.ndarray) -> tuple[int, int]:
