@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import signal
 from collections.abc import Iterable
 from enum import IntEnum
@@ -18,9 +19,7 @@ class Exit(IntEnum):
     FAILED = 1  # a bug; the log has a traceback. torchrun restarts it a few times
     BAD_INPUT = 2  # do not retry: the input must be edited
     NON_FINITE = 65  # do not retry: training, or a replica, diverged, and a replay would again
-    OUT_OF_MEMORY = (
-        69  # do not retry: not one step fitted in memory. After a first step it is FAILED
-    )
+    OUT_OF_MEMORY = 69  # do not retry: not one step fitted in memory. Later it is FAILED
     HUNG = 71  # restart: a rank is stalled or lost
     REQUEUE = 75  # relaunch the same command: preempted, out of time, or killed; the state is saved
     MISMATCH = 78  # do not retry on these machines: their environments differ
@@ -143,7 +142,9 @@ def first_line(error: BaseException | str) -> str:
 
 
 def shortened(text: str, most: int = 1000) -> str:
-    """Returns a message without the middle of a long value: its key and its cure remain."""
+    """Returns a message without the middle of a long value, so that key and cure remain, and with
+    control characters, which end lines or steer a terminal, as codes."""
+    text = re.sub("[\0-\b\v-\x1f\x7f-\x9f\u2028\u2029]", lambda found: ascii(found[0])[1:-1], text)
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
@@ -173,13 +174,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether device or host memory ran out, by the messages of torch, CUDA and Python."""
-    signs = (
-        "out of memory",
-        "can't allocate memory",
-        "not enough memory",
-        "Cannot allocate memory",
-        "ALLOC_FAILED",
-    )
+    signs = ("out of memory", "allocate memory", "not enough memory", "ALLOC_FAILED")
     names = {one.__name__ for one in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or (
         isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs)

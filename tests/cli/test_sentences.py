@@ -50,6 +50,12 @@ FLAGS = {
     "checkpoints where nothing can be written": (
         ["--last_checkpoint.dirpath={here}/file/x"], r"last_checkpoint\.dirpath .* cannot be written: .*Not a directory"
     ),
+    "checkpoints in a folder with a name of 300 letters": (
+        ["--last_checkpoint.dirpath={here}/" + "x" * 300], r"last_checkpoint\.dirpath .* cannot be written: .*too long"
+    ),
+    "a key that steers the terminal": (
+        ['--model.balance={"\\e[2Jab": 1}'], r"does not accept option 'model\.balance\.\\x1b\[2Jab'"
+    ),
     "a validation every 0 steps": (["--trainer.val_check_interval=0"], r"val_check_interval is 0; give more than 0"),
     "a log line every 0 steps": (["--trainer.log_every_n_steps=0"], r"trainer\.log_every_n_steps is 0; give 1 or more"),
     "a negative norm": (["--trainer.gradient_clip_val=-1"], r"trainer\.gradient_clip_val is -1"),

@@ -7,6 +7,7 @@ code in a checkpoint is run (untrusted.py)."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterable
@@ -29,14 +30,13 @@ def name(step: int, best: bool = False) -> str:
 
 def step_of(path: Path) -> int:
     """Returns the optimizer step in a checkpoint's name."""
-    match = NAME.fullmatch(path.name)
-    assert match, path
-    return int(match[2])
+    return int(path.stem.rpartition("step")[2])
 
 
 def found(folder: Path) -> list[Path]:
     """Returns the checkpoints in `folder` by their names, newest first; `best-` ones come last."""
-    named = [path for path in folder.glob("*step*.ckpt") if NAME.fullmatch(path.name)]
+    names = os.listdir(folder) if os.path.isdir(folder) else ()  # Path's raise if one is too long
+    named = [folder / name for name in names if NAME.fullmatch(name)]
     named.sort(key=lambda path: (path.name.startswith("step"), step_of(path)), reverse=True)
     return named
 

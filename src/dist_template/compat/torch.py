@@ -82,12 +82,12 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     """Returns `optimizer.step`, without its profiler range, which takes longer than the update of a
     small model, unless somebody profiles, has a hook, or has replaced it (a schedule only notes
     that it was called)."""
-    step, of_class, hooks = optimizer.step, type(optimizer).step, _optimizer
+    step, of_class = optimizer.step, type(optimizer).step
     is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
     if not (is_torchs and hasattr(of_class, "hooked")) or torch.autograd._profiler_enabled():
         return step
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own or hooks._global_optimizer_pre_hooks or hooks._global_optimizer_post_hooks:
+    if own or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
         return step
     optimizer._opt_called = True
     return partial(of_class.__wrapped__, optimizer)

@@ -25,6 +25,7 @@ from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least, reason, require
 
 ALL_LINEAR = "all-linear"
+INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; plans have .* there
 PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
 EXPERT_PLAN = {"gate_up_proj": PACKED, "down_proj": "rowwise"}  # which `_rewrite_plans` understands
 # peft takes these names for the stacked experts of a mixture, whatever else has them.
@@ -104,7 +105,7 @@ def refuse_tensor_parallel(model: Any) -> None:
     """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
     for name, module in model.named_modules():
         if inner := wrappers_of_parameters(module):
-            base = re.sub(r"\.\d+(?=\.|$)", ".*", name) + ".base_layer" * len(inner)
+            base = INDEX.sub(".*", name) + ".base_layer" * len(inner)
             rules = [rule.rpartition(".") for rule in model.tp_plan]
             plan = {
                 last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base
@@ -123,12 +124,11 @@ def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
     stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
     stacked -= {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, nn.Conv1d)}
     if not linear | stacked:
-        kinds = sorted(
-            {type(each).__name__ for each in layers.values() if [*each.parameters(False)]}
-        )
+        kinds = {type(each).__name__ for each in layers.values() if [*each.parameters(False)]}
         raise InputError(
             f"model.adapter: {type(model).__name__} has no nn.Linear besides its output layer, and"
-            f" no stacked experts (its layers are {', '.join(kinds)}): set model.adapter to null"
+            f" no stacked experts (its layers are {', '.join(sorted(kinds))}): set model.adapter to"
+            " null"
         )
     if config.targets == ALL_LINEAR:
         names = {_short(name) for name in linear} - (OF_EXPERTS if stacked else set())
@@ -182,7 +182,7 @@ def _rewrite_plans(model: Any) -> None:
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A"):
             continue
-        path = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        path = INDEX.sub(".*", name)
         a, b = f"{path}.lora_A.default.weight", f"{path}.lora_B.default.weight"
         if inner := wrappers_of_parameters(module):
             outer = re.sub(r"(\.base_layer)+$", "", path)

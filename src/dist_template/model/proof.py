@@ -60,8 +60,7 @@ def verdict(config: Any, axes: str, project: Path | None = None) -> Verdict:
     table, kind = _table(), config.model_type
     found = table["models"].get(kind)
     if not found or not found.get("variants"):
-        reason = (found or {}).get("not_run")
-        why = f": {reason}" if reason else ""
+        why = f": {found['not_run']}" if found and "not_run" in found else ""
         return Verdict("unproven", f"a model of type {kind!r}{why}")
     switches = switches_of(config)
     for variant in found["variants"]:
