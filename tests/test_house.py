@@ -35,7 +35,7 @@ BUDGETS = {
     "cluster": (1_878, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
     "checkpoint": (1_861, 1_300, "three formats, the commit protocol, loading into any strategy"),
     "parallel": (2_739, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
-    "model": (2_182, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
+    "model": (2_194, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
     "text": (3_913, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
     "observe": (3_749, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_461, 1_300, "what is measured, saved and guarded during training"),

@@ -55,11 +55,18 @@ def test_all_linear_means_every_projection_and_the_experts() -> None:
         ("{model_type: falcon}", 4),  # of a class of its own
         # A convolution's 3-D weight is no stack of experts, for which w1, w2 and w3 would have no adapter.
         ("{model_type: lfm2, layer_types: [conv], num_key_value_heads: 2}", 5),
+        ("{model_type: gpt2, n_embd: 16}", 3),  # linear layers of a class of transformers' own; c_proj is there twice
+        # Weights of three dimensions in one matrix's place, of a gate's heads, and of a mixer's, are no experts either.
+        ("{model_type: rwkv, attention_hidden_size: 16, num_hidden_layers: 2}", 4),
+        ("{model_type: recurrent_gemma, num_key_value_heads: 2, lru_width: 16, block_types: [recurrent]}", 6),
+        # Mamba's kernels take the weights of out_proj and dt_proj without their adapters.
+        ("{model_type: mamba2, num_heads: 4, head_dim: 8, n_groups: 1}", 1),
+        ("{model_type: mamba, state_size: 4}", 2),
     ],
 )
 def test_all_linear_means_layers_that_compute_as_one(architecture: str, adapted: int) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = add_adapters(built(yaml.safe_dump(yaml.safe_load(architecture) | sizes)), AdapterConfig(rank=2))
+    model = add_adapters(built(yaml.safe_dump(sizes | yaml.safe_load(architecture))), AdapterConfig(rank=2))
     names = {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} - {"experts", "base_layer"}
     assert len(names) == adapted
     assert model(torch.arange(8)[None], use_cache=False).logits.isfinite().all()
@@ -186,8 +193,8 @@ def test_experts_that_tensor_parallelism_shards_in_another_way_get_no_adapters(k
 
 
 def test_a_model_without_linear_layers_is_told_what_it_has() -> None:
-    with pytest.raises(InputError, match=r"GPT2LMHeadModel has no nn.Linear .*Conv1D, Embedding, LayerNorm"):
-        add_adapters(built("{model_type: gpt2, n_embd: 32, n_head: 2, n_layer: 1}"), AdapterConfig())
+    with pytest.raises(InputError, match=r"LlamaForCausalLM has neither linear .*Embedding, Linear, LlamaRMSNorm"):
+        add_adapters(built(LLAMA.replace("layers: 1", "layers: 0")), AdapterConfig())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,12 @@ from ..errors import InputError, check_least, reason, require
 
 ALL_LINEAR = "all-linear"
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; plans have .* there
+CONV1D = "Conv1D"  # GPT-2's linear layer: its weight is (in, out) (transformers.pytorch_utils)
 PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
 EXPERT_PLAN = {"gate_up_proj": PACKED, "down_proj": "rowwise"}  # which `_rewrite_plans` understands
+# What reads a layer's weight, and does not call it, leaves its adapter out: Mamba's mixers, which
+# have a parameter D, and AltUp of Gemma 3n.
+ONLY_READ = {"D": ["out_proj", "dt_proj"], "correction_coefs": ["correction_coefs"]}
 # peft takes these names for the stacked experts of a mixture, whatever else has them.
 OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
 
@@ -39,7 +43,8 @@ class AdapterConfig:
     Args:
         targets: Names of the linear layers and stacked expert parameters that get an adapter, such
             as [q_proj, v_proj]; a longer name (layers.0.self_attn.q_proj) selects one layer.
-            all-linear: all of them but the output layer and routers.
+            all-linear: all of them but the output layer, routers, and layers whose weight a kernel
+            reads (out_proj of Mamba).
         rank: Width of the adapters.
         alpha: Scale of the update: alpha / rank, or with rslora alpha / sqrt(rank).
         dropout: Dropout probability of an adapter's input. 0: off, as it must be for experts.
@@ -87,6 +92,7 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
         lora_dropout=config.dropout,
         use_rslora=config.rslora,
         use_dora=config.dora,
+        fan_in_fan_out=any(type(layer).__name__ == CONV1D for layer in model.modules()),
         target_modules=modules,
         target_parameters=parameters,
         task_type="CAUSAL_LM",
@@ -121,17 +127,23 @@ def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
     """Returns the names of `targets` that are linear layers, and those that are stacked experts."""
     layers, head = dict(model.named_modules()), model.get_output_embeddings()
     linear = {name for name, layer in layers.items() if _is_linear(layer) and layer is not head}
-    stacked = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
-    stacked -= {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, nn.Conv1d)}
+    experts = {name for name, layer in layers.items() if "Experts" in type(layer).__name__}
+    of_three = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    stacked = {name for name in of_three if name.rpartition(".")[0] in experts}
     if not linear | stacked:
         kinds = {type(each).__name__ for each in layers.values() if [*each.parameters(False)]}
         raise InputError(
-            f"model.adapter: {type(model).__name__} has no nn.Linear besides its output layer, and"
-            f" no stacked experts (its layers are {', '.join(sorted(kinds))}): set model.adapter to"
-            " null"
+            f"model.adapter: {type(model).__name__} has neither linear layers besides its output"
+            f" layer nor stacked experts (its layers are {', '.join(sorted(kinds))}): set"
+            " model.adapter to null"
         )
     if config.targets == ALL_LINEAR:
-        names = {_short(name) for name in linear} - (OF_EXPERTS if stacked else set())
+        linear -= {name for name in linear if stacked and _short(name) in OF_EXPERTS}
+        for sign, read in ONLY_READ.items():
+            found = [name for name, layer in layers.items() if hasattr(layer, sign)]
+            linear -= {f"{name}.{own}" for name in found for own in read}
+        others = {_short(name) for name in layers.keys() - linear}
+        names = {name if _short(name) in others else _short(name) for name in linear}
         return sorted(names), sorted({_short(name) for name in stacked})
     if not config.targets:
         raise InputError("model.adapter.targets is empty: name layers, or set all-linear")
@@ -146,7 +158,7 @@ def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
 def _is_linear(layer: nn.Module) -> bool:
     """Returns whether a layer maps (…, in) to (…, out); some routers derive from nn.Linear too."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
-        return isinstance(layer, nn.Linear)
+        return isinstance(layer, nn.Linear) or type(layer).__name__ == CONV1D
     weights = {name: weight.detach().to("meta") for name, weight in layer.named_parameters()}
     row = torch.empty(1, 2, layer.in_features, device="meta")
     try:
