@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -147,3 +148,37 @@ def transform_by_rank() -> None:
         return batch | {"labels": labels}
 
     DataModule.transform = transform
+
+
+def tokens_by_process() -> None:
+    """The transform shifts tokens by the process's number, as a generator that a pid seeds would."""
+    transform = DataModule.transform
+
+    def transformed(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        tokens = (batch["input_ids"] + os.getpid()) % 200
+        return transform(self, batch | {"input_ids": tokens})
+
+    DataModule.transform = transformed
+
+
+def loss_scaled_by_a_buffer() -> None:
+    """A buffer that no checkpoint has scales the loss, and counts ranks from the second micro-batch on."""
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = step(self, batch, batch_idx) * self.scale
+        self.scale = torch.full_like(self.scale, self.trainer.world_size)
+        return loss
+
+    after_configure_model(lambda self: self.register_buffer("scale", torch.ones(()), persistent=False))
+    LanguageModule.training_step = training_step
+
+
+def dropout_in_evaluation() -> None:
+    """A function of torch's that drops out unless it is told not to."""
+    sums = LanguageModule.sums
+
+    def dropped(self: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return sums(self, nn.functional.dropout(logits, 0.1), labels)
+
+    LanguageModule.sums = dropped

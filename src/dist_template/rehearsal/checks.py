@@ -30,12 +30,7 @@ from .report import NOT_POSSIBLE, NotEqual, NotOffered, Result, Verdict
 from .root_cause import disagreement, lost_at_the_end, trace, trace_resumed
 from .runs import RunFailed, Runs
 
-LOSS, GRAD_NORM, LOGITS, EVALUATION = (
-    1e-5,
-    1e-4,
-    1e-5,
-    1e-4,
-)  # tolerated relative differences, in fp32
+LOSS, GRAD_NORM, LOGITS, EVALUATION = 1e-5, 1e-4, 1e-5, 1e-4  # relative differences, in fp32
 
 
 @dataclass(frozen=True)
@@ -157,6 +152,9 @@ def evaluation(runs: Runs) -> str:
     """The same rows in larger batches and over ranks: a mean of means differs."""
     want, num = runs.one.eval(), 0
     place = runs.one.places.get("validation_step", "?")
+    if where := runs.one.tensors("dropout"):
+        cause = f"an evaluation drops out ({where}): leave model.train() to Lightning, and give"
+        raise NotEqual("dropout", f"{cause} training=self.training to functions that drop out")
     for other, means in ((runs.big, "batches"), (runs.strategy, "ranks")):
         if not relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
             raise NotOffered("the weights that it evaluates differ, see above")

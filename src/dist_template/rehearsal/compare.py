@@ -63,12 +63,17 @@ def _largest(tensor: Tensor) -> float:
 def samples(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first step at which `got` lacks samples of `expected`; "" if there is none."""
     want, have = expected.rows(), got.rows()
+    known = {row for rows in want.values() for row, _ in rows}
     for step in sorted(have):
         belong = Counter(row for row, _ in want.get(step, []))
         missing = belong - Counter(row for row, _ in have[step])
         if missing:
             num, total = sum(missing.values()), sum(belong.values())
-            return f"step {step} lacks {num} of the {total} samples that belong to it"
+            text = f"step {step} lacks {num} of the {total} samples that belong to it"
+            if not known.issuperset(row for row, _ in have[step]):
+                place = got.places.get("transform", "?")
+                text += f", and has tokens of no known sample (transform, {place})"
+            return text
     return ""
 
 

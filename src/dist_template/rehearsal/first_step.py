@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Details(Callback):
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
     buffers.pt         {buffer: value} after the first step
     untied.pt          names of an embedding and a head that the architecture ties and that are two
+    dropout.pt         where an evaluation drops out, file:line of the user's code, or ""
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
     logits.pt          (batch, logits) of the trained module
 
@@ -56,12 +58,20 @@ class Details(Callback):
         self._hooks: _Draws | None = None
         self._passes: list[dict[str, Any]] = []
         self._batch: Any = None
+        self._in_evaluation = ""
         self._missing: dict[str, bool] = {}
         self._weights: dict[str, str] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if self.dropout_is_off:
-            _turn_dropout_off(lambda: self._hooks and self._hooks.note("dropout"))
+            _turn_dropout_off(lambda: self._note_dropout(trainer))
+
+    def _note_dropout(self, trainer: L.Trainer) -> None:
+        if trainer.evaluating and not self._in_evaluation:
+            frames = [*traceback.walk_stack(None)][::-1]
+            self._in_evaluation = code_locations.of_stack(frames) or "a callback"
+        if self._hooks:
+            self._hooks.note("dropout")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         pipeline = pipeline_of(trainer.strategy)
@@ -127,6 +137,7 @@ class Details(Callback):
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._save(trainer, "dropout", self._in_evaluation)
         self._save(trainer, "missing", self._missing)
         self._save(trainer, "untied", _untied(pl_module))
         pl_module.eval()

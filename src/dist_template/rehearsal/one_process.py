@@ -107,6 +107,6 @@ def other_hash_seed(runs: Runs) -> str:
         raise NotEqual(
             "another training",
             f"with PYTHONHASHSEED {HASH_SEED}, which ranks do not share, {trace(one, other)}:"
-            " something is ordered by hash() or by a set of strings; sort it",
+            " something is ordered by hash() or a set (sort it), or reads a pid or a time",
         )
     return f"{len(other.loss)} losses bit-identical"

@@ -128,10 +128,6 @@ class RunRecord:
     def grad_norm(self) -> dict[int, float]:
         return self.metric("train/grad_norm")
 
-    @property
-    def learning_rate(self) -> dict[int, float]:
-        return self.metric("train/learning_rate")
-
     def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
         """Returns {optimizer step: metrics} of validations, or of the stage `sanity` or `test`."""
         return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}

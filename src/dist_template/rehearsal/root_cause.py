@@ -46,9 +46,10 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
         return text
     buffers, other_buffers = expected.tensors("buffers") or {}, got.tensors("buffers") or {}
     changed = first_difference(buffers, other_buffers, FORWARD)
-    if (text := first_gradient(expected, got)) and not (changed and LOSS in text):
-        return text
-    if text := first_other_factor(factors, other_factors, FACTOR):
+    if text := first_gradient(expected, got):
+        if not (changed and LOSS in text):
+            return text
+    elif text := first_other_factor(factors, other_factors, FACTOR):
         return text
     if found:
         return disagreement(got, found)
