@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from .errors import InputError
 
@@ -80,9 +80,10 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     for group in by_layout(tensors):
         norm = torch.nn.utils.get_total_norm([part for each in group for part in _parts(each)])
         if isinstance(first := group[0], DTensor):
-            sums = [p if p.is_replicate() else Partial() for p in first.placements]
-            square = DTensor.from_local(norm.float().square(), first.device_mesh, sums)
-            norm = square.full_tensor().sqrt()
+            square = norm.float().square()  # of offloaded gradients on the host; not in a DTensor
+            for number in (i for i, p in enumerate(first.placements) if not p.is_replicate()):
+                torch.distributed.all_reduce(square, group=first.device_mesh.get_group(number))
+            norm = square.sqrt()
         norms.append(norm)
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
