@@ -30,7 +30,7 @@ def name(step: int, best: bool = False) -> str:
 
 def step_of(path: Path) -> int:
     """Returns the optimizer step in a checkpoint's name."""
-    return int(path.stem.rpartition("step")[2])
+    return int(NAME.fullmatch(path.name)[2])  # ty: ignore[not-subscriptable]
 
 
 def found(folder: Path) -> list[Path]:
