@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -36,11 +37,14 @@ def of_class(kind: type) -> str:
 
 def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Returns file:line of the last of `frames` that is in the user's code; "" if none is."""
-    found = ""
-    for frame, line in frames:
-        if is_users(frame.f_code.co_filename):
-            found = f"{_short(frame.f_code.co_filename)}:{line}"
-    return found
+    named = ((frame.f_code.co_filename, line) for frame, line in frames)
+    own = [f"{_short(file)}:{line}" for file, line in named if is_users(file)]
+    return own[-1] if own else ""
+
+
+def of_caller(frame: FrameType | None = None) -> str:
+    """Returns file:line of the innermost frame of the user's code at or above `frame`, or here."""
+    return of_stack(reversed([*traceback.walk_stack(frame or inspect.currentframe())]))
 
 
 def _short(file: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,7 @@ class Details(Callback):
 
     def _note_dropout(self, trainer: L.Trainer) -> None:
         if trainer.evaluating and not self._in_evaluation:
-            frames = [*traceback.walk_stack(None)][::-1]
-            self._in_evaluation = code_locations.of_stack(frames) or "a callback"
+            self._in_evaluation = code_locations.of_caller() or "a callback"
         if self._hooks:
             self._hooks.note("dropout")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import random
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,8 +131,7 @@ class SeedProbe(Callback):
         return called
 
     def _note(self, label: str) -> None:
-        stack = reversed([*traceback.walk_stack(inspect.currentframe())])
-        if where := code_locations.of_stack(stack):
+        if where := code_locations.of_caller():
             self._noted[label] = where
 
     def _forget(self, label: str) -> None:

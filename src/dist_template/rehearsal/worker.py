@@ -105,7 +105,7 @@ def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
     while WATCHDOG.idle_s < idle_s:
         time.sleep(idle_s / 100)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    own = code_locations.of_stack(reversed([*traceback.walk_stack(frame)]))
+    own = code_locations.of_caller(frame)
     status = WATCHDOG.status()
     if own and own.rpartition(":")[0].rpartition("/")[2] not in status["line"]:
         status["line"] += f", called from {own}"
