@@ -40,7 +40,7 @@ BUDGETS = {
     "observe": (3_749, 2_500, "history, loggers, diagnosis, report with its page's styles"),
     "callbacks": (3_461, 1_300, "what is measured, saved and guarded during training"),
     "cli": (2_616, 1_000, "verbs, parser, configuration errors, the run folder"),
-    "rehearsal": (3_381, 1_400, "a cluster's configuration proven on CPU processes"),
+    "rehearsal": (3_399, 1_400, "a cluster's configuration proven on CPU processes"),
     "tools": (5_754, 550, "doctor, docs, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report"),
 }
 AIM = 13_500

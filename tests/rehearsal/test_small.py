@@ -21,6 +21,7 @@ from dist_template.rehearsal.shrink_strategy import SIZES, halve, shrink_strateg
         ("mixtral", {"num_local_experts": 4, "num_attention_heads": 4, "num_key_value_heads": 2}),
         ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}),
         ("gpt2", {"n_layer": 2, "n_embd": 32, "n_head": 2, "tie_word_embeddings": True}),
+        ("llama4_text", {"num_hidden_layers": 2, "moe_layers": [0, 1], "no_rope_layers": [1, 0]}),
     ],
 )
 def test_a_small_architecture_has_the_structure_of_the_large(model_type: str, kept: dict[str, Any]) -> None:
@@ -29,6 +30,13 @@ def test_a_small_architecture_has_the_structure_of_the_large(model_type: str, ke
     rebuilt = AutoConfig.for_model(**small)
     assert shrink_architecture(rebuilt, seq_len=32) == small  # it is as small as it gets
     assert dropouts(rebuilt)
+
+
+def test_a_list_of_layers_is_renumbered() -> None:
+    every_second = AutoConfig.for_model("llama4_text", moe_layers=[*range(1, 48, 2)])
+    small = shrink_architecture(every_second, 32)
+    kept = {"num_hidden_layers": 3, "moe_layers": [1, 2], "no_rope_layers": [1, 1, 0]}  # layers 0, 1 and 3
+    assert {name: small[name] for name in kept} == kept
 
 
 def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:

@@ -25,7 +25,12 @@ SIZES = {  # field: maximum; fields that a configuration lacks are skipped
     "mamba_chunk_size": 16, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
     "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "index_n_heads": 2, "index_head_dim": 16, "d_kv": 16, "d_ff": 64,
+    "dff": 64, "intermediate_size_mlp": 64, "dense_intermediate_size": 64, "router_hidden_size": 16,
+    "moe_shared_expert_intermediate_size": 16, "swa_num_attention_heads": 4, "swa_head_dim": 16,
+    "swa_num_key_value_heads": 2, "o_lora_rank": 16, "num_layers_per_stack": 2, "num_layers": 2,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
 }  # fmt: skip
+OF_INDICES = ("layers", "idxs")  # names of lists that have the numbers of some layers
 NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 
@@ -91,9 +96,14 @@ def _layers(config: Any, least: int) -> dict[str, Any]:
         return {}
     depth = config.num_hidden_layers
     per_layer: dict[str, list[Any]] = {}
+    some_layers: dict[str, list[int]] = {}  # such as Llama-4's moe_layers
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, list) and len(value) == depth and field.name != "mlp_only_layers":
+        if not isinstance(value, list) or field.name == "mlp_only_layers":
+            continue
+        if field.name.endswith(OF_INDICES) and value == sorted({*value} & {*range(depth)}):
+            some_layers[field.name] = value
+        elif len(value) == depth:
             per_layer[field.name] = value
     num_dense = getattr(config, "first_k_dense_replace", None)
     step = getattr(config, "decoder_sparse_step", None) or 1
@@ -102,14 +112,17 @@ def _layers(config: Any, least: int) -> dict[str, Any]:
 
     kinds: dict[Any, int] = {}
     for i in range(depth):
-        kind = (*(values[i] for values in per_layer.values()), i < (num_dense or 0), i in dense)
-        kinds.setdefault(kind, i)
+        kind = [values[i] for values in per_layer.values()]
+        kind += [i in numbers for numbers in (*some_layers.values(), dense, range(num_dense or 0))]
+        kinds.setdefault((*kind,), i)
     kept = sorted(kinds.values())
     kept += [i for i in range(depth - 1, 0, -1) if i not in kept][: max(0, least - len(kept))]
     kept = sorted(kept)
 
     found: dict[str, Any] = {"num_hidden_layers": len(kept)}
     found |= {name: [values[i] for i in kept] for name, values in per_layer.items()}
+    for name, numbers in some_layers.items():
+        found[name] = [index for index, i in enumerate(kept) if i in numbers]
     if num_dense is not None:
         found["first_k_dense_replace"] = sum(i < num_dense for i in kept)
     if hasattr(config, "mlp_only_layers"):

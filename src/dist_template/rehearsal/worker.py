@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is fo
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 
+from ..cli.defaults import ALWAYS_ON  # noqa: E402
 from ..cli.fit import CLI  # noqa: E402
 from ..cli.main import LIBRARY, VERBS  # noqa: E402
 from ..cluster import signals  # noqa: E402
@@ -49,10 +51,14 @@ for _slow in (
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",
+    f"{LIBRARY}.text.datamodule",
+    f"{LIBRARY}.text.module",
+    *(f"{LIBRARY}.{path.rpartition('.')[0]}" for path in ALWAYS_ON.values()),
 ):
     with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed is an extra
         warnings.simplefilter("ignore")
         importlib.import_module(_slow)
+gc.freeze()  # a forked rank's collections do not visit, and so copy, what all ranks share
 
 
 def serve(connection: Connection, job: Job) -> None:
