@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 ARGS = "--trainer.strategy.init_args"
 ZERO_BUBBLE = [f"{ARGS}.pp_schedule=InterleavedZeroBubble", f"{ARGS}.pp_stages_per_rank=2"]
 
+SHARDED = f"{ARGS}.param_persistence_threshold={{}}"  # a parameter with fewer elements is kept on each rank
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -38,15 +40,18 @@ ARMS = {
     "pp": Arm("pp", "pp", batches=1),
     "pp_zb": Arm("pp", "pp+zb", batches=1, flags=tuple(ZERO_BUBBLE)),
     "zero2": Arm("zero2", "zero2"),
-    "zero3": Arm("zero3", "zero3", flags=(f"{ARGS}.param_persistence_threshold=16",)),
+    "zero3": Arm("zero3", "zero3", flags=(SHARDED.format(16),)),
     "fsdp2_tp": Arm("fsdp2_tp", "fsdp+tp", ranks=4, plan=("tp",)),
     "pp_fsdp2": Arm("pp_fsdp2", "fsdp+pp", ranks=4),
     "pp_ep": Arm("pp_ep", "fsdp+ep+pp", ranks=4, plan=("ep",)),
 }
 LORA = ("--model.adapter.rank=3", "--model.adapter.alpha=5", "--model.adapter.targets=all-linear")
 ONE = {"one": Arm("", "", 1, 1), "lora_one": Arm("", "", 1, 1, flags=LORA)}  # references
+SOME_SHARDED = (SHARDED.format(200),)  # the larger adapters; each one that is costs two collectives a pass
 OF_LORA = {
-    f"lora_{name}": replace(arm, axes=f"lora+{arm.axes}", flags=(*arm.flags, *LORA))
+    f"lora_{name}": replace(
+        arm, axes=f"lora+{arm.axes}", flags=(*LORA, *(SOME_SHARDED if name == "zero3" else arm.flags))
+    )
     for name, arm in ARMS.items()
     if name in ("ddp", "fsdp2", "tp", "ep", "zero3")
 }

@@ -16,6 +16,7 @@ your model with one process in a minute and remembers it in proven.json of the p
 
 {versions}. **{right}** of {cases} cases are right: losses within 1e-6, norms and evaluation within 1e-5, replicas
 equal bit by bit. A type with switches (biases, norms of queries and keys, tied embeddings) was tried with both.
+DDP of a model that leaves parameters unused, such as BART's decoder, is `ddp_find_unused_parameters_true`.
 
 | mark | meaning |
 |---|---|
