@@ -22,8 +22,7 @@ from .conftest import OUTER, ROOT, BakedProject, bake_from, bake_into
 
 VERSION = json.loads((ROOT / "cookiecutter.json").read_text())["_version"]
 MAJOR, MINOR = (int(number) for number in VERSION.split(".")[:2])
-NEXT, AFTER_NEXT = f"{MAJOR}.{MINOR + 1}.0", f"{MAJOR}.{MINOR + 2}.0"
-DEPRECATED = f'(Deprecation("run.plotly", "{NEXT}", "{AFTER_NEXT}", new="run.plotly_from"),)'
+NEXT = f"{MAJOR}.{MINOR + 1}.0"
 MINE = '''
 
 class Repeated(Source):
@@ -74,7 +73,7 @@ def template(repository: Path, tmp_path: Path) -> Path:
 
 
 def release_next(template: Path) -> None:
-    """Commits the next version: two conflicts with `edit_as_user`, a new, a removed, changed files, a renamed key."""
+    """Commits the next version: two conflicts with `edit_as_user`, a new, a removed, changed files."""
     project = template / "{{cookiecutter.project_slug}}"
     for name in ("cookiecutter.json", "pyproject.toml"):
         edit(template / name, f'"{VERSION}"', f'"{NEXT}"')
@@ -83,11 +82,6 @@ def release_next(template: Path) -> None:
     edit(project / "configs" / "pretrain.yaml", "run:\n", "# News of the template.\nrun:\n")
     (project / "configs" / "preset" / "news.yaml").write_text("trainer: {max_steps: 2}\n")
     (project / "configs" / "preset" / "overfit.yaml").unlink()
-    edit(template / "src/dist_template/cli/run.py", "    plotly: PlotlyJs", "    plotly_from: PlotlyJs")
-    edit(template / "src/dist_template/observe/report/files.py", '"run.plotly"', '"run.plotly_from"')
-    table = template / "src/dist_template/deprecations.py"
-    text = re.sub(r"(?m)^(DEPRECATIONS: .*?) = .*$", lambda found: f"{found[1]} = {DEPRECATED}", table.read_text())
-    table.write_text(text)
     commit(template, f"Release {NEXT}")
     git(template, "tag", f"v{NEXT}")
 
@@ -148,8 +142,6 @@ def test_an_edited_project_is_upgraded_and_its_checkpoint_resumes_exactly(templa
     assert done.returncode == 0 and not git(project, "status", "--porcelain"), done.stderr
     done = started("make", "upgrade", f"RUN={sys.executable}", "TRUST=1", cwd=project, library=template)
     assert done.returncode == 0 and "nothing to upgrade" in done.stdout, done.stdout + done.stderr
-    assert "configs/mine.yaml: run.plotly is run.plotly_from\n" in done.stdout
-    assert (project / "configs/mine.yaml").read_text() == CONFIG.replace("plotly:", "plotly_from:")
 
     tests = ["-m", "pytest", "-q", "-m", "not slow", "tests/test_configs.py", "tests/test_data.py"]
     done = started(sys.executable, *tests, cwd=project, library=template)

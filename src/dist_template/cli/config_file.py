@@ -9,12 +9,12 @@ import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..deprecations import current
 from ..errors import InputError
 from ..project import Project
 from .defaults import ALWAYS_ON
@@ -78,18 +78,17 @@ def _paths(content: dict[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{path}" for path in _paths(value))
 
 
-def read(path: str, flag: str = "--config", report: bool = True) -> dict[str, Any]:
-    """Returns the keys of the file at `path`, under this version's names.
+def read(path: str, flag: str = "--config") -> dict[str, Any]:
+    """Returns the keys of the file at `path`.
 
     Raises:
-        InputError: it cannot be read, is not YAML, has no keys or too many values, or with
-            `report` an old name that is not accepted any more.
+        InputError: it cannot be read, is not YAML, has no keys or too many values.
     """
     where = f"{flag} {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
         _check_nodes(yaml.compose(text, yaml.SafeLoader), where)
-        content = yaml.safe_load(current(text, where if report else None)[0])
+        content = yaml.safe_load(text)
     except InputError:
         raise
     except OSError as error:
@@ -182,3 +181,27 @@ def refuse_variables() -> None:
             key = found[1].lower().replace("__", ".").replace("trainer_", "trainer.", 1)
             why = "no key is read from the environment"
             raise InputError(f"{variable} is set, and {why}: unset it, and give --{key}")
+
+
+def with_classes_of_the_library(content: Any, package: str) -> Any:
+    """Returns a configuration in which class paths of old modules of `package` are class names.
+
+    Older projects contained the library's modules, and the config.yaml of their runs names them.
+    """
+    if isinstance(content, list):
+        return [with_classes_of_the_library(item, package) for item in content]
+    if not isinstance(content, dict):
+        return content
+    found = {key: with_classes_of_the_library(value, package) for key, value in content.items()}
+    if str(found.get("class_path")).startswith(f"{package}."):
+        module, _, name = found["class_path"].rpartition(".")
+        if not _exists(module):
+            found["class_path"] = name
+    return found
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False

@@ -48,7 +48,6 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "report": ("tools.report", "write a page about runs: findings, curves, configuration, samples"),
     "compare": ("tools.report", "compare two or more runs: configuration and results"),
     "upgrade": ("tools.upgrade", "merge the template's newest version into this project"),
-    "migrate": ("tools.migrate", "rename the keys of earlier versions in configuration files"),
     "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON of a configuration"),
     "docs": ("tools.docs", "list the pages of the documentation, or print one, without a network"),
     "completion": ("tools.completion", "print a script that completes verbs and keys in a shell"),
@@ -119,10 +118,8 @@ def run(argv: list[str], project: Project) -> int:
         MESSAGES.listen()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
     try:
-        from ..deprecations import current_flags
         from . import config_file
 
-        argv = current_flags(argv)
         config_file.check_inline(argv)
         if VERBS[verb][0] in (FIT, "tools.prepare"):
             config_file.check(argv, project)

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null
-from ..deprecations import with_classes_of_the_library
 from ..errors import InputError, is_first_on_node, reason, shortened
 from ..project import program, program_name
 from ..text.sources.documents import Source
@@ -226,7 +225,7 @@ class ConfigFile(ActionConfigFile):
         known = {action.dest for action in keys_of(parser)}  # a run's own config.yaml has fit's
         skipped = config_file.OF_SOME_VERBS - known
         content = {key: value for key, value in content.items() if key not in skipped}
-        moved = with_classes_of_the_library(content, program_name())
+        moved = config_file.with_classes_of_the_library(content, program_name())
         values = values if moved == written else yaml.safe_dump(moved)
         super().__call__(parser, cfg, values, option_string)
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.request import url2pathname
 
 from ..errors import InputError, first_line, require
-from ..project import Flags, Project, program
+from ..project import Flags, Project
 
 RECORD = ".cruft.json"  # in cruft's format; the template's hook post_gen_project.py writes it
 TRUSTED = "dist-template.trusted"  # in git's configuration: an address whose hooks may run
@@ -55,8 +55,8 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError(f"git changed nothing, `git cherry-pick {after}` says why")
     raise InputError(
         f"upgraded from {old[0]} to {new[0]} with conflicts in {', '.join(names)}: edit and `git"
-        " add` these, then `git cherry-pick --continue`, `make setup` and"
-        f" `{program('migrate')} configs` (`git cherry-pick --abort` undoes the upgrade)"
+        " add` these, then `git cherry-pick --continue` and `make setup` (`git cherry-pick"
+        " --abort` undoes the upgrade)"
     )
 
 

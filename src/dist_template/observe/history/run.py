@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...deprecations import recorded
+import yaml
+
 from ...errors import InputError
 from ...records import read_mapping
 from . import goodput
@@ -79,8 +80,8 @@ def read_run(folder: Path, limit: int = 0) -> History:
         )
     history = History(
         folder=folder,
-        config=_read(folder / CONFIG, recorded),
-        defaults=_read(folder / DEFAULTS, recorded),
+        config=_read(folder / CONFIG, yaml.safe_load),
+        defaults=_read(folder / DEFAULTS, yaml.safe_load),
         facts=_read(folder / FACTS, json.loads),
         metrics=read_metrics(folder, limit),
         environment=_read(folder / ENVIRONMENT, json.loads),

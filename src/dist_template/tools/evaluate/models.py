@@ -11,7 +11,6 @@ import yaml
 from ...checkpoint.commit import agreed
 from ...cli.run import check_checkpoint
 from ...cluster import subprocess_launcher
-from ...deprecations import recorded
 from ...errors import Ended, Exit, InputError
 from ...observe.history.run import CONFIG
 from ...project import Project
@@ -31,7 +30,7 @@ class Model(NamedTuple):
     folder: str | None = None
 
     def config(self) -> dict[str, Any]:
-        return read_mapping(self.run / CONFIG, "restore it", recorded)
+        return read_mapping(self.run / CONFIG, "restore it", yaml.safe_load)
 
 
 def of_run(name: str, project: Project, flag: str) -> Model:

@@ -13,10 +13,9 @@ from ...checkpoint.commit import agreed
 from ...checkpoint.formats import format_of, read_full
 from ...checkpoint.frozen import exclude_frozen
 from ...checkpoint.manifest import meant
-from ...cli.config_file import read
+from ...cli.config_file import read, with_classes_of_the_library
 from ...cli.fit import WithoutTrainer
 from ...cli.run import check_checkpoint, fill_placeholders
-from ...deprecations import with_classes_of_the_library
 from ...errors import InputError, reason, require
 from ...observe.history.run import CONFIG
 from ...project import Project
@@ -73,7 +72,7 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     run = run_of(path) if is_checkpoint else newest(path)
     if run is None:
         raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
-    recorded = read(str(run / CONFIG), report=False)
+    recorded = read(str(run / CONFIG))
     keys = {key: value for key, value in recorded.items() if key not in OF_FIT}
     flags = ["--config", yaml.safe_dump(with_classes_of_the_library(keys, project.package))]
     if not is_checkpoint:
