@@ -40,9 +40,9 @@ from trainer_dev.module import LanguageModule
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.errors import InputError
 from dist_template.model.flops import Size, peak
-from dist_template.tools.plan.candidates import Candidate
-from dist_template.tools.plan.estimate import Machine, Planned
-from dist_template.tools.plan.planner import Planner
+from dist_template.wings.plan.candidates import Candidate
+from dist_template.wings.plan.estimate import Machine, Planned
+from dist_template.wings.plan.planner import Planner
 
 from .arms import Comparison, Sample, quiet
 from .gpu_models import MODELS, SMOKE, LitTask, Model, WholeRows

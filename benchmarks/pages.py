@@ -32,7 +32,7 @@ MEASURED = {  # part -> files and folders of src/dist_template; a change of anot
     "step": LOOP, "dist": LOOP, "model": ("model", "parallel/blocks.py"), "data": ("text",), "chat": ("text",),
     "balance": ("text/batches", "parallel"), "pipeline": ("parallel", "compat"),
     "checkpoint": ("checkpoint", "callbacks/checkpoint.py"), "startup": ("cli", "callbacks", "compat", "lazy.py"),
-    "serving": ("tools/serve",), "growth": LOOP, "gpu": LOOP, "gpu-check": LOOP,
+    "serving": ("wings/ship/serve",), "growth": LOOP, "gpu": LOOP, "gpu-check": LOOP,
     "zoo": ("model", "parallel"),
 }  # fmt: skip
 NOT_RUN = {"gpu": "no NVIDIA GPU was to be had; the script is run whole on a CPU, at small sizes, by a test"}

@@ -29,15 +29,15 @@ import yaml
 
 from dist_template.model import proof
 from dist_template.project import Project
-from dist_template.rehearsal.compare import relative_difference, replicas
-from dist_template.rehearsal.first_step import Details
-from dist_template.rehearsal.gradient_hooks import GradientHooks
-from dist_template.rehearsal.interventions import RaggedLabels
-from dist_template.rehearsal.leakage import LeakageTest
-from dist_template.rehearsal.record import RunRecord
-from dist_template.rehearsal.root_cause import trace
-from dist_template.rehearsal.shrink_config import write_texts
-from dist_template.rehearsal.workers import Workers
+from dist_template.wings.rehearse.compare import relative_difference, replicas
+from dist_template.wings.rehearse.first_step import Details
+from dist_template.wings.rehearse.gradient_hooks import GradientHooks
+from dist_template.wings.rehearse.interventions import RaggedLabels
+from dist_template.wings.rehearse.leakage import LeakageTest
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.root_cause import trace
+from dist_template.wings.rehearse.shrink_config import write_texts
+from dist_template.wings.rehearse.workers import Workers
 
 from . import ROOT, zoo_page
 from .record import Figure, Options, Result

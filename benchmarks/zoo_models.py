@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dist_template.model.causal_lm import causal_lm, causal_lm_config
-from dist_template.rehearsal.shrink_model import dropouts, shrink_architecture
+from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architecture
 
 SEQ_LEN, NUM_BLOCKS = 32, 5  # five blocks on two stages of one or two parts are uneven
 VOCABULARY = SimpleNamespace(vocab_size=257, eos_token_id=256, seq_len=SEQ_LEN)  # of the tokenizer Bytes: a prime

@@ -2,8 +2,8 @@
 
     .venv/bin/python docs/architecture.py
 
-The order is ORDER of tests/test_house.py, the arrows are the imports (those inside of functions too), the words are
-BUDGETS' of the same file. A test fails when the figure is out of date.
+The order and the words are ROOMS' of tests/test_house.py, the arrows are the imports (those inside of functions too).
+A test fails when the figure is out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from tests.support import house  # noqa: E402
-from tests.test_house import BUDGETS, ORDER  # noqa: E402
+from tests.test_house import ORDER, ROOMS  # noqa: E402
 
 FIGURE = ROOT / "docs" / "figures" / "architecture.svg"
 LEFT, WIDTH, HEIGHT, STEP, CELL = 12, 750, 34, 48, 26  # of a room, from one to the next, of the table
@@ -44,7 +44,7 @@ def figure() -> str:
             f'<line class="line" x1="{GRID - 12}" x2="{GRID + CELL * len(ORDER)}" y1="{y}" y2="{y}"/>',
             f'<rect class="room" x="{LEFT}" y="{y - HEIGHT // 2}" width="{WIDTH}" height="{HEIGHT}" rx="4"/>',
             f'<text class="name" x="{LEFT + 10}" y="{y + 5}">{room}</text>',
-            f'<text x="{LEFT + 110}" y="{y + 5}">{escape(BUDGETS[room][2])}</text>',
+            f'<text x="{LEFT + 110}" y="{y + 5}">{escape(ROOMS[room])}</text>',
             f'<text transform="translate({column[room] + 4} 78) rotate(-60)">{room}</text>',
         ]
         parts += [f'<circle class="dot" cx="{column[target]}" cy="{y}" r="5"/>' for target in sorted(arrows[room])]

@@ -20,30 +20,28 @@ LIBRARY = ROOT / "src" / "dist_template"
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 DOCS = ROOT / "docs"
 
-# A room imports only rooms that stand to its right.
-ORDER = (
-    "public", "tools", "rehearsal", "cli", "callbacks", "observe", "text", "model", "parallel", "checkpoint", "cluster",
-    "compat", "ground",
-)  # fmt: skip
-MOST_ROOMS = 11  # folders; "public" and "ground" are the files beside them
-
-# Room: (most lines now, aim, what the lines are for). A room that shrinks gets a lower number here.
-BUDGETS = {
-    "public": (191, 191, "what users import: strategies, and testing for their own tests"),
-    "ground": (792, 400, "errors, the user's project, tensors of any layout, small files, tables"),
-    "compat": (1_652, 1_000, "private names of other libraries, Lightning's loop"),
-    "cluster": (1_878, 1_050, "launch, rendezvous, signals, watchdog, same environment"),
-    "checkpoint": (1_861, 1_300, "three formats, the commit protocol, loading into any strategy"),
-    "parallel": (2_739, 900, "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON"),
-    "model": (2_194, 700, "the training module, head and loss, optimizer, metrics, FLOPs, experts"),
-    "text": (3_913, 1_200, "sources, tokenizers, conversations, cache, packed rows, the order of samples"),
-    "observe": (3_750, 2_500, "history, loggers, diagnosis, report with its page's styles"),
-    "callbacks": (3_461, 1_300, "what is measured, saved and guarded during training"),
-    "cli": (2_635, 1_000, "verbs, parser, configuration errors, the run folder"),
-    "rehearsal": (3_399, 1_400, "a cluster's configuration proven on CPU processes"),
-    "tools": (5_698, 550, "doctor, docs, plan, launch, sweep, evaluate, export, serve, promote, diagnose, report"),
+# Room: what its lines are for. A room imports only rooms below it.
+ROOMS = {
+    "public": "what users import: strategies, and testing for their own tests",
+    "wings": "verbs that do not train: rehearse, plan, launch, sweep, evaluate, export, serve, doctor, upgrade",
+    "cli": "verbs, parser, configuration errors, the run folder",
+    "callbacks": "what is measured, saved and guarded during training",
+    "observe": "history, loggers, diagnosis, report with its page's styles",
+    "text": "sources, tokenizers, conversations, cache, packed rows, the order of samples",
+    "model": "the training module, head and loss, optimizer, metrics, FLOPs, experts",
+    "parallel": "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON",
+    "checkpoint": "three formats, the commit protocol, loading into any strategy",
+    "cluster": "launch, rendezvous, signals, watchdog, same environment",
+    "compat": "private names of other libraries, Lightning's loop",
+    "ground": "errors, the user's project, tensors of any layout, small files, tables",
 }
-AIM = 13_500
+ORDER = tuple(ROOMS)
+MOST_ROOMS = 10  # folders; "public" and "ground" are the files beside them
+
+# Lines of Python in the library. Whoever deletes lowers it; only an issue that names its lines adds an entry to ADDED.
+# The aim is 27,500.
+LINES = 33_774
+ADDED: dict[str, int] = {}  # title of an issue: lines
 
 # Module outside compat/: how many private names of other libraries are still to move from it.
 PRIVATE: dict[str, int] = {}
@@ -91,9 +89,10 @@ def broken_tests(tests: Path) -> list[str]:
     return [f"{name} imports {target}" for name, target in arrows if target.rpartition(".")[2].startswith("test_")]
 
 
-def broken_budgets(package: Path) -> list[str]:
-    measured = house.room_lines(package)
-    return [f"{room}: {lines}" for room, lines in measured.items() if lines > BUDGETS.get(room, (0,))[0]]
+def broken_size(package: Path) -> list[str]:
+    """The library's size, where it is above the limit."""
+    found = house.lines(package.rglob("*.py"))
+    return [f"{found} lines"] if found > LINES + sum(ADDED.values()) else []
 
 
 def broken_project(project: Path) -> list[str]:
@@ -119,7 +118,7 @@ def broken_api(docs: Path) -> list[str]:
     return found
 
 
-LIBRARY_RULES = [broken_files, broken_rooms, broken_private, broken_mock, broken_budgets]
+LIBRARY_RULES = [broken_files, broken_rooms, broken_private, broken_mock, broken_size]
 
 
 @pytest.mark.parametrize("rule", LIBRARY_RULES, ids=lambda rule: rule.__name__)
@@ -142,10 +141,7 @@ def test_no_class_outside_compat_uses_a_private_name_of_its_base() -> None:
                 assert len(names) <= INHERITED.get(f"{name}.{one}", 0), (name, one, names)
 
 
-def test_the_tables_are_consistent() -> None:
-    assert set(BUDGETS) == set(ORDER)
-    assert sum(aim for _, aim, _ in BUDGETS.values()) <= AIM
-    assert all(most >= aim for most, aim, _ in BUDGETS.values())
+def test_an_exception_of_a_page_is_needed() -> None:
     assert all(house.lines([DOCS / name]) > PAGE_LINES for name in LONG_PAGES), "a page is short now: remove its entry"
 
 
@@ -164,15 +160,14 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     ),
     "an arrow upwards": (broken_rooms, {"errors.py": "def f():\n    import dist_template.cli.a", "cli/a.py": ""}),
     "an unknown room": (broken_rooms, {"utils/a.py": ""}),
-    "too many rooms": (broken_rooms, {f"{room}/a.py": "" for room in [*ORDER[:-1], "twelfth"]}),
+    "too many rooms": (broken_rooms, {f"{room}/a.py": "" for room in [*ORDER[:-1], "eleventh"]}),
     "a private import": (broken_private, {"cli/a.py": "from torch.utils.data import _utils"}),
     "a private module": (broken_private, {"cli/a.py": "def f():\n    from torch._dynamo import config"}),
     "a private attribute": (broken_private, {"cli/a.py": "def f(trainer):\n    trainer.fit_loop._data_fetcher"}),
     "a private attribute by its name": (broken_private, {"cli/a.py": "getattr(strategy, '_timeout', None)"}),
     "a mock": (broken_mock, {"cli/a.py": "from unittest.mock import patch"}),
     "a test that imports a test": (broken_tests, {"cli/test_a.py": "", "text/test_b.py": "from ..cli.test_a import f"}),
-    "too many lines": (broken_budgets, {"cli/a.py": "\n" * 5_000}),
-    "lines of a page's style": (broken_budgets, {"cli/a.css": "\n" * 5_000}),
+    "too many lines": (broken_size, {"cli/a.py": "\n" * (LINES + sum(ADDED.values()) + 1)}),
     "a project of many files": (broken_project, {f"{number}.py": "" for number in range(60)}),
     "a project of many lines": (broken_project, {"module.py": "\n" * 5_000}),
     "a long page": (broken_pages, {"page.md": "\n" * (PAGE_LINES + 1)}),

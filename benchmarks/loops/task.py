@@ -227,7 +227,7 @@ def check_alike(folder: Path, names: list[str]) -> None:
 
 def prepare(task: Task, texts: int = 40) -> Task:
     """Write the corpus, and tokenize it as `prepare` does."""
-    from dist_template.tools import prepare as tool
+    from dist_template.wings.setup import prepare as tool
     from tests.support.line import OURS
 
     task.folder.mkdir(parents=True, exist_ok=True)

@@ -23,10 +23,10 @@ import torch
 from .cli.fit import parse
 from .cli.limits import Machine, violations
 from .project import Project
-from .rehearsal.checks import CHECKS
-from .rehearsal.record import RunRecord
-from .rehearsal.workers import Workers
-from .tools.rehearse import make_small, own_flags
+from .wings.rehearse.checks import CHECKS
+from .wings.rehearse.command import make_small, own_flags
+from .wings.rehearse.record import RunRecord
+from .wings.rehearse.workers import Workers
 
 __all__ = [
     "batches",

@@ -23,7 +23,7 @@ from dist_template.callbacks.preemption import Preemption, Vote
 from dist_template.checkpoint import commit
 from dist_template.cli.parser import as_launched
 from dist_template.errors import InputError
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.injury import children
 from tests.support.runs import SMALL_LLAMA, Workers, run
 from tests.support.tiers import tiers

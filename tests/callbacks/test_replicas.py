@@ -15,8 +15,8 @@ from dist_template.callbacks.replicas import Replicas, checksum
 from dist_template.checkpoint import commit
 from dist_template.layout import local_shard
 from dist_template.project import Project
-from dist_template.rehearsal.record import RunRecord
-from dist_template.rehearsal.workers import Workers
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.workers import Workers
 from tests.support.classifier import PlainClassifier
 from tests.support.numerics import Train, report_exit_codes
 from tests.support.strategies import flags_of

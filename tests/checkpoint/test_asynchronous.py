@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from dist_template.callbacks.checkpoint import LastCheckpoint
 from dist_template.checkpoint import asynchronous, commit, manifest, sharded
 from dist_template.checkpoint.formats import FILE, read_full
-from dist_template.rehearsal.compare import first_difference
-from dist_template.rehearsal.interventions import KillAt
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.compare import first_difference
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers

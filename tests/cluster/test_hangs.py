@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 
 from dist_template.callbacks.watchdog import Watchdog
 from dist_template.errors import Exit
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import SMALL_LLAMA, Workers, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers

@@ -26,9 +26,9 @@ from dist_template.checkpoint import commit
 from dist_template.checkpoint.resume import EveryFormat
 from dist_template.compat.loop import lighten
 from dist_template.errors import Ended
-from dist_template.rehearsal.interventions import KillAt
 from dist_template.text.sources.documents import TextFiles
 from dist_template.text.tokenizers import Bytes
+from dist_template.wings.rehearse.interventions import KillAt
 from tests.support import saves
 from tests.support.runs import newest
 from tests.support.tiers import tiers

@@ -16,9 +16,9 @@ from dist_template.observe.diagnosis.engine import applicable
 from dist_template.observe.diagnosis.finding import Cause, Change, Finding
 from dist_template.observe.history.run import History
 from dist_template.project import Project
-from dist_template.rehearsal.interventions import KillAt
-from dist_template.rehearsal.record import RunRecord
-from dist_template.rehearsal.workers import Workers
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.workers import Workers
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.runs import logged
 from tests.support.strategies import flags_of

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from dist_template.errors import InputError
 from dist_template.model.balance import BIAS, BalanceConfig, Balancer
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import SHORT, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest

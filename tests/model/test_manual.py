@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dist_template.project import Project
-from dist_template.rehearsal.record import RunRecord
-from dist_template.rehearsal.workers import Workers
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.workers import Workers
 from tests.support.manual import BUILT, MANUAL
 from tests.support.runs import logged
 from tests.support.strategies import flags_of

@@ -11,7 +11,7 @@ import torch
 
 from dist_template.errors import InputError
 from dist_template.model.metrics import FOLD, MetricBuffer
-from dist_template.rehearsal.workers import Workers
+from dist_template.wings.rehearse.workers import Workers
 from tests.support.operations import Ops
 from tests.support.runs import logged
 from tests.support.strategies import flags_of

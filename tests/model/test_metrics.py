@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.callbacks.throughput import Throughput
 from dist_template.observe.history.metrics import read_metrics
-from dist_template.rehearsal.record import RunRecord
-from dist_template.rehearsal.recorder import fingerprint
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.recorder import fingerprint
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
 

@@ -17,9 +17,9 @@ from dist_template.errors import InputError
 from dist_template.observe.history.run import read_run
 from dist_template.observe.report.evaluation import newest
 from dist_template.observe.report.results import attempts, steps
-from dist_template.tools.launch import command as launch
-from dist_template.tools.promote.registry import Registry
-from dist_template.tools.upgrade import _tracked
+from dist_template.wings.launch import command as launch
+from dist_template.wings.setup.upgrade import _tracked
+from dist_template.wings.ship.promote.registry import Registry
 
 GOOD = {
     "config.yaml": {"trainer": {"max_steps": 9}, "model": {"optim": {"warmup": 1}}},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.adapters import MODEL, TARGETS, LocalBytes, flags, with_random_b
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from dist_template import weights
 from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.frozen import REFERENCE
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests import ROOT
 from tests.support import adapters, pairs
 from tests.support.parity import MODELS, PauseAfter

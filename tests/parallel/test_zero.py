@@ -16,7 +16,7 @@ from trainer_dev.module import LanguageModule
 from dist_template.errors import InputError
 from dist_template.parallel.deepspeed_config import KNOWN_KEYS, Settings, read, resolve
 from dist_template.parallel.zero import ZeroStrategy, _materialize
-from dist_template.tools import deepspeed_config as tool
+from dist_template.wings.setup import deepspeed_config as tool
 from tests.support.runs import CONFIGS, OURS, logged, only_run, run
 from tests.support.strategies import flags_of
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback
 
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support import fault_plants as plants
 from tests.support.runs import CONFIGS, Workers
 

@@ -15,7 +15,6 @@ from typing import Any
 
 Graph = dict[str, set[str]]
 STANDARD = {"os._exit", "sys._current_frames"}  # documented functions of Python's own
-TEXT = {".py", ".js", ".css", ".html", ".template"}
 LIBRARIES = {"lightning", "torch", "deepspeed", "transformers", "jsonargparse"}
 CONNECTORS = {"self", "cls", "super"}
 
@@ -150,14 +149,3 @@ def uses_mock(path: Path) -> bool:
 
 def lines(paths: Iterator[Path] | list[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-
-
-def room_lines(package: Path) -> dict[str, int]:
-    """Returns the number of lines in each room, of code and of what the code shows in a browser."""
-    found: dict[str, int] = {}
-    for path in sorted(package.rglob("*")):
-        if path.suffix in TEXT and path.is_file():
-            inner = path.relative_to(package).parts
-            room = inner[0] if len(inner) > 1 else _beside(path.stem)
-            found[room] = found.get(room, 0) + lines([path])
-    return found

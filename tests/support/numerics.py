@@ -18,7 +18,7 @@ from dist_template.checkpoint import commit
 from dist_template.checkpoint.manifest import step_of
 from dist_template.errors import Ended, Exit
 from dist_template.layout import local_shard
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.parity import MODELS, PROCESSES
 from tests.support.runs import Workers
 from tests.support.strategies import flags_of

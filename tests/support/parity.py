@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import Workers, newest
 from tests.support.strategies import NAMES, flags_of
 

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 
 from dist_template.checkpoint import commit
 from dist_template.observe.history.metrics import read_metrics
-from dist_template.rehearsal import workers
+from dist_template.wings.rehearse import workers
 from tests import PROJECT
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
 

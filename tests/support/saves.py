@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dist_template.checkpoint.formats import read_full
-from dist_template.rehearsal.record import RunRecord
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import SMALL_LLAMA, Workers
 from tests.support.strategies import flags_of
 

@@ -18,9 +18,9 @@ import torch
 
 from dist_template.cli.main import run
 from dist_template.cluster.environment import free_port
-from dist_template.rehearsal.workers import clean_processes
-from dist_template.tools.serve import app as serving
-from dist_template.tools.serve import connections
+from dist_template.wings.rehearse.workers import clean_processes
+from dist_template.wings.ship.serve import app as serving
+from dist_template.wings.ship.serve import connections
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.line import OURS
 

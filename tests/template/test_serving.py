@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dist_template.tools.serve import command
+from dist_template.wings.ship.serve import command
 
 from .conftest import BakedProject
 

@@ -23,7 +23,7 @@ from dist_template.model import proof
 from dist_template.parallel import mesh, shard
 from dist_template.parallel.pipeline import schedule
 from dist_template.parallel.sequence import shard_batch
-from dist_template.tools.rehearse import main
+from dist_template.wings.rehearse.command import main
 from tests.support import planted_model
 from tests.support.runs import CONFIGS, OURS, Workers
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.zoo_models import variants
-from dist_template.tools.export.trained import load_trained
+from dist_template.wings.ship.export.trained import load_trained
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, only_run, run
 from tests.support.serving import ask, made

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dist_template.model.causal_lm import causal_lm, causal_lm_config
-from dist_template.rehearsal.record import RunRecord
-from dist_template.tools.export import command as export
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.ship.export import command as export
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, Workers, newest
 from tests.support.strategies import flags_of

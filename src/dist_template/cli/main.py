@@ -34,23 +34,41 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
     "validate": (FIT, "evaluate a checkpoint on the validation split"),
     "test": (FIT, "evaluate a checkpoint on the test split"),
     "predict": (FIT, "generate texts from data.prompts with a checkpoint"),
-    "prepare": ("tools.prepare", "tokenize the data once, in one process, before training"),
-    "doctor": ("tools.doctor", "check this machine for problems that would stop a training"),
-    "rehearse": ("tools.rehearse", "check a configuration for a cluster on this CPU, in minutes"),
-    "plan": ("tools.plan.command", "compare strategies: memory, traffic, time, and their flags"),
-    "launch": ("tools.launch.command", "start a run by torchrun, deepspeed, ssh, Slurm, …"),
-    "sweep": ("tools.sweep.command", "try values of some keys in many trainings, with pruning"),
-    "evaluate": ("tools.evaluate.command", "compare a run with a baseline on the same documents"),
-    "export": ("tools.export.command", "convert a checkpoint to hf, onnx or peft, and verify it"),
-    "serve": ("tools.serve.command", "answer OpenAI's API with a model, compared before"),
-    "promote": ("tools.promote.command", "evaluate and export a run, and register the export"),
-    "diagnose": ("tools.diagnose", "report what is wrong with a run, and which flag to change"),
-    "report": ("tools.report", "write a page about runs: findings, curves, configuration, samples"),
-    "compare": ("tools.report", "compare two or more runs: configuration and results"),
-    "upgrade": ("tools.upgrade", "merge the template's newest version into this project"),
-    "deepspeed-config": ("tools.deepspeed_config", "print the DeepSpeed JSON of a configuration"),
-    "docs": ("tools.docs", "list the pages of the documentation, or print one, without a network"),
-    "completion": ("tools.completion", "print a script that completes verbs and keys in a shell"),
+    "prepare": ("wings.setup.prepare", "tokenize the data once, in one process, before training"),
+    "doctor": ("wings.setup.doctor", "check this machine for problems that would stop a training"),
+    "rehearse": (
+        "wings.rehearse.command",
+        "check a cluster's configuration on this CPU, in minutes",
+    ),
+    "plan": ("wings.plan.command", "compare strategies: memory, traffic, time, and their flags"),
+    "launch": ("wings.launch.command", "start a run by torchrun, deepspeed, ssh, Slurm, …"),
+    "sweep": ("wings.sweep.command", "try values of some keys in many trainings, with pruning"),
+    "evaluate": (
+        "wings.ship.evaluate.command",
+        "compare a run with a baseline, document by document",
+    ),
+    "export": (
+        "wings.ship.export.command",
+        "convert a checkpoint to hf, onnx or peft, verified",
+    ),
+    "serve": ("wings.ship.serve.command", "answer OpenAI's API with a model, compared before"),
+    "promote": ("wings.ship.promote.command", "evaluate and export a run, and register the export"),
+    "diagnose": ("wings.diagnose", "report what is wrong with a run, and which flag to change"),
+    "report": ("wings.report", "write a page about runs: findings, curves, configuration, samples"),
+    "compare": ("wings.report", "compare two or more runs: configuration and results"),
+    "upgrade": ("wings.setup.upgrade", "merge the template's newest version into this project"),
+    "deepspeed-config": (
+        "wings.setup.deepspeed_config",
+        "print a configuration's DeepSpeed JSON",
+    ),
+    "docs": (
+        "wings.setup.docs",
+        "list the pages of the documentation, or print one, offline",
+    ),
+    "completion": (
+        "wings.setup.completion",
+        "print a script by which a shell completes verbs and keys",
+    ),
 }
 
 
@@ -121,7 +139,7 @@ def run(argv: list[str], project: Project) -> int:
         from . import config_file
 
         config_file.check_inline(argv)
-        if VERBS[verb][0] in (FIT, "tools.prepare"):
+        if VERBS[verb][0] in (FIT, "wings.setup.prepare"):
             config_file.check(argv, project)
         name = f"{LIBRARY}.{VERBS[verb][0]}"
         with nullcontext() if name in sys.modules else without_collections():

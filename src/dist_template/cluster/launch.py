@@ -5,7 +5,7 @@ from pathlib import Path
 
 RUN_ID = "DIST_RUN_ID"  # the name of the run's folder; set by launch/*, or by the first process
 LAUNCH = "DIST_LAUNCH"  # identifies the launch, the same on all nodes; set by torchrun.py
-EXIT_CODES = "DIST_EXIT_CODES"  # a folder for ranks' exit codes; set by tools/launch/ranks.py
+EXIT_CODES = "DIST_EXIT_CODES"  # a folder for ranks' exit codes; set by wings/launch/ranks.py
 
 
 def record_exit(code: int) -> None:

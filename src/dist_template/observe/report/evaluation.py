@@ -11,7 +11,7 @@ from .curves import Figure, Panel
 
 
 def newest(run: Path) -> dict[str, Any]:
-    """Returns what tools/evaluate has written last; {} if there is none."""
+    """Returns what wings/ship/evaluate has written last; {} if there is none."""
     files = sorted((run / "evaluation").glob("*.json"), key=lambda path: path.stat().st_mtime)
     return read_mapping(files[-1], "evaluate again, or remove it") if files else {}
 

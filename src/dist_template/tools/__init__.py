@@ -1,1 +1,0 @@
-"""Verbs beside training. Each reads the same --config list as `fit`."""

@@ -1,0 +1,1 @@
+"""What is not needed to train: verbs, each with its code. The core imports none of them."""

@@ -1,0 +1,194 @@
+"""A job: the command that runs on each node, its run's folder, and its size."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...cluster.launch import RUN_ID
+from ...cluster.site import Site, host_name
+from ...errors import InputError, reason, require
+from ...project import Project
+
+PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a target renders and starts: `verb` of `package` with `flags`, on nodes of equal size.
+
+    Args:
+        run: The run's folder.
+        devices: Processes of each node.
+        hosts: The nodes' names; [] for this machine, or if a scheduler chooses the nodes.
+        accelerator: cpu, cuda, …
+        data: The data module.
+        folder: The project's folder; as `python`, the same path on all nodes.
+    """
+
+    package: str
+    verb: str
+    flags: list[str]
+    site: Site
+    run: Path
+    nodes: int
+    devices: int
+    hosts: list[str]
+    accelerator: str
+    data: Any
+    folder: Path = field(default_factory=Path.cwd)
+    python: str = sys.executable
+
+    @property
+    def run_id(self) -> str:
+        return self.run.name
+
+    @property
+    def files(self) -> Path:
+        """The folder of the rendered files."""
+        return self.run / "launch"
+
+    @property
+    def master(self) -> str:
+        """Address of the first node for the others."""
+        return self.site.master or (self.hosts or ["127.0.0.1"])[0].rpartition("@")[2]
+
+    @property
+    def port(self) -> int:
+        """TCP port of the rendezvous on the first node; a run keeps it."""
+        return self.site.port or PORTS[zlib.crc32(self.run_id.encode()) % len(PORTS)]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The verb and its flags; the job's sizes come last, so that they override a --config."""
+        sizes = [f"--trainer.devices={self.devices}", f"--trainer.num_nodes={self.nodes}"]
+        return [self.verb, *self.flags, *sizes]
+
+    @property
+    def command(self) -> list[str]:
+        """The command of one process."""
+        return [self.python, "-m", self.package, *self.arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of every process."""
+        return {RUN_ID: self.run_id, **self.site.environment}
+
+    def require_data(self) -> None:
+        """Raises InputError without prepared data; where nodes share this machine's disks."""
+        if self.verb != "prepare" and hasattr(self.data, "require"):
+            self.data.require()
+
+
+def exports(environment: dict[str, str]) -> str:
+    """Returns lines of a shell script that set variables."""
+    return "\n".join(f"export {key}={shlex.quote(text)}" for key, text in environment.items())
+
+
+def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> Job:
+    """Reads a configuration, and makes the checks of `fit` for the machines that it describes.
+
+    `on_hosts`: the target starts the nodes that `cluster` names; else a scheduler chooses as many.
+
+    Raises:
+        InputError: the configuration cannot be run there.
+    """
+    from ...cli import config_file
+    from ...cli.fit import describe as read
+    from ...cli.limits import Machine, proven, violations
+    from ..rehearse.command import model_config
+
+    known = "fit" if verb == "prepare" else verb
+    config_file.check([known, *flags])
+    cli = read([known, *flags, "--trainer.logger=false"], project)
+    settings, site = cli.config_init[known], cli.config_init[known].cluster
+    trainer, slots = vars(settings.trainer), _slots(site)
+    nodes = 1 if verb == "prepare" else site.nodes or len(slots) or trainer["num_nodes"]
+    if on_hosts and slots and nodes > len(slots):
+        raise InputError(f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all")
+    hosts = list(slots)[:nodes]
+    of_hosts = [slots[host] for host in hosts]
+    devices = 1 if verb == "prepare" else _devices(of_hosts, site, trainer)
+    machine = Machine.described({**trainer, "devices": devices, "num_nodes": nodes})
+    asynchronous = settings.last_checkpoint.asynchronous
+    setup = (machine, trainer, cli.model, cli.datamodule, model_config(cli), verb == "fit")
+    if verb != "prepare" and (found := violations(*setup, saves_asynchronously=asynchronous)):
+        raise InputError(found[0])
+    if verb == "fit":
+        where = trainer["strategy"], machine.world_size, project.folder.parent
+        for note in proven.notes(model_config(cli), cli.model, cli.datamodule, *where):
+            print(note, flush=True)
+    if verb == "fit" and site.memory_bytes:
+        _compare_memory(cli, machine, site.memory_bytes)
+    sizes = (nodes, devices, hosts if on_hosts else [], machine.accelerator)
+    return Job(project.package, verb, flags, site, cli.run.absolute(), *sizes, cli.datamodule)
+
+
+def _compare_memory(cli: Any, machine: Any, memory: int) -> None:
+    """Warns if a device has less than `plan` counts, which no GPU has calibrated."""
+    from ..plan import candidates, estimate, planner
+
+    given, trainer = cli.config.fit.trainer.strategy, vars(cli.config_init.fit.trainer)
+    of_class = () if isinstance(given, str) else (type(trainer["strategy"]), vars(given.init_args))
+    candidate = candidates.Candidate("", str(given), {}, *of_class)
+    where = estimate.Machine(machine.num_nodes, machine.devices, memory, 0, 0, 0, 0)
+    try:
+        made = planner.Planner(cli.model, data := cli.datamodule, trainer, machine)
+        sizes = (data.micro_batch_size, cli.model.blocks.checkpointing)
+        needed = made.option(candidate, where, *sizes).total()
+        if needed > memory:
+            text = f"`plan` counts {needed / 1e9:.1f} GB for a device, which has {memory / 1e9:.1f}"
+            print(f"warning: {text} (cluster.device_memory)", flush=True)
+    except Exception as error:
+        print(f"cluster.device_memory is not checked: {reason(error)}", flush=True)
+
+
+def _slots(site: Site) -> dict[str, int | None]:
+    """Returns the hosts to use, with the number of their slots if it is known."""
+    if not site.hostfile:
+        return dict.fromkeys(site.hosts)
+    where, found = f"cluster.hostfile {site.hostfile}", dict[str, int | None]()
+    try:
+        lines = Path(site.hostfile).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"{where} cannot be read: {error.strerror}") from error
+    for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
+        if not (known := re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)):
+            raise InputError(f"{where} has {line!r}; write `name slots=N` for each node")
+        host_name(known[1], where)
+        if known[1] in found:
+            raise InputError(f"{where} has {known[1]} twice; remove one of its lines")
+        found[known[1]] = int(known[2])
+    if not (site.include or site.exclude):
+        return found
+    require("deepspeed", "cluster.include")
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    try:
+        active = parse_inclusion_exclusion(found, site.include, site.exclude)
+    except ValueError as error:
+        raise InputError(f"cluster.include or exclude: {reason(error)}") from error
+    return {host: len(chosen) for host, chosen in active.items()}
+
+
+def _devices(slots: list[int | None], site: Site, trainer: dict[str, Any]) -> int:
+    """Returns the processes of each node."""
+    if len(set(slots)) > 1:
+        raise InputError(f"the hosts have {slots} slots; include as many of each")
+    given = site.devices_per_node or (slots or [None])[0] or trainer["devices"]
+    if not str(given).isdigit() or int(given) < 1:
+        why = "give cluster.devices_per_node, the devices of one node"
+        raise InputError(f"trainer.devices is {given!r}; {why}")
+    return int(given)
+
+
+def project_file(name: str) -> str:
+    """Returns `name`, a script; raises InputError outside of the project's folder."""
+    if not Path(name).is_file():
+        raise InputError(f"{Path.cwd()} has no {name}; start `launch` in the project's folder")
+    return name

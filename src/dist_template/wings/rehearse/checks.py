@@ -1,0 +1,267 @@
+"""The checks of a rehearsal, in the order in which they are printed.
+
+A check compares trainings (runs.py); if they differ, it names the first difference (root_cause.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples
+from .one_process import (
+    every_gradient,
+    labels_are_next_tokens,
+    no_later_token,
+    no_other_document,
+    no_seed_in_a_step,
+    other_hash_seed,
+    tied_weights,
+)
+from .record import RunRecord
+from .report import NOT_POSSIBLE, NotEqual, NotOffered, Result, Verdict
+from .root_cause import disagreement, lost_at_the_end, trace, trace_resumed
+from .runs import RunFailed, Runs
+
+LOSS, GRAD_NORM, LOGITS, EVALUATION = 1e-5, 1e-4, 1e-5, 1e-4  # relative differences, in fp32
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `compare` returns what was found; raises NotEqual or RunFailed."""
+
+    name: str
+    expected: str
+    compare: Callable[[Runs], str]
+
+    def run(self, runs: Runs) -> Result:
+        """Runs the trainings that no earlier check has run, compares, and returns the result."""
+        started = time.perf_counter()
+        verdict: Verdict = "pass"
+        where = cause = ""
+        try:
+            if runs.hung:
+                got, verdict = f"{runs.hung!r} hung, see above", "not run"
+            else:
+                got = self.compare(runs)
+        except NotEqual as found:
+            got, where, cause, verdict = found.got, found.where, found.cause, found.verdict
+        except RunFailed as failure:
+            if failure.refusal and failure.name in ("fewer", "export"):
+                got, where, verdict = NOT_POSSIBLE, failure.refusal, "limit"
+            elif failure.is_known:
+                got, verdict = f"{failure.name!r} failed, see above", "not run"
+            else:
+                got, cause, verdict = "a training failed", str(failure), "FAIL"
+        seconds = time.perf_counter() - started
+        return Result(self.name, self.expected, got, verdict, where, seconds, cause)
+
+
+# ---- the same training on several processes --------------------------------------------------
+
+
+def starting_weights(runs: Runs) -> str:
+    for other in (runs.ddp, runs.strategy):
+        if name := first_difference(runs.one.start, other.start):
+            cause = f"the starting weights differ first in {name}; {other.owner(name)}"
+            raise NotEqual(f"{other.folder.name} differs from one", cause)
+    return f"{len(runs.one.start)} tensors, bit-identical"
+
+
+def each_sample_once(runs: Runs) -> str:
+    trained = runs.strategy
+    order = f"; the order comes from {trained.places.get('order', 'the loader')}"
+    seen: dict[str, str] = {}
+    for step, rows in sorted(trained.rows().items()):
+        for row, rank in rows:
+            where = f"step {step} of rank {rank}"
+            if row in seen and runs.small.is_text:  # the generated text has no row twice
+                raise NotEqual("a sample twice", f"{where} repeats a sample of {seen[row]}{order}")
+            seen[row] = where
+    if where := samples(runs.one, trained):
+        raise NotEqual("other samples than one process", where + order)
+    return f"{len(seen)} samples, {'none twice' if runs.small.is_text else 'in the same order'}"
+
+
+def accumulation(runs: Runs) -> str:
+    if not runs.small.is_text and "batch_size" not in runs.small.config["data"]:
+        raise NotOffered("the datamodule has no argument batch_size")
+    got = _same_curve(runs.big, runs.one, "loss", LOSS)
+    _same_curve(runs.big, runs.one, "grad_norm", GRAD_NORM)
+    return got
+
+
+def loss_curve(runs: Runs) -> str:
+    return _same_curve(runs.one, runs.strategy, "loss", LOSS)
+
+
+def gradient_norm(runs: Runs) -> str:
+    return _same_curve(runs.one, runs.strategy, "grad_norm", GRAD_NORM)
+
+
+def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: float) -> str:
+    want, have = getattr(expected, series), getattr(got, series)
+    if not have:
+        raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
+    difference, each = relative_difference(want, have)
+    if difference > tolerance:
+        _refuse_draws(expected)
+        step = _first_above(each, tolerance)
+        instead = want.get(step, float("nan"))
+        where = f"from step {step} on ({have[step]:.6g} instead of {instead:.6g})"
+        raise NotEqual(f"{difference:.1e}", trace(expected, got), where)
+    return f"{difference:.1e} over {len(each)} steps" + ", dropout off" * bool(expected.draws)
+
+
+def _first_above(differences: dict[int, float], tolerance: float) -> int:
+    return next(step for step, value in differences.items() if value > tolerance)
+
+
+def _refuse_draws(record: RunRecord) -> None:
+    """Raises NotOffered if forward draws random numbers other than dropout, which is off."""
+    for name, what in record.draws.items():
+        if what != "dropout":
+            forward = f"the forward of {name or 'the module'} ({record.places.get(name, '?')})"
+            why = "draws random numbers other than torch's dropout, which differ between ranks"
+            raise NotOffered(f"{forward} {why}: turn that off to compare")
+
+
+def each_gradient(runs: Runs) -> str:
+    differing, total = gradients(runs.one, runs.strategy), len(runs.one.gradients)
+    if differing:
+        _refuse_draws(runs.one)
+        got = f"{len(differing)} of {total} parameters differ"
+        raise NotEqual(got, trace(runs.one, runs.strategy), "in step 1")
+    return f"{total} parameters"
+
+
+def shared_tensors(runs: Runs) -> str:
+    if found := replicas(runs.strategy):
+        raise NotEqual("ranks differ", disagreement(runs.strategy, found))
+    return f"{runs.small.processes} ranks agree after each step"
+
+
+def evaluation(runs: Runs) -> str:
+    """The same rows in larger batches and over ranks: a mean of means differs."""
+    want, num = runs.one.eval(), 0
+    place = runs.one.places.get("validation_step", "?")
+    if where := runs.one.tensors("dropout"):
+        cause = f"an evaluation drops out ({where}): leave model.train() to Lightning, and give"
+        raise NotEqual("dropout", f"{cause} training=self.training to functions that drop out")
+    for other, means in ((runs.big, "batches"), (runs.strategy, "ranks")):
+        if not relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
+            raise NotOffered("the weights that it evaluates differ, see above")
+        for step, metrics in sorted(other.eval().items()):
+            for name, value in want.get(step, {}).items():
+                num += 1
+                have = metrics.get(name, float("nan"))
+                if relative_difference({step: value}, {step: have})[0] <= EVALUATION:
+                    continue
+                where = (
+                    f"step {step} of {other.folder.name!r} has {name} {have:.6g}, not {value:.6g}"
+                )
+                cause = f"the same rows in other {means} have another result: add up values and"
+                cause += f" counts over all {means} and divide once, at the end"
+                raise NotEqual(f"{name} differs", f"{cause} (validation_step, {place})", where)
+    if not num:
+        raise NotOffered("no metric is logged in validation")
+    return f"{num} values"
+
+
+# ---- checkpoints -----------------------------------------------------------------------------
+
+
+def kill_and_resume(runs: Runs) -> str:
+    last = max(runs.killed.loss, default=0)
+    first = min(runs.resumed.loss, default=0)
+    if first != runs.kept_step + 1:
+        killed = f"killed after step {last} with a checkpoint of step {runs.kept_step}"
+        raise NotEqual("another step", f"{killed}, it resumed with step {first}")
+    difference, each = relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
+    if difference > 0:
+        cause = trace_resumed(runs.uninterrupted, runs.resumed)
+        where = f"from step {_first_above(each, 0)} on"
+        raise NotEqual(f"losses differ by {difference:.1e}", cause, where)
+    if lost := lost_at_the_end(runs.uninterrupted, runs.resumed):
+        raise NotEqual("losses agree, other state does not", lost)
+    return f"steps {first}-{max(each)} bit-identical"
+
+
+def resume_on_fewer(runs: Runs) -> str:
+    try:
+        fewer = runs.fewer
+    except InputError as error:
+        raise NotOffered(str(error)) from error
+    difference, each = relative_difference(runs.strategy.loss, fewer.loss)
+    if difference > LOSS:
+        _refuse_draws(runs.strategy)
+        where = f"from step {_first_above(each, LOSS)} on"
+        raise NotEqual(f"{difference:.1e}", trace_resumed(runs.strategy, fewer), where)
+    return f"{difference:.1e}, {runs.small.processes} to {fewer.size} processes"
+
+
+def exported_logits(runs: Runs) -> str:
+    trained, folder = runs.strategy, runs.export()
+    exported, model = _read_exported(folder)
+    for name, tensor in trained.end.items():
+        key = name.removeprefix("model.")  # other state of the module is not exported
+        if key != name and key in exported and not torch.equal(exported[key], tensor):
+            raise NotEqual("other weights", f"first in {key}; {trained.owner(name)}")
+    batch, want = trained.tensors("logits") or ({}, None)
+    if want is None or model is None:
+        return "weights equal; logits not compared: it is not a transformers model"
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    with torch.no_grad():
+        got = model(**inputs, use_cache=False).logits
+    difference = ((got - want).abs().max() / want.abs().max()).item()
+    if not difference <= LOGITS:
+        forward = trained.places.get("forward", "?")
+        cause = f"weights are equal: forward ({forward}) computes what the exported model does not"
+        raise NotEqual(f"logits differ by {difference:.1e}", cause)
+    return f"weights equal, logits within {difference:.1e}"
+
+
+def _read_exported(folder: Path) -> tuple[dict[str, Tensor], Any]:
+    """Returns the exported weights, and the model if it is transformers'."""
+    if not (folder / "config.json").exists():
+        from safetensors.torch import load_file
+
+        return load_file(folder / "model.safetensors"), None
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # it would be printed between the results
+    options = {"dtype": torch.float32, "trust_remote_code": False}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return model.state_dict(), model
+
+
+CHECKS = (
+    Check("a document sees itself alone", "other documents change nothing", no_other_document),
+    Check("no token sees a later one", "later tokens change nothing", no_later_token),
+    Check(
+        "the label of a token is the next", "its loss predicts token t+1", labels_are_next_tokens
+    ),
+    Check("every parameter gets a gradient", "all that are trained", every_gradient),
+    Check("tied weights are one tensor", "as the architecture says", tied_weights),
+    Check("no generator starts again", "no step seeds one", no_seed_in_a_step),
+    Check("a hash seed has no effect", "bit-identical", other_hash_seed),
+    Check("starting weights over strategies", "one process = ddp = strategy", starting_weights),
+    Check("every rank sees its samples once", "the samples of one process", each_sample_once),
+    Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
+    Check("loss curve = one process", f"within {LOSS:.0e}", loss_curve),
+    Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
+    Check("each gradient = one process", f"within {GRADIENT:.0e} of the largest", each_gradient),
+    Check("ranks agree on what they share", "equal parameters, buffers", shared_tensors),
+    Check("evaluation = one big batch", f"within {EVALUATION:.0e}", evaluation),
+    Check("kill and resume = uninterrupted", "bit-identical losses", kill_and_resume),
+    Check("resume on fewer processes", f"loss within {LOSS:.0e}", resume_on_fewer),
+    Check("checkpoint -> exported model", f"same logits within {LOGITS:.0e}", exported_logits),
+)

@@ -1,0 +1,219 @@
+"""The trainings of a rehearsal. Each runs once, when a check first needs it.
+
+    one            one process, with gradient accumulation
+    other_hash     the same as one, in a process with another PYTHONHASHSEED
+    big            one process, each global batch as one micro-batch
+    ddp            two processes, DDP
+    strategy       the chosen strategy
+    uninterrupted  the chosen strategy, with dropout if the model has any
+    killed         the same, killed
+    resumed        the same, resumed from the last checkpoint of killed
+    fewer          the chosen strategy on half of the processes, from a checkpoint of `strategy`
+
+Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
+ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback
+
+from ...checkpoint import manifest
+from ...project import Project
+from .first_step import Details
+from .gradient_hooks import GradientHooks
+from .interventions import KillAt, RaggedLabels
+from .leakage import LeakageTest
+from .record import RunRecord
+from .shrink_config import Small, checkpoint_step
+from .shrink_strategy import halve
+from .step_probes import LabelProbe, SeedProbe
+from .workers import Workers
+
+HASH_SEED = "1"  # one that a process draws for itself is this once in 2**32
+
+
+class RunFailed(Exception):
+    """A training did not end as expected.
+
+    Args:
+        name: The training.
+        record: Its record.
+        is_known: An earlier check has reported the failure.
+    """
+
+    def __init__(self, name: str, record: RunRecord, is_known: bool = False) -> None:
+        log = record.log_path(record.failed_rank)
+        super().__init__(f"run {name!r}, {record.error}; see {log}")
+        self.name = name
+        self.refusal = record.refusal
+        self.is_known = is_known
+
+
+class Runs:
+    """Runs trainings on demand and keeps their records.
+
+    Args:
+        small: The small configuration.
+        strategy: The chosen strategy object, which computes mesh sizes.
+        folder: Each training gets a folder in it.
+        project: Its module and data are trained.
+        prelude: Called in each process before anything else.
+        idle_s: Seconds without progress after which a training counts as hung.
+        known: Records of trainings that need not run again.
+    """
+
+    def __init__(
+        self,
+        small: Small,
+        strategy: Any,
+        folder: Path,
+        project: Project,
+        prelude: Callable[[], None] | None = None,
+        idle_s: float = 60.0,
+        known: dict[str, RunRecord] | None = None,
+    ) -> None:
+        self.small = small
+        self.strategy_object = strategy
+        self.folder = folder.absolute()
+        self.project = project
+        self.prelude = prelude
+        self.idle_s = idle_s
+        self.kept_step = checkpoint_step(small.steps)
+        self.hung = ""  # name of the training that hung
+        self._records: dict[str, RunRecord] = known or {}
+        self._failed: set[str] = set()
+
+    def prepare(self) -> None:
+        """Tokenizes the text.
+
+        Raises:
+            RunFailed: it failed.
+        """
+        self._tool("prepare", f"--config={self._write('prepare', self.small.config)}")
+
+    @property
+    def one(self) -> RunRecord:
+        probes = [probe(self.folder / "one") for probe in (LeakageTest, LabelProbe, SeedProbe)]
+        return self._run("one", 1, self._single(), probes)
+
+    @property
+    def other_hash(self) -> RunRecord:
+        return self._run("other_hash", 1, self._single(), hash_seed=HASH_SEED)
+
+    def _single(self) -> dict[str, Any]:
+        """Returns the training of one process, whose loss has all logits at once, for its probe."""
+        config = self.small.variant(1, "auto")
+        if config["model"].get("loss_chunk"):
+            config["model"]["loss_chunk"] = None
+        return config
+
+    @property
+    def big(self) -> RunRecord:
+        return self._run("big", 1, self.small.variant(1, "auto", is_big=True))
+
+    @property
+    def ddp(self) -> RunRecord:
+        if str(self.small.strategy).startswith("ddp") and self.small.processes == 2:
+            return self.strategy  # ddp, or ddp_find_unused_parameters_true
+        return self._run("ddp", 2, self.small.variant(2, "ddp"))
+
+    @property
+    def strategy(self) -> RunRecord:
+        return self._run("strategy", self.small.processes, self.small.config)
+
+    @property
+    def uninterrupted(self) -> RunRecord:
+        if not (self.small.dropouts or self.strategy.draws):
+            return self.strategy
+        return self._run_with_dropout("uninterrupted")
+
+    @property
+    def killed(self) -> RunRecord:
+        one_step_before_the_next_checkpoint = 2 * self.kept_step - 1
+        return self._run_with_dropout("killed", [KillAt(one_step_before_the_next_checkpoint)])
+
+    @property
+    def resumed(self) -> RunRecord:
+        assert self.killed.was_killed
+        return self._run_with_dropout("resumed", checkpoint="last")
+
+    @property
+    def fewer(self) -> RunRecord:
+        checkpoint = self.strategy.run / "checkpoints" / manifest.name(self.kept_step)
+        small = self.small
+        spec, num, data_parallel = halve(small.strategy, self.strategy_object, small.processes)
+        config = small.variant(num, spec, data_parallel)
+        return self._run("fewer", num, config, checkpoint=str(checkpoint))
+
+    def export(self) -> Path:
+        """Exports the trained model and returns its folder.
+
+        Raises:
+            RunFailed: the export failed or is not supported.
+        """
+        trained, output = self.strategy, self.folder / "exported"
+        flags = [f"--config={trained.folder / 'config.yaml'}", f"--output={output}"]
+        if self.small.config["model"].get("adapter"):
+            flags.append("--adapter=merged")
+        self._tool("export", *flags, f"--checkpoint={trained.run / 'checkpoints'}")
+        return output
+
+    def _tool(self, verb: str, *flags: str) -> None:
+        """Runs a verb other than training on one process."""
+        with Workers(1, self.project) as workers:
+            argv = [verb, *flags]
+            record = workers.run(argv, self.folder / verb, prelude=self.prelude, timeout_s=None)
+        if not record.ok:
+            raise RunFailed(verb, record)
+
+    def _run_with_dropout(
+        self, name: str, callbacks: Sequence[Callback] = (), checkpoint: str | None = None
+    ) -> RunRecord:
+        config = self.small.with_dropout()
+        return self._run(name, self.small.processes, config, callbacks, checkpoint, True)
+
+    def _run(
+        self,
+        name: str,
+        num: int,
+        config: dict[str, Any],
+        callbacks: Sequence[Callback] = (),
+        checkpoint: str | None = None,
+        has_dropout: bool = False,
+        hash_seed: str | None = None,
+    ) -> RunRecord:
+        if name not in self._records:
+            # `last` is searched among the runs of one name.
+            config["run"]["name"] = "killed" if checkpoint == "last" else name
+            argv = ["fit", f"--config={self._write(name, config)}"]
+            argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
+            folder = self.folder / name
+            recorders = [Details(folder, not has_dropout), GradientHooks(folder)]
+            with Workers(num, self.project, hash_seed) as workers:
+                self._records[name] = workers.run(
+                    argv,
+                    folder,
+                    callbacks=[RaggedLabels(), *callbacks, *recorders],
+                    prelude=self.prelude,
+                    timeout_s=None,
+                    idle_s=self.idle_s,
+                )
+        record = self._records[name]
+        if not (record.was_killed if name == "killed" else record.ok):
+            self.hung = name if record.hung else self.hung
+            is_known = name in self._failed
+            self._failed.add(name)
+            raise RunFailed(name, record, is_known)
+        return record
+
+    def _write(self, name: str, config: dict[str, Any]) -> Path:
+        path = self.folder / name / "config.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+        return path

@@ -1,0 +1,1 @@
+"""Verbs around a project: check a machine, prepare its data, read the documentation, upgrade."""

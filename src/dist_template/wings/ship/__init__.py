@@ -1,0 +1,1 @@
+"""Verbs after training: evaluate, export, serve, promote."""

@@ -1,0 +1,47 @@
+"""`evaluate`: whether a run is better than a baseline, on the same documents and tasks."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from ....errors import Ended, Exit, InputError, require
+from ....project import Flags, Project
+
+BASELINE = "run, checkpoint, folder, hub name, unigram, ngram, compression, start or parent"
+
+
+def main(argv: list[str], project: Project) -> None:
+    """Evaluates the runs in `argv` and writes RUN/evaluation/<name>.json and .parquet.
+
+    Raises:
+        InputError: a model, a requirement or the data cannot be used.
+        Ended: a requirement is not met.
+    """
+    parser = Flags("evaluate")
+    runs = "a run's folder, or a checkpoint in one; several: runs that differ in their seed"
+    parser.add_argument("runs", nargs="+", help=runs)
+    parser.add_argument("--baseline", nargs="+", default=[], help=BASELINE)
+    parser.add_argument("--split", choices=("validation", "test"), default="test")
+    requirement = "such as 'eval/loss better' or 'acc not worse by 0.01'; exits with 2 if not met"
+    parser.add_argument("--require", action="append", default=[], help=requirement)
+    parser.add_argument("--config", help="YAML with tasks of lm-eval and your own metric")
+    parser.add_argument("--name", help="of the files; default: the split and the baseline")
+    given = parser.parse_args(argv[1:])
+    for package in ("scipy", "pandas"):
+        require(package, "evaluate")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("evaluate starts the processes of a run itself: start it once")
+
+    from .evaluation import evaluate
+    from .requirement import failure, parse
+
+    for text in given.require:
+        parse(text)
+    if given.require and not given.baseline:
+        raise InputError(f"--require compares with a --baseline: give one ({BASELINE})")
+    name = given.name or "-against-".join([given.split, *given.baseline[:1]])
+    name = re.sub(r"[^\w.-]+", "_", name).strip("_")
+    comparisons = evaluate(given, name, project)
+    if failures := [why for text in given.require if (why := failure(text, comparisons))]:
+        raise Ended(Exit.BAD_INPUT, "; ".join(failures))

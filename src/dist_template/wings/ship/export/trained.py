@@ -1,0 +1,123 @@
+"""Loads a model with its tokenizer in one process: what a run trained, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ....checkpoint.commit import agreed
+from ....checkpoint.formats import format_of, read_full
+from ....checkpoint.frozen import exclude_frozen
+from ....checkpoint.manifest import meant
+from ....cli.config_file import read, with_classes_of_the_library
+from ....cli.fit import WithoutTrainer
+from ....cli.run import check_checkpoint, fill_placeholders
+from ....errors import InputError, reason, require
+from ....observe.history.run import CONFIG
+from ....project import Project
+from ...diagnose import newest
+from .onnx import MANIFEST, PACKAGES, OnnxModel
+
+OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
+FILES = ("config.json", "adapter_config.json")  # of folders of transformers and peft
+
+
+@dataclass
+class Trained:
+    """A model in evaluation mode on the CPU, and its tokenizer; None if there is none.
+
+    `path` is the checkpoint, the folder, or the name on the hub. The others are None for a folder:
+    the run's folder, the LightningModule without a Trainer, and the prepared data module.
+    """
+
+    model: Any
+    tokenizer: Any
+    path: str
+    run: Path | None = None
+    module: Any = None
+    data: Any = None
+
+
+def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
+    """Loads what `name` names: the folder of a run, whose newest checkpoint is read; a checkpoint
+    in one; a folder of `export` or of transformers; or a name on the Hugging Face hub.
+
+    `key` is the flag or argument to name in an error.
+
+    Raises:
+        InputError: it is none of them, or it cannot be loaded.
+    """
+    path = Path(name)
+    # runs/misspelt is no name on the hub
+    is_on_hub = not path.exists() and name.count("/") == 1 and not path.parent.exists()
+    if is_on_hub or any((path / file).is_file() for file in FILES):
+        return from_folder(name, key)
+    flags, checkpoint, run = of_run(name, project, key)
+    check_checkpoint(checkpoint, key)
+    return trained(WithoutTrainer(project, flags, run=False), agreed(checkpoint), run)
+
+
+def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path]:
+    """Returns the flags with the config.yaml of the run that `name` names or is in, the checkpoint
+    or the folder of all, and the run's folder."""
+    path = Path(name)
+    if not path.exists():
+        allowed = "the folder of a run, a checkpoint, or a Hugging Face folder"
+        raise InputError(f"{key} {name!r} does not exist: give {allowed}")
+    is_checkpoint = bool(meant(path)[1] or format_of(path))
+    run = run_of(path) if is_checkpoint else newest(path)
+    if run is None:
+        raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
+    recorded = read(str(run / CONFIG))
+    keys = {key: value for key, value in recorded.items() if key not in OF_FIT}
+    flags = ["--config", yaml.safe_dump(with_classes_of_the_library(keys, project.package))]
+    if not is_checkpoint:
+        path = Path(fill_placeholders(keys["last_checkpoint"]["dirpath"], run))
+    return flags, path, run
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Returns the folder of the run that wrote a checkpoint."""
+    above = checkpoint.absolute().parents
+    return next((folder for folder in above if (folder / CONFIG).is_file()), None)
+
+
+def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:
+    """Returns the model of a configuration with the weights of the verified checkpoint `path`.
+
+    Raises:
+        InputError: the checkpoint is another model's.
+    """
+    module, data = cli.model, cli.datamodule
+    if not hasattr(module, "build_model"):
+        raise InputError(f"{type(module).__name__} has no build_model to export")
+    if hasattr(data, "require"):
+        data.require()
+    torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
+    module.model = getattr(module, "build_with_adapters", module.build_model)(data)
+    if getattr(module, "frozen_base", None):
+        exclude_frozen(module)
+    module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
+    tokenizer = getattr(data, "text_tokenizer", None)
+    return Trained(module.model.eval(), tokenizer, str(path), run, module, data)
+
+
+def from_folder(name: str, key: str) -> Trained:
+    """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, safe = Path(name), {"trust_remote_code": False}
+    is_onnx, is_adapter = (folder / MANIFEST).is_file(), (folder / FILES[1]).is_file()
+    for package in PACKAGES if is_onnx else ["peft"] if is_adapter else ():
+        require(package, f"{key} {name!r}")
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        model = OnnxModel(folder) if is_onnx else load(name, dtype="auto", **safe).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, **safe)
+    except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
+        raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error
+    return Trained(model, tokenizer, name)

@@ -1,0 +1,289 @@
+"""`evaluate`: scores by document under any strategy, baselines, tasks, verdicts and the gate."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from dist_template.project import Project
+from dist_template.text.cache.token_cache import Corpus
+from dist_template.wings.ship.evaluate import baselines, models, tasks
+from dist_template.wings.ship.evaluate.paired import Pair, compare
+from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
+from tests.support.strategies import flags_of, settings_of
+from tests.support.tiers import tiers
+
+CALLBACK = "dist_template.wings.ship.evaluate.documents.DocumentScores"
+
+
+@pytest.fixture(scope="module")
+def fitted(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints and more than 20 test documents."""
+    folder = tmp_path_factory.mktemp("fitted")
+    more = ["--data.test_share=0.5", "--last_checkpoint.every_n_steps=10", "--model.optim.learning_rate=0.01"]
+    assert run("fit", *small(corpus, cache, folder), *more) == 0
+    return folder
+
+
+@pytest.fixture
+def trained(fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that run; `evaluate` runs `test` in this process."""
+    shutil.copytree(fitted, tmp_path, dirs_exist_ok=True)
+    config = only_run(tmp_path) / "config.yaml"
+    config.write_text(config.read_text().replace(str(fitted), str(tmp_path)))
+
+    def in_this_process(project: Project, argv: list[str]) -> int:
+        return run(*argv)
+
+    monkeypatch.setattr(models, "run_verb", in_this_process)
+    return only_run(tmp_path)
+
+
+def found_in(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The JSON and the parquet of the only evaluation."""
+    (path,) = (folder / "evaluation").glob("*.json")
+    return json.loads(path.read_text()), pd.read_parquet(path.with_suffix(".parquet"))
+
+
+def half(folder: Path) -> Path:
+    return folder / "checkpoints" / "step00000010.ckpt"
+
+
+def test_a_run_is_better_than_its_half_trained_checkpoint_and_no_better_than_itself(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    required = ["--require=eval/loss better", "--require=bits_per_byte not worse by 0.0"]
+    assert run("evaluate", str(trained), f"--baseline={half(trained)}", *required) == 0
+    printed = capsys.readouterr().out
+    found, samples = found_in(trained)
+    loss = float(re.findall(r"test: loss ([\d.]+)", printed)[0])
+    assert found["models"][0]["figures"]["loss"] == pytest.approx(loss, abs=1e-4), "what `test` says"
+    assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte"]
+    assert all(each["verdict"] == "better" and each["high"] < 0 for each in found["comparisons"])
+    assert found["comparisons"][0]["sentence"] in printed and "95 % interval" in printed
+    assert len(samples) == 2 * found["documents"] and samples["hash"].nunique() == found["documents"] >= 20
+    own = samples[samples["model"] == 0]
+    assert own["value"].sum() / own["tokens"].sum() == pytest.approx(loss, abs=1e-4)
+    assert (own["bytes"] <= own["tokens"]).all(), "bytes are tokens, and one ends each document"
+    assert {len(found["best"]), len(found["worst"])} == {3}
+    worst, best = (found[end][0]["run"] - found[end][0]["baseline"] for end in ("worst", "best"))
+    assert worst > best
+    shutil.rmtree(trained / "evaluation")
+
+    assert run("evaluate", str(trained), f"--baseline={newest(trained)}", "--require=eval/loss better") == 2
+    captured = capsys.readouterr()
+    assert "required 'eval/loss better', but cannot tell with" in captured.err
+    found, _ = found_in(trained)
+    assert [each["verdict"] for each in found["comparisons"]] == ["cannot tell", "cannot tell"]
+    assert not [*trained.glob("evaluation/.*")], "nothing temporary is left"
+    before = (trained / "metrics.jsonl").read_bytes()
+    assert run("evaluate", str(trained), "--split=validation", "--baseline=start") == 2
+    assert "documents of the validation split in common, and 20 are needed" in capsys.readouterr().err
+    assert (trained / "metrics.jsonl").read_bytes() == before, "an evaluation is not part of the training's curves"
+
+
+def test_baselines_without_a_model_and_the_start(trained: Path, cache: Path) -> None:
+    for name in ("unigram", "compression", "ngram", "start"):
+        assert run("evaluate", str(trained), f"--baseline={name}", "--name=x") == 0
+        found, _ = found_in(trained)
+        bits = found["comparisons"][1]["baseline"]
+        assert 0 < bits < {"start": 9.0, "unigram": 5.0}.get(name, 2.0), (name, "a repeated sentence is easy")
+        assert found["comparisons"][1]["verdict"] == ("better" if name in ("start", "unigram") else "worse")
+    corpora = [Corpus(path, json.loads((path / "manifest.json").read_text())) for path in cache.glob("TextFiles-*[!k]")]
+    for corpus in corpora:
+        validation, train = corpus.tokens("validation"), np.asarray(corpus.tokens("train"))
+        bits = baselines.ngram_bits(validation, train, 257, 1).sum() / corpus.num_bytes("validation")
+        assert bits == pytest.approx(corpus.manifest["unigram_bits_per_byte"])
+        every = np.array([[*train[:2], token] for token in range(257)])
+        shares = [2 ** -baselines.ngram_bits(row, train, 257, 3)[-1] for row in every]
+        assert sum(shares) == pytest.approx(1, abs=1e-3), "probabilities of the next token"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["fsdp2", "tp", "zero3"], daily=["fsdp2", "zero3"]))
+def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_path: Path) -> None:
+    """Another strategy and micro-batch; the same model is not better."""
+    scores = {}
+    for name, num, more in (("one", 1, []), (strategy, 2, [*flags_of(strategy), "--data.micro_batch_size=1"])):
+        callback = json.dumps({"class_path": CALLBACK, "init_args": {"path": str(tmp_path / f"{name}.parquet")}})
+        again = [f"--config={trained / 'config.yaml'}", *more, f"--trainer.devices={num}", "--trainer.logger=false"]
+        argv = ["test", *again, f"--ckpt_path={newest(trained)}", f"--trainer.callbacks+={callback}"]
+        with Workers(num) as workers:
+            workers.run(argv, tmp_path / name).check()
+        scores[name] = pd.read_parquet(tmp_path / f"{name}.parquet")
+    one, many = scores["one"], scores[strategy]
+    assert (one.index == many.index).all() and (one["tokens"] == many["tokens"]).all()
+    np.testing.assert_allclose(many["nats"], one["nats"], rtol=1e-5)
+    values = (many[["nats"]].T.to_numpy(), one[["nats"]].T.to_numpy(), one["tokens"].to_numpy())
+    (found,) = compare([Pair("loss", *values)])
+    assert found.verdict == "cannot tell"
+
+
+def folder_of(trained: Path, output: Path, tokenizer: Any = None) -> Path:
+    """The run's weights as transformers' folder, perhaps with another tokenizer."""
+    from dist_template.wings.ship.export.trained import load_trained
+    from tests.support.runs import OURS
+
+    loaded = load_trained(str(trained), OURS)
+    loaded.model.save_pretrained(output)
+    (tokenizer or loaded.tokenizer).save_pretrained(output)
+    return output
+
+
+def test_an_exported_folder_and_one_with_another_tokenizer(
+    trained: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dist_template.text.tokenizers import ByteBPE
+
+    caches = len([*cache.iterdir()])
+    assert run("evaluate", str(trained), f"--baseline={folder_of(trained, tmp_path / 'same')}", "--name=x") == 0
+    found, samples = found_in(trained)
+    assert len([*cache.iterdir()]) == caches, "the same tokenizer needs no other token cache"
+    assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte"]
+    values = samples.pivot(index="hash", columns="model", values="value")
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+
+    other = folder_of(trained, tmp_path / "other", ByteBPE(257).fit(iter([SENTENCES])))
+    argv = ["evaluate", str(trained), f"--baseline={other}", "--name=x"]
+    assert run(*argv, "--require=bits_per_byte better") == 0
+    found, samples = found_in(trained)
+    assert [each["name"] for each in found["comparisons"]] == ["bits_per_byte"], "tokens cannot be compared"
+    assert samples.groupby("hash")["bytes"].nunique().max() == 1
+    assert run(*argv, "--require=loss better") == 2
+    assert "other tokens cannot be compared; give one of bits_per_byte" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_onnx_folder_has_the_scores_of_the_run(trained: Path, tmp_path: Path) -> None:
+    """Its rows hold several documents, which its graph does not separate."""
+    onnx = str(tmp_path / "onnx")
+    assert run("export", str(trained), "--to=onnx", f"--output={onnx}") == 0
+    assert run("evaluate", str(trained), f"--baseline={onnx}", "--name=x") == 0
+    _, samples = found_in(trained)
+    values = samples.pivot(index="hash", columns="model", values="value")
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
+    assert len(values) > 20
+
+
+TASK = """
+task: fox
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/fox.json}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+METRIC = """
+def words(samples, model, tokenizer):
+    assert model.config.model_type == "llama" and tokenizer.eos_token_id == 256
+    return [len(sample["text"].split()) for sample in samples]
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_lm_eval_and_an_own_metric_join_the_samples(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.syspath_prepend(tmp_path)
+    questions = [{"question": "the quick brown", "choices": [" fox", " zzz"], "answer": n % 2} for n in range(30)]
+    (tmp_path / "fox.json").write_text("\n".join(map(json.dumps, questions)))
+    (tmp_path / "fox.yaml").write_text(TASK.format(folder=tmp_path))
+    (tmp_path / "own_metric.py").write_text(METRIC)
+    config = tmp_path / "evaluate.yaml"
+    config.write_text(f"tasks: [fox]\ntask_folder: {tmp_path}\nmetric: own_metric:words\n")
+    required = ["--require=acc not worse by 0.2", "--require=words not worse by 0"]
+    assert run("evaluate", str(trained), f"--baseline={half(trained)}", f"--config={config}", *required) == 0
+    found, samples = found_in(trained)
+    assert [each["name"] for each in found["comparisons"]] == ["loss", "bits_per_byte", "fox/acc", "words"]
+    assert found["models"][0]["figures"]["fox/acc"] == 0.5, "each answer is right half the time"
+    answers = samples[(samples["measure"] == "fox/acc") & (samples["model"] == 0)]
+    assert len(answers) == 30 and set(answers["value"]) == {0.0, 1.0}
+    assert found["comparisons"][2]["verdict"] == found["comparisons"][3]["verdict"] == "cannot tell"
+
+
+def test_the_shipped_file_has_every_key_with_its_default() -> None:
+    assert tasks.read(str(CONFIGS / "evaluate.yaml")) == yaml.safe_load((CONFIGS / "evaluate.yaml").read_text())
+    assert yaml.safe_load((CONFIGS / "evaluate.yaml").read_text()) == tasks.KEYS
+
+
+BAD = {
+    "a folder that is no model": (["{empty}"], "{empty} is not a run folder and contains none; give"),
+    "a baseline that is none": (["{run}", "--baseline={empty}"], "{empty} is not a run folder and contains none; give"),
+    "no parent": (["{run}", "--baseline=parent"], "was not fine-tuned; give start"),
+    "unknown syntax": (["{run}", "--baseline=start", "--require=loss lower"], "is no requirement: write"),
+    "nothing to compare": (["{run}", "--require=loss better"], "--require compares with a --baseline"),
+    "seeds and others": (["{run}", "--baseline", "start", "unigram"], "give one of others"),
+    "an unknown key": (["{run}", "--config={key}"], "task is none of tasks, task_folder"),
+    "no such metric": (["{run}", "--config={metric}"], "give module:function"),
+    "not measured": (["{run}", "--baseline=start", "--require=x better"], "x is not measured; give loss, bits"),
+    "a run twice": (["{run}", "{run}"], "a run is given twice"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_sentence(
+    case: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "key").write_text("task: [fox]")
+    (tmp_path / "metric").write_text("metric: nowhere:words")
+    places = {name: tmp_path / name for name in ("empty", "key", "metric")} | {"run": trained}
+    argv, sentence = BAD[case]
+    assert run("evaluate", *(each.format(**places) for each in argv)) == 2
+    error = capsys.readouterr().err
+    assert sentence.format(**places) in error and error.count("\n") == 1
+    assert not (trained / "evaluation").exists(), "nothing is half-written"
+
+
+def test_a_run_without_a_held_out_split_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    config["data"]["test_share"] = 0.0
+    (trained / "config.yaml").write_text(yaml.safe_dump(config))
+    assert run("evaluate", str(trained), "--baseline=start") == 2
+    error = capsys.readouterr().err
+    assert f"data.test_share of {trained} is 0, so its test split is empty" in error and error.count("\n") == 1
+    assert not (trained / "evaluation").exists()
+
+
+@pytest.mark.slow
+def test_processes_of_their_own_run_the_models_strategy(trained: Path) -> None:
+    """As a user types it: FSDP2 on two processes, which `evaluate` starts."""
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    config["trainer"] |= {"devices": 2, "strategy": settings_of("fsdp2")}
+    (trained / "config.yaml").write_text(yaml.safe_dump(config))
+    argv = ["evaluate", str(trained), "--baseline=unigram", "--require=loss not worse by 1"]
+    done = run_in_subprocess(*argv)
+    assert done.returncode == 0 and "better with" in done.stdout, done.stdout + done.stderr
+    found, _ = found_in(trained)
+    assert found["models"][0]["figures"]["bits_per_byte"] < found["models"][1]["figures"]["bits_per_byte"]
+
+
+def test_the_report_shows_the_newest_evaluation(trained: Path) -> None:
+    assert run("evaluate", str(trained), "--baseline=unigram") == 0
+    found, _ = found_in(trained)
+    assert run("report", str(trained)) == 0
+    page, text = ((trained / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert "Differences to the baseline" in page and found["comparisons"][0]["sentence"] in text
+    (plot,) = [one for one in figures_in(page) if "error_x" in one["data"][0]]
+    trace, first = plot["data"][0], found["comparisons"][0]
+    percent = 100 / first["baseline"]
+    assert trace["y"] == ["loss", "bits_per_byte"] and trace["x"][0] == pytest.approx(first["difference"] * percent)
+    assert trace["error_x"]["array"][0] == pytest.approx((first["high"] - first["difference"]) * percent)
+    assert found["worst"][0]["text"] in text and "| best |" in text
+
+
+def figures_in(page: str) -> list[dict[str, Any]]:
+    return json.loads(re.findall(r'<script type="application/json" id="curves">(.*?)</script>', page)[0])["figures"]

@@ -1,0 +1,56 @@
+"""Numeric flags of verbs: each has a range, and another value is one sentence with exit code 2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import dist_template
+from tests.support.line import command
+
+TOOLS = Path(dist_template.__file__).parent / "wings"
+BAD = {
+    "serve MODEL": """--max_tokens=0 --max_tokens=-1 --max_tokens=99999999999 --max_requests=0 --max_body=0
+        --max_body=-1 --timeout_s=0 --timeout_s=-1 --timeout_s=nan --timeout_s=inf --grace_s=nan --grace_s=-1
+        --port=99999 --max_tokens=many""",
+    "plan": "--tflops=0 --tflops=nan --tflops=inf --tflops=-1 --nodes=0 --nodes=100000 --devices=1:99999999999",
+    "plan --bandwidth 1": "nan inf 0",
+    "sweep --space=lr.yaml": "--trials=0 --trials=-1 --workers=0 --prune_after=-1",
+    "rehearse": """--processes=0 --processes=-1 --steps=3 --timeout=nan --timeout=0 --timeout=inf --nodes=0 --devices=-1
+        --nodes=1e3""",
+    "deepspeed-config": "--nodes=0 --devices=0",
+}
+CASES = [(verb, flag) for verb, flags in BAD.items() for flag in flags.split()]
+
+
+@pytest.mark.parametrize(("verb", "flag"), CASES, ids=" ".join)
+def test_a_number_out_of_range_is_one_sentence(verb: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([*verb.split(), flag]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "give" in error
+    name, _, value = flag.rpartition("=")
+    assert (name or "--bandwidth") in error and f"'{value}'" in error
+
+
+def test_every_numeric_flag_has_a_range() -> None:
+    """argparse's int and float accept -1, nan and 10**12."""
+    texts = {path: path.read_text(encoding="utf-8") for path in TOOLS.rglob("*.py")}
+    assert [path.name for path, text in texts.items() if re.search(r"type=(int|float)\b", text)] == []
+
+
+@pytest.mark.parametrize("gpu", ["Voodoo", ""])
+def test_a_gpu_without_a_peak_needs_its_speed(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--devices=1", "--memory=80GB", "--trainer.accelerator=gpu", "--trainer.precision=32-true"]
+    given += ["--model.architecture={model_type: llama, num_hidden_layers: 1, vocab_size: 257}", f"--gpu={gpu}"]
+    assert command(given) == 2
+    sentence = f"--gpu '{gpu}' has no known peak for 32-true: give --tflops, or one of NVIDIA B200, "
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["0GB", "0.0GiB", "9" * 400 + "TB"], ids=["0", "0.0", "9…"])
+def test_a_devices_memory_is_more_than_0(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", "--devices=1", f"--memory={memory}"]) == 2
+    error = capsys.readouterr().err
+    assert "cluster.device_memory" in error and error.count("\n") == 1

@@ -1,0 +1,120 @@
+"""The rendered pods train: each container's command in a network namespace with the pod's host name and address."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dist_template.errors import Exit
+from dist_template.wings.launch.job import describe
+from dist_template.wings.launch.targets import target
+from tests.support.injury import OF_A_LAUNCHER, TwoHosts
+from tests.support.manifests import pods, wrong
+from tests.support.runs import CONFIGS, OURS, PROJECT, Workers, logged, run
+
+HOSTS = Path("/etc/netns")  # `ip netns exec` shows HOSTS/NAME/hosts as /etc/hosts
+
+
+def lacking() -> str:
+    """Why there can be no pods here; "" where there can."""
+    if not shutil.which("ip") or not shutil.which("unshare"):
+        return "needs `ip` (iproute2) and `unshare`"
+    tried = "ip netns add pod-try && ip netns exec pod-try unshare --uts hostname pod; ip netns delete pod-try"
+    made = subprocess.run(["sh", "-c", tried], capture_output=True, text=True, check=False)
+    return f"network namespaces are not allowed: {made.stderr.strip()}" if made.stderr else ""
+
+
+class Pods(TwoHosts):
+    """Two pods of a manifest: the kubelet's part, and that of the headless Service."""
+
+    def __init__(self, objects: list[dict[str, Any]], folder: Path) -> None:
+        self.objects, self.folder, self.started = objects, folder, []
+        ((self.template,), main) = pods(objects), objects[-1]
+        self.name = main["metadata"]["name"]
+        kind = main["kind"]
+        self.hosts = [f"{self.name}-{i}" if kind == "Job" else f"{self.name}-node-0-{i}" for i in range(2)]
+
+    def __enter__(self) -> Pods:
+        super().__enter__()
+        pairs = zip(self.addresses, self.hosts, strict=True)
+        known = [f"{address} {host}.{self.name} {host}\n" for address, host in pairs]
+        for name in self.names:
+            (HOSTS / name).mkdir(parents=True)
+            (HOSTS / name / "hosts").write_text("127.0.0.1 localhost\n" + "".join(known))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        for process in self.started:
+            process.wait()
+        for name in self.names:
+            shutil.rmtree(HOSTS / name, ignore_errors=True)
+
+    def start(self, index: int) -> subprocess.Popen[bytes]:
+        (container,) = self.template["spec"]["containers"]
+        given = {"metadata.podIP": "", "status.podIP": self.addresses[index]}
+        variables = {
+            one["name"]: one["value"] if "value" in one else given[one["valueFrom"]["fieldRef"]["fieldPath"]]
+            for one in container["env"]
+        }
+        variables["JOB_COMPLETION_INDEX"] = str(index)  # set by Kubernetes in the pods of an indexed Job
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_LAUNCHER)}
+        kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"  # as in the image
+        enter = ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c"]
+        words = [*enter, 'hostname "$0"; exec "$@"', self.hosts[index], *container["command"], *container["args"]]
+        with (self.folder / f"pod-{index}").open("ab") as log:
+            process = subprocess.Popen(words, env={**kept, **variables}, cwd=PROJECT, stdout=log, stderr=log)
+        self.started.append(process)
+        return process
+
+    def logs(self) -> str:
+        return "\n".join((self.folder / f"pod-{index}").read_text()[-3000:] for index in range(2))
+
+
+@pytest.fixture
+def quickstart(flags: list[str], tmp_path: Path) -> Iterator[list[str]]:
+    """The quickstart's model on little text."""
+    own = [flag for flag in flags if not flag.startswith(("--model.architecture", "--trainer.devices"))]
+    yield [f"--config={CONFIGS}/quickstart.yaml", *own, "--run.name=default", "--trainer.max_steps=4"]
+
+
+def manifest(kind: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `launch --on kubernetes` applies for two pods of one process."""
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    cluster: dict[str, Any] = {"nodes": 2, "devices_per_node": 1, "image": "train:1", "save_s": 30}
+    cluster |= {"environment": environment, "mounts": [f"runs:{folder}"], "kubernetes": {"kind": kind}}
+    (folder / "site.yaml").write_text(yaml.safe_dump({"cluster": cluster}))
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("DIST_RUN_ID", f"pods_{kind}")
+    job = describe(OURS, "fit", [*flags, f"--config={folder / 'site.yaml'}"], on_hosts=False)
+    return list(yaml.safe_load_all(target("kubernetes").render(job)["kubernetes.yaml"]))
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Job", pytest.param("TrainJob", marks=pytest.mark.nightly)])
+def test_two_pods_train_as_one_machine_does(
+    kind: str, quickstart: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why := lacking():
+        pytest.skip(why)
+    run("prepare", *quickstart)
+    with Workers(2) as workers:
+        one = workers.run(["fit", *quickstart, "--trainer.devices=2", "--run.name=one"], tmp_path / "one").check()
+    objects = manifest(kind, quickstart, tmp_path, monkeypatch)
+    assert wrong(objects) == ""
+    with Pods(objects, tmp_path) as two:
+        later = two.start(1)  # it waits for the first pod
+        codes = [two.start(0).wait(240), later.wait(60)]
+        assert codes == [Exit.DONE, Exit.DONE], two.logs()
+    losses = logged(tmp_path / "runs" / "default" / f"pods_{kind}", "train/loss")
+    assert len(losses) == 4
+    assert losses == pytest.approx(one.loss, abs=1e-6)

@@ -1,0 +1,117 @@
+"""`promote`: which verbs it starts with which flags, and what is registered; the verbs have tests of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_template.errors import Ended, Exit, InputError
+from dist_template.project import Project
+from dist_template.wings.ship.promote import command
+from dist_template.wings.ship.promote.command import main
+from dist_template.wings.ship.promote.registry import Registry
+
+PROJECT = Project("trainer_dev")
+
+
+class Verbs:
+    """Writes what `evaluate` and `export` write, or exits with a code."""
+
+    def __init__(self) -> None:
+        self.started: list[list[str]] = []
+        self.codes: dict[str, int] = {}
+
+    def __call__(self, project: Project, argv: list[str]) -> int:
+        verb, *flags = argv
+        self.started.append([verb, *flags])
+        if verb == "evaluate":
+            (Path(flags[0]) / "evaluation").mkdir(exist_ok=True)
+            (Path(flags[0]) / "evaluation" / "promotion.json").write_text('{"loss": 1.5, "worst": []}')
+        else:
+            folder = Path(flags[flags.index("--output") + 1])
+            folder.mkdir()
+            (folder / "config.json").write_text("{}")
+        return self.codes.get(verb, 0)
+
+
+@pytest.fixture
+def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
+    verbs = Verbs()
+    monkeypatch.setattr(command, "run_verb", verbs)
+    return verbs
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "x" / "1"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("{}")
+    return str(folder)
+
+
+def given(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(run: str, verbs: Verbs) -> None:
+    main(["promote", run], PROJECT)
+    evaluate, export = verbs.started
+    assert given(evaluate, "--baseline") == "start" and "--require=eval/loss better" in evaluate
+    assert given(export, "--to") == "hf"
+    (version,) = Registry(Path("registry")).versions()
+    assert version["figures"] == {"loss": 1.5} and version["run"] == run and "config.json" in version["sha256"]
+
+    main(["promote", "runs", "--require", "acc not worse by 0.1", "--require", "loss better"], PROJECT)
+    evaluate = verbs.started[2]
+    assert given(evaluate, "--baseline").endswith("registry/v1"), "not the link, which may change meanwhile"
+    assert [word for word in evaluate if word.startswith("--require")] == [
+        "--require=acc not worse by 0.1", "--require=loss better",
+    ]  # fmt: skip
+    assert json.loads(Path("registry/latest/version.json").read_text())["required"][0] == "acc not worse by 0.1"
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "export"])
+def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(verb: str, run: str, verbs: Verbs) -> None:
+    verbs.codes = {verb: int(Exit.BAD_INPUT)}
+    with pytest.raises(Ended, match=f"nothing is promoted: {verb} ended with code 2") as ended:
+        main(["promote", run], PROJECT)
+    assert ended.value.code == Exit.BAD_INPUT
+    assert [*Path("registry").iterdir()] == []
+    verbs.codes = {verb: -9}
+    with pytest.raises(Ended) as ended:
+        main(["promote", run], PROJECT)
+    assert ended.value.code == Exit.FAILED
+
+
+def test_a_roll_back_serves_the_version_before(run: str, verbs: Verbs, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["promote", run], PROJECT)
+    main(["promote", run], PROJECT)
+    main(["promote", "--roll_back"], PROJECT)
+    assert capsys.readouterr().out.endswith("v2 is withdrawn; registry/latest is v1\n")
+
+
+def test_a_version_is_logged_to_wandb_too(
+    run: str, verbs: Verbs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    main(["promote", run, "--wandb", "models"], PROJECT)
+    assert "registry:v1 of the project models" in capsys.readouterr().out
+    assert [*Path("wandb").glob("offline-run-*/*.wandb")]
+
+
+def test_what_cannot_be_promoted_is_refused(run: str, verbs: Verbs) -> None:
+    refused: dict[str, list[Any]] = {
+        "promote needs a run": [],
+        "is not a run folder": ["registry"],
+        "--registry or --wandb is empty": [run, "--registry", ""],
+        "--registry or --wandb is empt": [run, "--wandb", ""],
+        "registry.*Not a directory|File exists": [run, "--registry", f"{run}/config.yaml"],
+    }
+    for sentence, flags in refused.items():
+        with pytest.raises(InputError, match=sentence):
+            main(["promote", *flags], PROJECT)
+    assert not verbs.started
