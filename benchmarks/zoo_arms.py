@@ -47,7 +47,7 @@ ARMS = {
 }
 LORA = ("--model.adapter.rank=3", "--model.adapter.alpha=5", "--model.adapter.targets=all-linear")
 ONE = {"one": Arm("", "", 1, 1), "lora_one": Arm("", "", 1, 1, flags=LORA)}  # references
-SOME_SHARDED = (SHARDED.format(200),)  # the larger adapters; each one that is costs two collectives a pass
+SOME_SHARDED = (SHARDED.format(200),)  # of adapters the larger ones; small ones are kept on each rank in practice too
 OF_LORA = {
     f"lora_{name}": replace(
         arm, axes=f"lora+{arm.axes}", flags=(*LORA, *(SOME_SHARDED if name == "zero3" else arm.flags))
