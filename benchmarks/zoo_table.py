@@ -11,8 +11,8 @@ from dist_template.model import proof
 
 from .zoo_arms import ARMS
 
-# What says nothing of a type: a refusal of a small model's blocks, and
-# rounding that Adam's division amplifies, where all of the first step but the update agrees. `fit` calls it unproven.
+# What says nothing of a type: a refusal of a small model's number of blocks, and rounding that Adam's division
+# amplifies, where all of the first step but the update agrees. `fit` calls these cases unproven.
 NOT_OF_A_TYPE = ("cannot be divided into", "first step agree, the update differs")
 
 
