@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 from trainer_dev.data import DataModule
 
-from dist_template.text.batches.order import GlobalOrder
+from dist_template.callbacks.global_order import GlobalOrder
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows
 from dist_template.text.cache.token_cache import Corpus
 from dist_template.text.sources.documents import StandardLibrary, TextFiles

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dist_template.model.causal_lm import causal_lm, causal_lm_config
+from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
 from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architecture
 
 SEQ_LEN, NUM_BLOCKS = 32, 5  # five blocks on two stages of one or two parts are uneven

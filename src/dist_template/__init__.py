@@ -15,7 +15,7 @@ PLACES = {  # public name -> the module that defines it
     "Ended": "errors",
     "Project": "project",
     "TrainingModule": "model.training_module",
-    "AdapterConfig": "model.adapters",
+    "AdapterConfig": "text.model.adapters",
     "BlockConfig": "parallel.blocks",
     "BalanceConfig": "model.balance",
     "OptimConfig": "model.optim",

@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
+from dist_template.callbacks.global_order import permutation
 from dist_template.callbacks.incidents import read_jumps
 from dist_template.observe.history.run import read_incidents
-from dist_template.text.batches.order import permutation
 from dist_template.wings.rehearse.record import RunRecord
 from tests.support.numerics import (
     STRATEGIES,

@@ -11,8 +11,8 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
 from dist_template.cli.limits import Machine, violations
-from dist_template.model.adapters import AdapterConfig
 from dist_template.parallel.mesh import MeshStrategy
+from dist_template.text.model.adapters import AdapterConfig
 from dist_template.text.sources.preferences import Preferences
 
 LLAMA = AutoConfig.for_model("llama", num_hidden_layers=32)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
 from dist_template.errors import InputError
-from dist_template.model.kernels import BOUNDS
 from dist_template.model.metrics import MetricBuffer
+from dist_template.text.model.kernels import BOUNDS
 from tests.support.modules import ARCHITECTURES, Standalone, build
 from tests.support.moe import TINY
 from tests.support.operations import Reads

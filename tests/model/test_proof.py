@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 from dist_template.model import proof
-from dist_template.model.adapters import AdapterConfig
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
+from dist_template.text.model.adapters import AdapterConfig
 from tests.support.runs import run
 
 SWITCHES = proof.switches_of(AutoConfig.for_model("llama"))

@@ -23,9 +23,9 @@ from dist_template.cli.limits import Machine, violations
 from dist_template.compat.transformers import reason_against_sequence_shards
 from dist_template.errors import InputError
 from dist_template.model.balance import BalanceConfig
-from dist_template.model.kernels import known_documents
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.sequence import shard_batch, share_attention
+from dist_template.text.model.kernels import known_documents
 from dist_template.text.sources.preferences import Preferences
 from dist_template.wings.rehearse.workers import clean_processes
 from tests.support.parity import SHORT, Trainings, assert_close

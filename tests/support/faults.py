@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.text.batches.order import GlobalOrder
+from dist_template.callbacks.global_order import GlobalOrder
 
 
 def after_configure_model(change: Callable[[Any], None]) -> None:

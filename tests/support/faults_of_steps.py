@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
-from dist_template.text.batches.order import GlobalOrder
+from dist_template.callbacks.global_order import GlobalOrder
 from tests.support.faults import after_configure_model
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from dist_template.model.adapters import AdapterConfig
 from dist_template.observe.diagnosis.engine import RULES
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
+from dist_template.text.model.adapters import AdapterConfig
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
 from tests.support.written import falling, write_run

@@ -97,7 +97,7 @@ TOUCHES = {  # a change of these files: the arms whose rows are all tried again
     "parallel/zero": ["zero2", "zero3"],
     "compat/deepspeed.py": ["zero2", "zero3"],
     "parallel/ddp.py": ["ddp"],
-    "model/adapters.py": [*OF_LORA],
+    "text/model/adapters.py": [*OF_LORA],
     "compat/expert_adapters.py": [*OF_LORA],
 }
 

@@ -15,8 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
+from dist_template.callbacks.global_order import (
+    GlobalOrder,
+    eval_batches,
+    shuffled,
+    source_of,
+    stream_position,
+    with_jumps,
+)
 from dist_template.errors import InputError
-from dist_template.text.batches.order import GlobalOrder, eval_batches, shuffled, source_of, stream_position, with_jumps
 from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.sources.chat import Chat
 from dist_template.text.sources.documents import Jsonl, Source, TextFiles

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_template.text.batches.order import (
+from dist_template.callbacks.global_order import (
     PADDING,
     ConsumedSamples,
     GlobalOrder,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
+from dist_template.callbacks.global_order import PADDING
 from dist_template.errors import InputError
-from dist_template.model.kernels import BOUNDS
-from dist_template.text.batches.order import PADDING
 from dist_template.text.batches.rows import NOT_COUNTED, PAIRS
+from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.preference_loss import PreferenceConfig, pair_sums
 from dist_template.text.sources.preferences import Preferences
 from dist_template.text.tokenizers import Pretrained

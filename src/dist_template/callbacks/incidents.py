@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import weights
 from ..observe.history.run import INCIDENTS
 from ..records import write_atomically
-from ..text.batches.order import stream_position
+from .global_order import stream_position
 
 JUMPS = "jumps.json"
 

@@ -27,8 +27,8 @@ from ..compat.self_log import weigh_uneven_batches
 from ..errors import InputError
 from ..model.any_module import owns_order
 from ..project import has_command_line
-from ..text.batches.order import ConsumedSamples, GlobalOrder, Jump
 from .checkpoint import LastCheckpoint
+from .global_order import ConsumedSamples, GlobalOrder, Jump
 
 KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator",

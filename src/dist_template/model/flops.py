@@ -24,7 +24,7 @@ from torch import nn
 
 from ..compat.transformers import wrappers_of_parameters
 from ..layout import full_shape
-from .quantize import Linear4bit
+from ..text.model.quantize import Linear4bit
 
 
 class Peak(NamedTuple):

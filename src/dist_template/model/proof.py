@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..records import read_mapping, write_atomically
-from .adapters import AdapterConfig
+from ..text.model.adapters import AdapterConfig
+from ..text.model.architecture_keys import NOT_DECISIVE
 from .any_module import own
-from .architecture_keys import NOT_DECISIVE
 
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")

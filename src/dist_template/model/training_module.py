@@ -16,14 +16,14 @@ from ..parallel import pipeline_of
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
 from ..records import flatten
-from .adapters import AdapterConfig, add_adapters
-from .architecture_keys import decisive_fields
+from ..text.model.adapters import AdapterConfig, add_adapters
+from ..text.model.architecture_keys import decisive_fields
+from ..text.model.kernels import cast_experts
+from ..text.model.quantize import quantize
 from .balance import BalanceConfig, Balancer
 from .flops import Size
-from .kernels import cast_experts
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule
-from .quantize import quantize
 
 
 class TrainingModule(L.LightningModule):

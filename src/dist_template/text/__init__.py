@@ -32,10 +32,10 @@ PLACES = {  # public name -> the module of this library that defines it
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",
     "Pretrained": "text.tokenizers",
-    "Attention": "model.kernels",
-    "known_documents": "model.kernels",
-    "causal_lm": "model.causal_lm",
-    "causal_lm_config": "model.causal_lm",
+    "Attention": "text.model.kernels",
+    "known_documents": "text.model.kernels",
+    "causal_lm": "text.model.causal_lm",
+    "causal_lm_config": "text.model.causal_lm",
 }
 
 __all__ = [*PLACES]  # noqa: PLE0604  (lazy)

@@ -7,7 +7,7 @@ From a text to a batch:
     3 split      train, validation or test, by a hash of the text           cache/token_cache.py
     4 tokens     bytes, a BPE learned here, or a published tokenizer        tokenizers.py
     5 cache      the tokens of all documents, EOS after each                cache/build.py
-    6 order      the rows that a rank reads next                            batches/order.py
+    6 order      the rows that a rank reads next                            callbacks/global_order.py
     7 rows       row i is tokens[i*T : i*T + T + 1]; a batch is B of them   batches/rows.py
     8 loader     `transform`; counts the labels of an optimizer step        batches/loader.py
     9 batch      input_ids, labels, position_ids, tokens_per_micro_batch    on_after_batch_transfer
@@ -29,10 +29,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from ..cluster.signals import isolate_worker
-from ..weights import from_all_ranks
-from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
-from .batches.order import (
+from ..callbacks.global_order import (
     ConsumedSamples,
     GlobalOrder,
     Jump,
@@ -40,6 +37,9 @@ from .batches.order import (
     source_of,
     stream_position,
 )
+from ..cluster.signals import isolate_worker
+from ..weights import from_all_ranks
+from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, Rows
 from .cache.token_cache import Corpus
 from .limits import check_numbers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.equal_work import shared_out
 from ..errors import InputError
-from .batches.balance import shared_out
 from .batches.packing import packing_of
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
-from ..model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import pipeline_of
 from .batches.rows import PAIRS
+from .model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
 
 

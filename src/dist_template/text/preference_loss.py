@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
+from ..callbacks.global_order import eval_batches
 from ..checkpoint.frozen import REFERENCE, describe, exclude_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
 from ..records import write_atomically
-from .batches.order import eval_batches
 from .batches.rows import PAIRS, SCORES
 from .cache.token_cache import SPLITS
 

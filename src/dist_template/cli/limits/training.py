@@ -11,14 +11,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 
 from ...errors import InputError, reason
-from ...model.adapters import add_adapters
 from ...model.any_module import has_validation, own
-from ...model.architecture_keys import checked_fields
 from ...model.optim import build_optimizer, build_schedule
 from ...parallel import data_parallel_size
 from ...parallel.blocks import BlockConfig
 from ...parallel.mesh import MeshStrategy
 from ...parallel.zero import ZeroStrategy
+from ...text.model.adapters import add_adapters
+from ...text.model.architecture_keys import checked_fields
 from .machine import ARGS, NOT_READ_YET, Setup
 from .mesh import experts_of
 

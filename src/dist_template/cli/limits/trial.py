@@ -9,12 +9,12 @@ import torch
 
 from ...compat.transformers import needs_values
 from ...errors import reason
-from ...model.adapters import add_adapters, refuse_tensor_parallel
 from ...parallel.mesh_sizes import MeshSizes
 from ...parallel.pipeline.division import try_stages
 from ...parallel.pipeline.partition import facts_of
 from ...parallel.sequence import try_shard
 from ...parallel.shard import complete_plan
+from ...text.model.adapters import add_adapters, refuse_tensor_parallel
 from .machine import ARGS, NOT_READ_YET, Setup
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ...model.kernels import BOUNDS
+from ..model.kernels import BOUNDS
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host

@@ -24,8 +24,8 @@ from zlib import crc32
 
 import numpy as np
 
+from ...callbacks.global_order import shuffled
 from ...errors import InputError
-from ..batches.order import shuffled
 from ..cache.token_cache import Corpus
 from .documents import Source
 

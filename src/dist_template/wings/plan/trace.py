@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ...compat.fake import LiveBytes, fake_tensors
 from ...errors import InputError
 from ...model.flops import Size, find_experts, text_config
-from ...model.head import without_head
-from ...model.kernels import BOUNDS, cast_experts
-from ...model.quantize import quantize
 from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
 from ...parallel.pipeline.partition import facts_of
+from ...text.model.head import without_head
+from ...text.model.kernels import BOUNDS, cast_experts
+from ...text.model.quantize import quantize
 
 
 class Traced:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...model.architecture_keys import EXTRA
 from ...parallel import data_parallel_size
+from ...text.model.architecture_keys import EXTRA
 from .shrink_model import dropouts, shrink_architecture
 from .shrink_strategy import num_stages, shrink_strategy, with_sizes
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....model.quantize import dequantize, quantize, replace_layers
+from ....text.model.quantize import dequantize, quantize, replace_layers
 
 
 def merge(model: Any) -> None:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..compat.transformers import wrappers_of_parameters
-from ..errors import InputError, check_least, reason, require
+from ...compat.transformers import wrappers_of_parameters
+from ...errors import InputError, check_least, reason, require
 
 ALL_LINEAR = "all-linear"
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; plans have .* there
@@ -188,7 +188,7 @@ def _matching(key: str, wanted: str, names: set[str]) -> list[str]:
 
 def _rewrite_plans(model: Any) -> None:
     """Renames what adapters moved in the tensor and expert plans, and adds their matrices."""
-    from ..compat import expert_adapters
+    from ...compat import expert_adapters
 
     tp_plan, ep_plan = dict(model.tp_plan or {}), dict(model.ep_plan or {})
     for name, module in model.named_modules():

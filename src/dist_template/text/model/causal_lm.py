@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..errors import InputError, is_out_of_memory, reason
+from ...errors import InputError, is_out_of_memory, reason
 from .architecture_keys import checked_fields
 from .kernels import Attention, set_attention
 

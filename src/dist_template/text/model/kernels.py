@@ -22,9 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..compat import transformers as compat
-from ..errors import InputError
-from ..parallel.sequence import IS_SHARD, WHOLE, masks_of_all
+from ...compat import transformers as compat
+from ...errors import InputError
+from ...parallel.sequence import IS_SHARD, WHOLE, masks_of_all
 
 # (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for
 # cross-document attention.

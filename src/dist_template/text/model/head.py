@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..compat.torch import version_of
-from ..errors import InputError
-from ..weights import is_partitioned_by_zero
+from ...compat.torch import version_of
+from ...errors import InputError
+from ...weights import is_partitioned_by_zero
 
 Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
 Kernel = Literal["torch", "liger"]

@@ -16,7 +16,7 @@ import torch
 from trainer_dev.module import LanguageModule
 
 from dist_template.errors import InputError
-from dist_template.model import head
+from dist_template.text.model import head
 from tests.support.modules import Head, hidden_states
 from tests.support.parity import SHORT, Trainings, assert_close
 

@@ -31,8 +31,8 @@ import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import Sampler
 
-from ...model.any_module import metrics_of
-from .balance import assign, shared_out
+from ..model.any_module import metrics_of
+from .equal_work import assign, shared_out
 
 PADDING = -1  # a number that stands for no row: its labels are ignored
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import require
+from ...errors import require
 
 BLOCK, NESTED = 64, 256  # weights that share a scale; scales that share a second scale
 
