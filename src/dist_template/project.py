@@ -18,6 +18,10 @@ from .errors import InputError
 _program = __name__.split(".")[0]  # the started package, for messages only
 
 
+class Choice:
+    """Base class of what YAML chooses by `class_path`: errors suggest its subclasses' names."""
+
+
 @dataclass(frozen=True)
 class Project:
     """A user's package. `module` and `data`: "module:Class"; a leading dot: inside the package."""

@@ -28,7 +28,6 @@ from ..observe.loggers.tensorboard import TensorBoard
 from ..parallel import pipeline_of
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
-from ..text.cache.quality import data_statistics, stored
 
 
 class Record(Callback):
@@ -121,7 +120,7 @@ def _data(data: Any) -> dict[str, Any]:
     corpus = getattr(data, "corpus", None)
     for split in ("train", "validation", "test"):
         facts[f"{split}_tokens"] = corpus and corpus.num_tokens(split)
-    return facts | (data_statistics(data) | {"quality": stored(corpus)} if corpus else {})
+    return facts | (data.statistics() if hasattr(data, "statistics") else {})
 
 
 def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:

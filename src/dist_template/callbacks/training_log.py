@@ -13,8 +13,8 @@ from torch import Tensor
 from ..compat.lightning import accumulates
 from ..compat.self_log import log_at_optimizer_steps
 from ..model.any_module import metrics_of, tracks_metrics
+from ..model.metrics import NOT_COUNTED
 from ..parallel import pipeline_of
-from ..text.batches.rows import NOT_COUNTED
 
 
 def logs(trainer: Any, step: int) -> bool:

@@ -23,11 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null
 from ..errors import InputError, is_first_on_node, reason, shortened
-from ..project import program, program_name
-from ..text.sources.documents import Source
+from ..project import Choice, program, program_name
 from . import config_file
 
-BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Source)
+BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Choice)
 OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (
         (Optimizer,),

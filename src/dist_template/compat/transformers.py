@@ -11,10 +11,11 @@ import logging
 import re
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .attributes import replaced
 
@@ -114,15 +115,25 @@ def needs_values(error: BaseException) -> bool:
     return isinstance(error, NotImplementedError) or any(sign in str(error) for sign in signs)
 
 
-def wrap_grouped_mm(wrap: Callable[[Any], Any]) -> None:
-    """Replaces the experts' grouped product by `wrap` of it, for the whole process.
+@cache
+def cast_experts() -> None:
+    """Applies autocast to the experts' grouped products, for the whole process.
 
-    torch's autocast does not know `grouped_mm` (pytorch#174763), and transformers has no place to
-    cast its operands."""
+    torch's autocast does not support `grouped_mm` (pytorch#174763), and transformers uses the
+    weights' type: under bf16-mixed experts would multiply in float32, for which a GPU has no
+    grouped kernel, and wait for the device. transformers has no place to cast the operands."""
     from transformers.integrations import moe
 
     experts: Any = moe
-    experts._grouped_mm = wrap(experts._grouped_mm)
+    grouped_mm = experts._grouped_mm
+
+    def cast_and_multiply(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        device = weight.device.type
+        if torch.is_autocast_enabled(device):
+            weight = weight.to(torch.get_autocast_dtype(device))
+        return grouped_mm(input, weight, offs)
+
+    experts._grouped_mm = cast_and_multiply
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from torch import nn
 
 from ..compat.transformers import wrappers_of_parameters
 from ..layout import full_shape
-from ..text.model.quantize import Linear4bit
 
 
 class Peak(NamedTuple):
@@ -125,8 +124,8 @@ class Size:
         for layer in model.modules():
             ids = tables if isinstance(layer, nn.Embedding) else used
             ids |= {id(p) for p in layer.parameters(recurse=False)}
-            if isinstance(layer, Linear4bit):
-                packed |= {id(layer.weight): 2, id(layer.scales): 0}
+            for name, count in getattr(layer, "weights_per_element", {}).items():
+                packed[id(getattr(layer, name))] = count
             if wrappers_of_parameters(layer):  # around stacked experts
                 of_experts |= {id(p) for p in layer.parameters() if p.requires_grad}
         total = trainable = embedding = in_4_bits = 0

@@ -23,6 +23,7 @@ from ..compat.torch import version_of
 from ..errors import InputError
 from ..project import is_users
 
+NOT_COUNTED = -100  # a label that cross_entropy ignores
 FOLD = 64  # values of a metric kept before they are summed; each takes 512 bytes of GPU memory
 
 

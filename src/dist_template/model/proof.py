@@ -23,15 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..records import read_mapping, write_atomically
-from ..text.model.adapters import AdapterConfig
-from ..text.model.architecture_keys import NOT_DECISIVE
-from .any_module import own
+from .training_module import NOT_DECISIVE
 
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
 FILE = "proven.json"
-ADAPTER_KEYS = ("targets", "dora", "trainable", "quantize")  # other values need their own proof
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
@@ -125,7 +122,7 @@ def axes_of(strategy: Any, world_size: int, module: Any = None) -> str:
     """
     if world_size == 1:
         return ""
-    adapters = _adapters_of(module)
+    adapters = getattr(module, "adapter_axes", [])
     if hasattr(strategy, "sizes"):
         sizes = asdict(strategy.sizes(world_size))
         axes = [name for name in ("fsdp", "tp", "ep", "cp", "pp") if sizes[name] > 1]
@@ -134,15 +131,6 @@ def axes_of(strategy: Any, world_size: int, module: Any = None) -> str:
         return "+".join(adapters + (axes or ["ddp"]))
     stage = getattr(strategy, "stage", None)
     return "+".join([*adapters, f"zero{stage}" if stage else "ddp"])
-
-
-def _adapters_of(module: Any) -> list[str]:
-    """Names the adapters of a module: "lora" on all linear layers, else with what differs."""
-    if not (adapter := own(module, "adapter", AdapterConfig)):
-        return []
-    given, plain = vars(adapter), vars(AdapterConfig())
-    others = [f"{key} {given[key]}" for key in ADAPTER_KEYS if given[key] != plain[key]]
-    return [f"lora with {', '.join(others)}" if others else "lora"]
 
 
 @cache

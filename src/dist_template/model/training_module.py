@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -9,21 +11,21 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from .. import weights
-from ..checkpoint.frozen import describe, exclude_frozen
+from ..compat.transformers import cast_experts
 from ..layout import clip_by_norm
 from ..parallel import pipeline_of
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
 from ..records import flatten
-from ..text.model.adapters import AdapterConfig, add_adapters
-from ..text.model.architecture_keys import decisive_fields
-from ..text.model.kernels import cast_experts
-from ..text.model.quantize import quantize
 from .balance import BalanceConfig, Balancer
 from .flops import Size
 from .metrics import MetricBuffer
 from .optim import OptimConfig, build_optimizer, build_schedule
+
+NOT_DECISIVE = re.compile(
+    r"_.*|vocab_size|max_position_embeddings|.*token_id|transformers_version|architectures|.*dtype|"
+    r"use_cache|output_.*|return_dict|.*label.*"
+)
 
 
 class TrainingModule(L.LightningModule):
@@ -34,7 +36,6 @@ class TrainingModule(L.LightningModule):
         optim: Optimizer and schedule.
         blocks: Activation checkpointing and compilation, block by block.
         balance: Load balancing of a mixture of experts.
-        adapter: Train LoRA adapters and freeze everything else. null: train all weights.
     """
 
     model: nn.Module
@@ -45,14 +46,11 @@ class TrainingModule(L.LightningModule):
         optim: OptimConfig = OptimConfig(),  # noqa: B008  (a dataclass that nothing mutates)
         blocks: BlockConfig = BlockConfig(),  # noqa: B008
         balance: BalanceConfig = BalanceConfig(),  # noqa: B008
-        adapter: AdapterConfig | None = None,
     ) -> None:
         super().__init__()
         self.optim = optim
         self.blocks = blocks
         self.balance = balance
-        self.adapter = adapter
-        self.frozen_base: dict[str, str] | None = None
         self.metrics = MetricBuffer()
         self.eval_metrics: dict[str, float] = {}  # of the newest validation or test, for callbacks
 
@@ -73,9 +71,6 @@ class TrainingModule(L.LightningModule):
         """Returns what decides the model's function or its loss, of which the weights show nothing:
         a resumed run is compared by these. Add your own keys."""
         found = {f"model.balance.{key}": value for key, value in vars(self.balance).items()}
-        if self.adapter is not None:
-            for key in ("alpha", "rslora", "dropout", "quantize"):
-                found[f"model.adapter.{key}"] = getattr(self.adapter, key)
         classes = {key: getattr(self.optim, key) for key in ("optimizer", "lr_scheduler")}
         classes["optimizer"] = classes["optimizer"] or {"class_path": "AdamW"}
         optim = {key: value for key, value in vars(self.optim).items() if key not in classes}
@@ -91,26 +86,20 @@ class TrainingModule(L.LightningModule):
             cast_experts()
             build = partial(self._build_and_count, self.data)
             self.model = place(build, self.trainer.strategy, self.blocks).train()
-            if self.adapter is not None:
-                self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
-                exclude_frozen(self)
             pipeline = pipeline_of(self.trainer.strategy)
             self.balancer = Balancer(self.model, self.balance, pipeline and pipeline.group)
 
-    def build_with_adapters(self, data: Any) -> nn.Module:
-        """Returns the network of `build_model`, with the adapters of `model.adapter`."""
-        model = self.build_model(data)
-        if self.adapter is None:
-            return model
-        model = add_adapters(model, self.adapter)
-        name = getattr(self, "pretrained", None) or type(model).__name__
-        self.frozen_base = describe(model, name)
-        if self.adapter.quantize:
-            quantize(model)
-        return model
+    def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
+        """Builds what is trained: the network of `build_model`. A subclass may add to it.
+
+        Args:
+            data: The LightningDataModule.
+            quantized: Whether frozen weights may be packed; False to trace them on the meta device.
+        """
+        return self.build_model(data)
 
     def _build_and_count(self, data: Any) -> nn.Module:
-        model = self.build_with_adapters(data)
+        model = self.build_network(data)
         self.whole_size = Size.of(model)  # a stage of a pipeline has a part
         return model
 
@@ -157,3 +146,13 @@ class TrainingModule(L.LightningModule):
         norm = clip_by_norm(self.parameters(), gradient_clip_val, pipeline and pipeline.norm)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)
+
+
+def decisive_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a transformers configuration on which a model's function depends: not
+    those that the data set, or that say how it is run."""
+    found = {}
+    for key, value in fields.items():
+        if not NOT_DECISIVE.fullmatch(key):
+            found[key] = decisive_fields(value) if isinstance(value, dict) else value
+    return found

@@ -3,10 +3,11 @@ them.
 
     sources/          documents, conversations, pairs; several with weights; a stream
     tokenizers.py     text to token ids
+    model/            output layer and loss in chunks, kernels, adapters, quantization
     cache/            tokens on disk, and the quality of the data
-    batches/          rows, their order, packing, equal work for ranks
+    batches/          rows, packing, the loader
     prepared.py, datamodule.py    PackedText: from a source of documents to batches
-    module.py, preference_loss.py     TextModule: loss, evaluation and generation; DPO
+    module.py, refusals.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
 
 Names are imported when they are first used.
 """

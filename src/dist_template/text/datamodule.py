@@ -2,15 +2,15 @@
 
 From a text to a batch:
 
-    1 source     files, jsonl, parquet or a hub data set                    sources/documents.py
+    1 source     files, jsonl, parquet or a hub data set              sources/documents.py
     2 documents  (name, text), one by one
-    3 split      train, validation or test, by a hash of the text           cache/token_cache.py
-    4 tokens     bytes, a BPE learned here, or a published tokenizer        tokenizers.py
-    5 cache      the tokens of all documents, EOS after each                cache/build.py
-    6 order      the rows that a rank reads next                            callbacks/global_order.py
-    7 rows       row i is tokens[i*T : i*T + T + 1]; a batch is B of them   batches/rows.py
-    8 loader     `transform`; counts the labels of an optimizer step        batches/loader.py
-    9 batch      input_ids, labels, position_ids, tokens_per_micro_batch    on_after_batch_transfer
+    3 split      train, validation or test, by a hash of the text     cache/token_cache.py
+    4 tokens     bytes, a BPE learned here, a published tokenizer     tokenizers.py
+    5 cache      the tokens of all documents, EOS after each          cache/build.py
+    6 order      the rows that a rank reads next                      callbacks/global_order.py
+    7 rows       row i is tokens[i*T : i*T + T + 1]; B are a batch    batches/rows.py
+    8 loader     `transform`; counts labels of an optimizer step      batches/loader.py
+    9 batch      input_ids, labels, position_ids and a token count    on_after_batch_transfer
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from .. import weights
+from ..checkpoint.frozen import describe, exclude_frozen
 from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import pipeline_of
 from .batches.rows import PAIRS
+from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.head import ChunkedLoss, Kernel, check_kernel, without_head
+from .model.quantize import quantize
 from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
+from .refusals import refusals
+
+if TYPE_CHECKING:
+    from ..cli.limits.machine import Setup
 
 
 class TextModule(TrainingModule):
@@ -32,6 +41,7 @@ class TextModule(TrainingModule):
         loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for
             GPUs, in chunks that it chooses; it computes cross entropy itself and does not call
             `loss` and `sums`.
+        adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
@@ -44,6 +54,7 @@ class TextModule(TrainingModule):
         self,
         loss_chunk: int | None = 4096,
         loss_kernel: Kernel = "torch",
+        adapter: AdapterConfig | None = None,
         preference: PreferenceConfig = PreferenceConfig(),  # noqa: B008  (nothing changes it)
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
@@ -52,6 +63,8 @@ class TextModule(TrainingModule):
         super().__init__(**options)
         self.loss_chunk = loss_chunk
         self.loss_kernel: Kernel = loss_kernel
+        self.adapter = adapter
+        self.frozen_base: dict[str, str] | None = None
         self.preference = preference
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
@@ -60,6 +73,9 @@ class TextModule(TrainingModule):
         if not hasattr(self, "model"):
             check_kernel(self.loss_kernel, self.device)
             super().configure_model()
+            if self.adapter is not None:
+                self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
+                exclude_frozen(self)
             if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
                 self.sums = torch.compile(self.sums)
             self.chunked_loss = ChunkedLoss(
@@ -67,10 +83,37 @@ class TextModule(TrainingModule):
             )
             add_reference(self)
 
+    def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
+        """Builds the network of `build_model`, with the adapters of `model.adapter`."""
+        model = self.build_model(data)
+        if self.adapter is None:
+            return model
+        model = add_adapters(model, self.adapter)
+        self.frozen_base = describe(
+            model, getattr(self, "pretrained", None) or type(model).__name__
+        )
+        if self.adapter.quantize and quantized:
+            quantize(model)
+        return model
+
+    @property
+    def adapter_axes(self) -> list[str]:
+        """Names the adapters in the table of proven models: model/proof.py."""
+        return proof_axes(self.adapter) if self.adapter else []
+
+    def refusals(self, setup: Setup) -> Iterator[str]:
+        """Yields a sentence for each setting of this module that cannot work."""
+        yield from refusals(self, setup, self.loss_kernel, self.adapter, self.preference)
+
     def fixed_settings(self, data: Any) -> dict[str, Any]:
-        keys = ("loss", "beta", "margin") if has_pairs(data) else ()
-        values = {f"model.preference.{key}": getattr(self.preference, key) for key in keys}
-        return super().fixed_settings(data) | values
+        found = super().fixed_settings(data)
+        if self.adapter is not None:
+            for key in ("alpha", "rslora", "dropout", "quantize"):
+                found[f"model.adapter.{key}"] = getattr(self.adapter, key)
+        if has_pairs(data):
+            for key in ("loss", "beta", "margin"):
+                found[f"model.preference.{key}"] = getattr(self.preference, key)
+        return found
 
     # ---- loss and metrics ------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .batches.packing import PairRows, WholeRows, packing_of, second_start
 from .batches.rows import PackedRows, Rows
 from .cache.build import Documents, build_cache, read_documents
-from .cache.quality import as_table, quality_of
+from .cache.quality import as_table, data_statistics, quality_of, stored
 from .cache.token_cache import SPLITS, CacheError, Corpus, Recipe, open_cache
 from .limits import check_rows
 from .sources.chat_template import last_turn
@@ -100,6 +100,10 @@ class PreparedText:
     @property
     def corpus(self) -> Corpus:
         return self._corpus or self.require()
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns the figures of the data that `facts.json` of a run has."""
+        return data_statistics(self) | {"quality": stored(self.corpus)}
 
     @property
     def vocab_size(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError, first_line
+from ..project import Choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 EOS = "<|endoftext|>"
 
 
-class TokenizerSpec(ABC):
+class TokenizerSpec(Choice, ABC):
     """Base class of a tokenizer's description."""
 
     @abstractmethod

@@ -36,7 +36,6 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     options.manual_optimization,
     options.batch_norm,
     training.precision,
-    training.loss_kernel,
     mesh.sizes,
     mesh.plans,
     mesh.heads,
@@ -51,9 +50,8 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.plateau,
     values.monitors,
     values.ignored,
-    training.architecture_keys,
+    training.of_module,
     training.architecture,
-    training.adapter,
 )
 
 

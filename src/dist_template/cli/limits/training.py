@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
@@ -17,9 +16,7 @@ from ...parallel import data_parallel_size
 from ...parallel.blocks import BlockConfig
 from ...parallel.mesh import MeshStrategy
 from ...parallel.zero import ZeroStrategy
-from ...text.model.adapters import add_adapters
-from ...text.model.architecture_keys import checked_fields
-from .machine import ARGS, NOT_READ_YET, Setup
+from .machine import NOT_READ_YET, Setup
 from .mesh import experts_of
 
 FSDPS, FSDP_CLASSES = ("fsdp", "modelparallel"), (FSDPStrategy, ModelParallelStrategy)
@@ -48,15 +45,6 @@ def other_strategies(setup: Setup) -> Iterator[str]:
         yield f"trainer.strategy {name!r} is replaced by MeshStrategy: use configs/strategy/{files}"
     elif any(word in name for word in ("spawn", "fork", "notebook")):
         yield f"trainer.strategy {name!r} is not supported, because it pickles the module: set ddp"
-
-
-def loss_kernel(setup: Setup) -> Iterator[str]:
-    kernel = getattr(setup.module, "loss_kernel", "torch")
-    if kernel == "liger" and setup.mesh is not None and setup.mesh.tp > 1:
-        yield (
-            "model.loss_kernel liger needs the full output layer, and tensor parallelism"
-            f" (tp_size {setup.mesh.tp}) shards it: set torch"
-        )
 
 
 def precision(setup: Setup) -> Iterator[str]:
@@ -154,16 +142,11 @@ def plateau(setup: Setup) -> Iterator[str]:
         )
 
 
-def architecture_keys(setup: Setup) -> Iterator[str]:
-    """An unknown key, before the data are tokenized; afterwards `build_config` refuses it."""
-    given = getattr(setup.module, "architecture", None)
-    is_read = setup.model_config is not NOT_READ_YET or getattr(setup.module, "pretrained", None)
-    if is_read or not isinstance(given, dict):
-        return
-    try:
-        checked_fields(given)
-    except InputError as error:
-        yield str(error)
+def of_module(setup: Setup) -> Iterator[str]:
+    """The module's own check, as TextModule has for adapters, keys and preferences."""
+    check = getattr(setup.module, "refusals", None)
+    if callable(check):
+        yield from check(setup)
 
 
 def architecture(setup: Setup) -> Iterator[str]:
@@ -183,27 +166,3 @@ def architecture(setup: Setup) -> Iterator[str]:
     (_, number), chosen = experts_of(config), getattr(config, "num_experts_per_tok", None)
     if isinstance(chosen, int) and chosen > number > 0:
         yield f"the model's num_experts_per_tok {chosen} is more than its {number} experts; {edit}"
-
-
-def adapter(setup: Setup) -> Iterator[str]:
-    """Names that match nothing, and what a strategy cannot do with adapters."""
-    module: Any = setup.module
-    config = getattr(module, "adapter", None)
-    if config is None:
-        return
-    size = setup.mesh.tp if setup.mesh is not None else 1
-    if config.dora and config.quantize:
-        yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
-    for key in ("quantize", "dora"):
-        if getattr(config, key) and size > 1:
-            yield (
-                f"model.adapter.{key} does not work with tensor parallelism: unset it, or set"
-                f" {ARGS}.tp_size {size} to 1"
-            )
-    if setup.model_config in (NOT_READ_YET, None) or not getattr(setup.data, "is_prepared", True):
-        return
-    try:
-        with torch.device("meta"):  # without weights
-            add_adapters(module.build_model(setup.data), config)
-    except InputError as error:
-        yield str(error)

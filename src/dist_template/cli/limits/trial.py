@@ -9,12 +9,10 @@ import torch
 
 from ...compat.transformers import needs_values
 from ...errors import reason
-from ...parallel.mesh_sizes import MeshSizes
 from ...parallel.pipeline.division import try_stages
 from ...parallel.pipeline.partition import facts_of
 from ...parallel.sequence import try_shard
 from ...parallel.shard import complete_plan
-from ...text.model.adapters import add_adapters, refuse_tensor_parallel
 from .machine import ARGS, NOT_READ_YET, Setup
 
 
@@ -30,7 +28,7 @@ def trial(setup: Setup) -> Iterator[str]:
     if not getattr(setup.data, "is_prepared", True):
         return
     attempts: dict[str, Callable[[Any], None]] = {
-        "tp_size": lambda model: _complete_plan(model, setup.strategy, mesh),
+        "tp_size": lambda model: complete_plan(model, setup.strategy, mesh),
         "cp_size": lambda model: try_shard(model, mesh.cp),
         "pp_size": lambda model: _try_stages(model, setup.strategy, mesh.pp),
     }
@@ -54,14 +52,9 @@ def trial(setup: Setup) -> Iterator[str]:
 
 def _build(module: Any, data: Any) -> Any:
     with torch.device("meta"):
-        model = module.build_model(data)
-        adapter = getattr(module, "adapter", None)
-        return add_adapters(model, adapter) if adapter else model
-
-
-def _complete_plan(model: Any, strategy: Any, mesh: MeshSizes) -> None:
-    refuse_tensor_parallel(model)
-    complete_plan(model, strategy, mesh)
+        if hasattr(module, "build_network"):
+            return module.build_network(data, quantized=False)
+        return module.build_model(data)
 
 
 def _try_stages(model: Any, strategy: Any, size: int) -> None:

@@ -9,9 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ...model import any_module
 from ...project import is_users
-from ...text.preference_loss import PreferenceConfig, has_pairs
 from .machine import Setup
 
 MEASURED = ("eval/loss", "eval/perplexity", "eval/token_accuracy", "eval/bits_per_byte")
@@ -43,22 +41,14 @@ def ignored(setup: Setup) -> Iterator[str]:
     """Keys with another value than their default that this training does not read."""
     if not setup.trains:
         return
-    if (preference := any_module.own(setup.module, "preference", PreferenceConfig)) is not None:
-        unread, why = set[str](), f"model.preference.loss {preference.loss} does not read it"
-        if not has_pairs(setup.data):
-            unread, why = {*vars(preference)}, "data.source yields no pairs: set Preferences there"
-        elif preference.loss != "simpo":
-            unread = {"margin"}
-        elif preference.precompute:
-            unread = {"precompute"}
-        yield from _without_effect("model.preference", preference, unread, why)
     if setup.optim is not None and setup.optim.optimizer:
         name = setup.optim.optimizer["class_path"].rpartition(".")[2]
         why = f"--optimizer {name} has its own: give --optimizer.KEY, if it has that key"
-        yield from _without_effect("model.optim", setup.optim, {"betas", "eps"}, why)
+        yield from without_effect("model.optim", setup.optim, {"betas", "eps"}, why)
 
 
-def _without_effect(section: str, given: Any, unread: set[str], why: str) -> Iterator[str]:
+def without_effect(section: str, given: Any, unread: set[str], why: str) -> Iterator[str]:
+    """Yields a sentence for each key in `unread` of `given` that is not its default."""
     default = type(given)()
     for key in sorted(unread):
         if (value := getattr(given, key)) != getattr(default, key):

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ...model.metrics import NOT_COUNTED
 from ..model.kernels import BOUNDS
 
-NOT_COUNTED = -100  # a label that cross_entropy ignores
 ROWS = "rows"  # key of a batch: its rows' numbers, a list, which stays on the host
 PAIRS = "pairs"  # key of a batch of pairs: where they are in it (packing.py)
 SCORES = "reference_scores"  # likewise: log-probabilities that were computed before training

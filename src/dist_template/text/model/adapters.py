@@ -213,3 +213,13 @@ def _rewrite_plans(model: Any) -> None:
             style = tp_plan.pop(path)
             tp_plan |= {f"{path}.base_layer": style, matrix.removesuffix(".weight"): style}
     model.tp_plan, model.ep_plan = tp_plan, ep_plan
+
+
+def proof_axes(config: AdapterConfig) -> list[str]:
+    """Names adapters in the table of proven models: "lora", with the values that differ."""
+    default = AdapterConfig()
+    others = []
+    for key in ("targets", "dora", "trainable", "quantize"):  # each value needs its own proof
+        if (value := getattr(config, key)) != getattr(default, key):
+            others.append(f"{key} {value}")
+    return [f"lora with {', '.join(others)}" if others else "lora"]

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -22,10 +21,6 @@ from typing import Any
 from ...errors import InputError
 
 EXTRA = "extra"
-NOT_DECISIVE = re.compile(
-    r"_.*|vocab_size|max_position_embeddings|.*token_id|transformers_version|architectures|.*dtype|"
-    r"use_cache|output_.*|return_dict|.*label.*"
-)
 
 
 def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
@@ -81,13 +76,3 @@ def _known(config_class: Any) -> set[str]:
         code = Path(model.origin).read_text(encoding="utf-8")
         known |= set(re.findall(r'\bconfig(?:\.|, ")(\w+)', code))
     return known
-
-
-def decisive_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a transformers configuration on which a model's function depends: not
-    those that the data set, or that say how it is run."""
-    found = {}
-    for key, value in fields.items():
-        if not NOT_DECISIVE.fullmatch(key):
-            found[key] = decisive_fields(value) if isinstance(value, dict) else value
-    return found

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -104,24 +103,3 @@ def _found(position_ids: Tensor) -> Tensor | None:
     from transformers import masking_utils
 
     return masking_utils.find_packed_sequence_indices(position_ids)
-
-
-@cache
-def cast_experts() -> None:
-    """Applies autocast to the experts' grouped products, as to every other product.
-
-    torch's autocast does not support `grouped_mm` (pytorch#174763), and transformers uses the
-    weights' type: under bf16-mixed experts would multiply in float32, for which a GPU has no
-    grouped kernel, and wait for the device.
-    """
-
-    def casting(grouped_mm: Any) -> Any:
-        def cast_and_multiply(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-            device = weight.device.type
-            if torch.is_autocast_enabled(device):
-                weight = weight.to(torch.get_autocast_dtype(device))
-            return grouped_mm(input, weight, offs)
-
-        return cast_and_multiply
-
-    compat.wrap_grouped_mm(casting)

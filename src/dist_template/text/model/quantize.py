@@ -23,6 +23,8 @@ BLOCK, NESTED = 64, 256  # weights that share a scale; scales that share a secon
 class Linear4bit(nn.Linear):
     """A frozen linear layer, quantized from `linear`; of the same shape on the meta device."""
 
+    weights_per_element = {"weight": 2, "scales": 0}  # to count parameters: model/flops.py
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.bias = linear.bias

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...errors import InputError
+from ...project import Choice
 from .paths import matching
 from .records import Record, hub_records, json_records, parquet_records
 
@@ -43,7 +44,7 @@ class Encoded(NamedTuple):
     counted: np.ndarray | None = None
 
 
-class Source(ABC):
+class Source(Choice, ABC):
     """Base class of a source: it yields the same documents in the same order each time.
 
     `whole`: its documents are not cut. Their starts and the labels that count are in the cache too,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import re
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.fake import LiveBytes, fake_tensors
+from ...compat.transformers import cast_experts
 from ...errors import InputError
 from ...model.flops import Size, find_experts, text_config
 from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
 from ...parallel.pipeline.partition import facts_of
 from ...text.model.head import without_head
-from ...text.model.kernels import BOUNDS, cast_experts
+from ...text.model.kernels import BOUNDS
 from ...text.model.quantize import quantize
 
 
@@ -44,10 +44,8 @@ class Traced:
         self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0)
         self.data.vocab_size = _vocab_size(module, data)
         adapter = getattr(module, "adapter", None)
-        module.adapter = adapter and replace(adapter, quantize=None)  # traced as if unpacked
         with torch.device("meta"):
-            self.model: Any = module.build_with_adapters(self.data)
-        module.adapter = adapter
+            self.model: Any = module.build_network(self.data, quantized=False)
         self._blocks = find_blocks(self.model)
         if not self._blocks or not hasattr(self.model, "tp_plan"):
             raise InputError(

@@ -98,7 +98,7 @@ def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained
     if hasattr(data, "require"):
         data.require()
     torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
-    module.model = getattr(module, "build_with_adapters", module.build_model)(data)
+    module.model = getattr(module, "build_network", module.build_model)(data)
     if getattr(module, "frozen_base", None):
         exclude_frozen(module)
     module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
