@@ -68,7 +68,7 @@ def main(argv: list[str], project: Project) -> None:
 
 def describe(argv: list[str], project: Project) -> CLI:
     """Returns the objects of `argv`, one of Lightning's verbs and its flags; runs nothing."""
-    return Described(project, argv, run=True)
+    return WithoutTrainer(project, argv, run=True)
 
 
 def parse(argv: list[str], project: Project) -> CLI:
@@ -286,15 +286,11 @@ class CLI(OpenCLI):
         write_predictions(self.trainer.predict_loop.predictions, self.run / "predictions.jsonl")
 
 
-class Described(CLI):
-    """A verb that does not run: its keys, model, data and run folder, without a Trainer."""
+class WithoutTrainer(CLI):
+    """A verb that does not run, or a tool's: its keys, model, data and run folder."""
 
     executes = False
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._pass_optimization()
         return None  # ty: ignore[invalid-explicit-return]
-
-
-class WithoutTrainer(Described):
-    """For tools: the same keys, model and data, without a Trainer."""

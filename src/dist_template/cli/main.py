@@ -140,7 +140,7 @@ def run(argv: list[str], project: Project) -> int:
 
         config_file.check_inline(argv)
         if VERBS[verb][0] in (FIT, "wings.setup.prepare"):
-            config_file.check(argv, project)
+            config_file.check(argv)
         name = f"{LIBRARY}.{VERBS[verb][0]}"
         with nullcontext() if name in sys.modules else without_collections():
             module = importlib.import_module(name)

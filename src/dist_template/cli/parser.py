@@ -166,7 +166,7 @@ class Parser(LightningArgumentParser):
 
 
 def one_sentence(text: str, keys: set[str]) -> str:
-    """Returns jsonargparse's message in one sentence, without the types that it has tried."""
+    """Rewrites jsonargparse's message as one sentence, without the types that it has tried."""
     unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
     if found := re.search(unknown, text):
         name = found[1] or found[2]
@@ -210,10 +210,9 @@ class ConfigFile(ActionConfigFile):
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
-        content, written = {}, {}
+        content: dict[str, Any] = {}
         if os.path.isfile(str(values)):  # otherwise jsonargparse reports it, or reads a mapping
             content = config_file.read(str(values))
-            written = yaml.safe_load(Path(values).read_text(encoding="utf-8")) or {}
         for earlier in cfg.get(self.dest) or ():
             if _folder(earlier) == _folder(values) == "strategy":
                 both = f"--config {earlier} and --config {values}"
@@ -222,10 +221,11 @@ class ConfigFile(ActionConfigFile):
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
         known = {action.dest for action in keys_of(parser)}  # a run's own config.yaml has fit's
-        skipped = config_file.OF_SOME_VERBS - known
-        content = {key: value for key, value in content.items() if key not in skipped}
-        moved = config_file.with_classes_of_the_library(content, program_name())
-        values = values if moved == written else yaml.safe_dump(moved)
+        skipped = content.keys() & (config_file.OF_SOME_VERBS - known)
+        for key in skipped:
+            del content[key]
+        if config_file.rename_old_classes(content, program_name()) or skipped:
+            values = yaml.safe_dump(content)
         super().__call__(parser, cfg, values, option_string)
 
 
@@ -256,6 +256,7 @@ def inherit_rates(settings: Namespace, given: Namespace) -> None:
     if not settings.get("optimizer") or not optim:
         return
     arguments, own = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
-    for name, value in {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}.items():
-        if name in arguments and name not in own:
-            arguments[name] = value
+    if "lr" in arguments and "lr" not in own:
+        arguments["lr"] = optim.learning_rate
+    if "weight_decay" in arguments and "weight_decay" not in own:
+        arguments["weight_decay"] = optim.weight_decay

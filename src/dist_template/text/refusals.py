@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ..cli.limits.machine import ARGS, NOT_READ_YET, Setup
-from ..cli.limits.values import without_effect
+from ..cli.limits.options import without_effect
 from ..errors import InputError
 from ..model.training_module import TrainingModule
 from .model.adapters import AdapterConfig, add_adapters, refuse_tensor_parallel

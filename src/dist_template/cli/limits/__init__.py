@@ -10,10 +10,9 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     mesh.py       sizes, plans, heads, experts, sequences, Adafactor
     pipeline.py   schedule, stages, micro-batches
     proven.py     models that did not train right in `python -m benchmarks zoo`
-    options.py    keys and callbacks that are replaced
-    training.py   strategies, precision, batches, schedule, the model's sizes, adapters
+    options.py    keys and callbacks that are replaced, monitored metrics, keys without an effect
+    training.py   strategies, precision, batches, schedule, the model's sizes, the module's own check
     trial.py      a rank's forward pass without memory
-    values.py     monitored metrics, keys without an effect
     zero.py       offload, clipping, the DeepSpeed JSON
 """
 
@@ -24,7 +23,7 @@ from typing import Any
 
 import lightning as L
 
-from . import mesh, options, pipeline, proven, training, trial, values, zero
+from . import mesh, options, pipeline, proven, training, trial, zero
 from .machine import NOT_READ_YET, Machine, Setup
 
 __all__ = ["Machine", "proven", "violations"]
@@ -48,8 +47,8 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.batches,
     training.optimization,
     training.plateau,
-    values.monitors,
-    values.ignored,
+    options.monitors,
+    options.ignored,
     training.of_module,
     training.architecture,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
@@ -20,6 +19,11 @@ from .machine import NOT_READ_YET, Setup
 from .mesh import experts_of
 
 FSDPS, FSDP_CLASSES = ("fsdp", "modelparallel"), (FSDPStrategy, ModelParallelStrategy)
+NOT_OFFERED = {
+    "Muon": "it updates matrices alone, and the embeddings, the head, biases and norms of a model"
+    " need another optimizer",
+    "SparseAdam": "it takes sparse gradients alone, and the gradients of a model are dense",
+}
 PRECISIONS = {
     MeshStrategy: ("32-true", "bf16-mixed", "bf16-true", "16-true"),
     ZeroStrategy: ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"),
@@ -88,33 +92,27 @@ def batches(setup: Setup) -> Iterator[str]:
 
 
 def optimization(setup: Setup) -> Iterator[str]:
-    """Builds optimizer and schedule for one weight and makes a step; optim.py and torch check."""
+    """Builds the optimizer and the schedule for one weight: optim.py and torch check arguments."""
     optim, steps = setup.optim, setup.num_steps
     if not setup.trains or optim is None:
         return
-    if (optim.optimizer or {}).get("class_path", "").endswith("optim.Muon"):
-        yield (
-            "--optimizer Muon is not offered: it updates matrices alone, and the embeddings, the"
-            " head, biases and norms of a model need another optimizer; remove it for AdamW, or"
-            " choose another class"
-        )
+    name = (optim.optimizer or {}).get("class_path", "").removeprefix("torch.optim.")
+    if name in NOT_OFFERED:
+        yield f"--optimizer {name}: {NOT_OFFERED[name]}; remove it for AdamW, or choose another"
         return
-    layer = nn.Linear(1, 1)
     try:
-        optimizer = build_optimizer(layer, optim)
+        optimizer = build_optimizer(nn.Linear(1, 1), optim)
         if steps is not None:
             build_schedule(optimizer, optim, steps)
-        for name, value in optimizer.param_groups[0].items():
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"--optimizer {type(optimizer).__name__}: {name} is {value}; give a number"
-        layer(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
     except InputError as error:
         yield str(error)
+        return
     except ValueError as error:
         yield f"model.optim: {reason(error)}"
-    except (RuntimeError, TypeError) as error:  # SparseAdam: dense gradients; LBFGS: a closure
-        yield f"--optimizer {type(optimizer).__name__}: {reason(error)}; choose another class"
+        return
+    for key, value in optimizer.param_groups[0].items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"--optimizer {name}: {key} is {value}; give a number"
 
 
 def plateau(setup: Setup) -> Iterator[str]:

@@ -13,7 +13,7 @@ from ....checkpoint.commit import agreed
 from ....checkpoint.formats import format_of, read_full
 from ....checkpoint.frozen import exclude_frozen
 from ....checkpoint.manifest import meant
-from ....cli.config_file import read, with_classes_of_the_library
+from ....cli.config_file import read, rename_old_classes
 from ....cli.fit import WithoutTrainer
 from ....cli.run import check_checkpoint, fill_placeholders
 from ....errors import InputError, reason, require
@@ -74,7 +74,8 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
         raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
     recorded = read(str(run / CONFIG))
     keys = {key: value for key, value in recorded.items() if key not in OF_FIT}
-    flags = ["--config", yaml.safe_dump(with_classes_of_the_library(keys, project.package))]
+    rename_old_classes(keys, project.package)
+    flags = ["--config", yaml.safe_dump(keys)]
     if not is_checkpoint:
         path = Path(fill_placeholders(keys["last_checkpoint"]["dirpath"], run))
     return flags, path, run
