@@ -65,7 +65,7 @@ CHECKED = {LIBRARY, "torch", "lightning"}  # whose classes' arguments are checke
 ANY = ("fewer digits", -(2**63), 2**63 - 1)  # integers of other keys: what C and torch hold
 
 
-def check(settings: Namespace, **classes: type) -> None:
+def check(settings: Namespace, **classes: object) -> None:
     """Checks the numbers and texts of a verb's configuration.
 
     Args:
@@ -78,18 +78,20 @@ def check(settings: Namespace, **classes: type) -> None:
     """
     unchecked = set()
     for section, kind in classes.items():
-        if not any(base.__module__.startswith(f"{LIBRARY}.") for base in kind.__mro__):
+        bases = getattr(kind, "__mro__", ())
+        if not any(base.__module__.startswith(f"{LIBRARY}.") for base in bases):
             unchecked.add(section)
     if str(settings.trainer.get("devices")) == "0":  # in a list it is the first device
         raise InputError("trainer.devices is 0; give 1 or more, or auto")
     for key, given in _leaves(settings):
         if isinstance(given, str) and (found := NO_TEXT.search(given)):
             raise InputError(f"{key} has the character {found[0]!r}; give a text without it")
-        value = given
-        if isinstance(given, str):
-            if key not in RANGES or not given.isdecimal():
-                continue
+        if not isinstance(given, str):
+            value = given
+        elif key in RANGES and given.isdecimal():
             value = int(given[:99])
+        else:
+            continue
         allowed, least, most = ANY if isinstance(value, int) else ("a number", -math.inf, math.inf)
         if key.partition(".")[0] not in unchecked:
             allowed, least, most = RANGES.get(key, (allowed, least, most))

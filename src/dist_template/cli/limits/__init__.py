@@ -10,8 +10,8 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
     mesh.py       sizes, plans, heads, experts, sequences, Adafactor
     pipeline.py   schedule, stages, micro-batches
     proven.py     models that did not train right in `python -m benchmarks zoo`
-    options.py    keys and callbacks that are replaced, monitored metrics, keys without an effect
-    training.py   strategies, precision, batches, schedule, the model's sizes, the module's own check
+    options.py    keys and callbacks that are replaced, monitored metrics, unread keys
+    training.py   strategies, precision, batches, schedule, sizes, the module's own check
     trial.py      a rank's forward pass without memory
     zero.py       offload, clipping, the DeepSpeed JSON
 """

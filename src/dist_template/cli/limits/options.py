@@ -1,4 +1,4 @@
-"""Options of Lightning's Trainer that this library refuses, and values that would have no effect."""
+"""Options of the Trainer that are refused, with their replacements; values without an effect."""
 
 from __future__ import annotations
 
