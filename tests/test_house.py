@@ -8,7 +8,11 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import lightning
+import lightning.pytorch
 import pytest
+import torch
+import transformers
 from torch import nn
 
 import dist_template
@@ -118,6 +122,22 @@ def broken_api(docs: Path) -> list[str]:
     return found
 
 
+# Folders from which comments name files: of this repository, of a generated project, of a library that is read.
+LIBRARIES = [Path(str(library.__file__)).parent for library in (torch, lightning, lightning.pytorch, transformers)]
+BASES = [ROOT, PROJECT, LIBRARY, DOCS, ROOT / "tests", *LIBRARIES]
+PLACEHOLDERS = {"folder/file.py", "RUN/launch/node.sh"}
+
+
+def broken_paths(root: Path) -> list[str]:
+    """Paths in comments and docstrings of Python, YAML, sh and Make that do not exist."""
+    found = []
+    for path in sorted(root.rglob("*")):
+        is_read = path.suffix in (".py", ".yaml", ".yml", ".sh", ".toml") or path.name in ("Makefile", "Dockerfile")
+        if is_read and path.is_file() and not CACHES & set(path.parts):
+            found += house.missing_paths(path, BASES)
+    return [name for name in found if name.split(": ")[1] not in PLACEHOLDERS]
+
+
 LIBRARY_RULES = [broken_files, broken_rooms, broken_private, broken_mock, broken_size]
 
 
@@ -129,6 +149,8 @@ def test_the_library_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
 def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> None:
     assert broken_project(PROJECT) == [] and broken_pages(DOCS) == [] and broken_api(DOCS) == []
     assert broken_tests(ROOT / "tests") == []
+    for folder in (LIBRARY, PROJECT, ROOT / "tests", ROOT / "benchmarks", ROOT / "hooks"):
+        assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
 
 
@@ -172,6 +194,8 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     "a project of many lines": (broken_project, {"module.py": "\n" * 5_000}),
     "a long page": (broken_pages, {"page.md": "\n" * (PAGE_LINES + 1)}),
     "a page that grows": (broken_pages, {"decisions.md": "\n" * 500}),
+    "a path that is not there": (broken_paths, {"cli/a.py": "# as in configs/cluster/nowhere.yaml", "cli/b.py": ""}),
+    "a path in YAML": (broken_paths, {"a.yaml": "trainer: {}  # see cli/nowhere.py"}),
     "a name without documentation": (broken_api, {"api.md": "## dist_template\n| `main` | … |"}),
 }
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -149,3 +151,77 @@ def uses_mock(path: Path) -> bool:
 
 def lines(paths: Iterator[Path] | list[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def closure(package: Path, roots: set[str]) -> set[str]:
+    """Returns the modules that importing `roots` can load, late imports and packages above them included."""
+    arrows, found, to_do = graph(package), set[str](), {*roots}
+    while to_do:
+        name = to_do.pop()
+        found.add(name)
+        above = {name.rpartition(".")[0]} & arrows.keys()
+        to_do |= (arrows.get(name, set()) | above) - found
+    return found - {""}
+
+
+def wing_names(package: Path) -> set[str]:
+    """Returns the names that files of wings/ import from the rest, as "module.name"."""
+    files, found = modules(package), set()
+    for name, path in files.items():
+        if room_of(name, path) != "wings":
+            continue
+        own = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ".".join([*own[: len(own) - node.level + 1], *filter(None, [node.module])])
+                if base.split(".")[0] != "wings":
+                    found |= {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
+    return {name for name in found if not name.startswith("wings.")}
+
+
+def dense(path: Path) -> tuple[int, int]:
+    """Returns the number of conditional expressions and comprehensions in a file, and of its statements."""
+    kinds = (ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    return sum(isinstance(node, kinds) for node in nodes), sum(isinstance(node, ast.stmt) for node in nodes)
+
+
+def annotations(path: Path) -> Iterator[ast.expr]:
+    """Yields the annotations of arguments, results and variables in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns:
+            yield node.returns
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
+            yield node.annotation
+
+
+def has_any(annotation: ast.expr) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation))
+
+
+FILE = r"(?:[\w-]+/)+[\w-]+\.(?:py|yaml|md|sh|toml)|(?:configs|docs|tests|src)/[\w/-]+"
+PATH = re.compile(rf"(?<![\w./{{}}<$*:~-])({FILE})(?![\w/.*<{{(-])")
+
+
+def comments(path: Path) -> Iterator[str]:
+    """Yields the comments of a file, and the docstrings of Python."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield from (line[line.index("#") :] for line in text.splitlines() if "#" in line)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def missing_paths(path: Path, bases: list[Path]) -> list[str]:
+    """Returns the paths that comments of a file name, and that are in none of the folders `bases` or above the file."""
+    found, places = [], [*bases, *path.parents]
+    for comment in comments(path):
+        for match in PATH.finditer(comment):
+            if not any((place / match[1]).exists() for place in places):
+                found.append(f"{path.name}: {match[1]}")
+    return found

@@ -3,7 +3,7 @@
 The variable must be set before anything imports Triton; without it only the errors are tested:
 
     pip install --no-deps liger-kernel triton
-    TRITON_INTERPRET=1 pytest tests/model/test_liger.py
+    TRITON_INTERPRET=1 pytest tests/template/test_liger.py
 """
 
 from __future__ import annotations
