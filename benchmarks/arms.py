@@ -54,7 +54,7 @@ class Comparison:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     def cpu_ratios(self, arm: str, to: str | None = None) -> list[float]:
-        """CPU time of `arm` over that of `to` (the reference), per round; above 1 is slower."""
+        """CPU time of `arm` over `to` (the reference), per round; above 1 is slower."""
         return self._each(arm, to, lambda a, b: a.cpu_s / b.cpu_s)
 
     def wall_ratios(self, arm: str, to: str | None = None) -> list[float]:
@@ -62,7 +62,7 @@ class Comparison:
         return self._each(arm, to, lambda a, b: a.wall_s / b.wall_s)
 
     def speeds(self, arm: str, to: str | None = None) -> list[float]:
-        """Speed of `arm` as a share of that of `to` (the reference), by wall time, per round; below 1 is slower."""
+        """Speed of `arm` as a share of `to` (the reference), by wall time, per round; below 1 is slower."""
         return self._each(arm, to, lambda a, b: b.wall_s / a.wall_s)
 
     def cpu_added(self, arm: str) -> list[float]:

@@ -34,7 +34,7 @@ ARMS: dict[str, Callable[[Task], Sample]] = {
     "accelerate": accelerate.train,
     "Fabric": fabric.train,
 }
-MODELS = {  # steps, of which the first do not count, sequences, tokens of each
+MODELS = {  # steps (the first do not count), sequences, tokens of each
     "null": (None, 2600, 100, 8, 32),  # some seconds: what is kept back for one of them counts too
     "0.1M": (SMALL, 460, 60, 8, 64),  # the project collects garbage once, after 50 steps (callbacks/garbage.py)
     "5M": (LARGE, 34, 4, 4, 64),

@@ -206,12 +206,12 @@ def run(options: Options) -> Result:
 
 
 def differs(one: RunRecord, many: RunRecord, rounding: dict[str, float] | None = None) -> str:
-    """Describes what of a training differs from that of one process; "" if nothing does.
+    """Describes how a training differs from one process; "" if nothing does.
 
     Args:
         one: Of one process.
         many: Of the strategy.
-        rounding: Differences that another order of sums alone makes, of which ten times are allowed.
+        rounding: Differences that another order of sums alone makes; ten times as much is allowed.
     """
     for name, most in differences(one, many).items():
         if most > max(LOSS if name == "loss" else NORM, 10 * (rounding or {}).get(name, 0.0)):

@@ -8,7 +8,7 @@ file and on the terminal; a checkpoint is due, but not within the steps.
 task.py          what is trained, on what, for how long; the log of the loops by hand
 hand.py          torch alone; DDP and FSDP2 as a specialist sets them
 hand_zero.py     DeepSpeed's ZeRO-2, whose engine reduces, clips and steps
-project.py       `fit` as it is shipped
+project.py       `fit` as shipped
 lightning.py     Lightning's Trainer with its defaults
 trainer.py       Hugging Face's Trainer with its defaults
 accelerate.py    a loop by hand with Hugging Face's accelerate
