@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ....text.cache.token_cache import Corpus
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 ORDERS = {"unigram": 1, "ngram": 3}
 NAMES = (*ORDERS, "compression")
@@ -17,21 +19,22 @@ TRAIN_TOKENS, WINDOW = 2**24, 2**15  # of the train split: counted tokens, token
 PRIOR = 5.0  # pseudo-counts of the shorter n-gram's distribution
 
 
-def scored(name: str, corpus: Corpus, split: str, table: Any) -> Any:
+def scored(name: str, corpus: Corpus, split: str, table: DataFrame) -> DataFrame:
     """Returns a model's table of documents with a baseline's nats: it knows the train split."""
-    tokens = np.asarray(corpus.tokens(split))
     train = np.asarray(corpus.tokens("train")[:TRAIN_TOKENS])
     if name == "compression":
         window = str(corpus.tokenizer.decode(train[:WINDOW].tolist())).encode()[-WINDOW:]
-        pack = partial(zlib.compressobj, 9, wbits=-zlib.MAX_WBITS, zdict=window)
-        packed = [(p := pack()).compress(text.encode()) + p.flush() for text in table["text"]]
-        bits = np.array([8 * len(each) for each in packed])
-    else:
-        vocab_size = corpus.manifest["vocab_size"]
-        bits = ngram_bits(tokens, train, vocab_size, ORDERS[name])
-        bits *= corpus.counted(split) if corpus.is_whole(split) else 1
-        bits = np.add.reduceat(bits, np.append(0, table["end"][:-1]))
-    return table.assign(nats=bits * math.log(2))
+        bits = []
+        for text in table["text"]:
+            packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=window)
+            bits.append(8 * len(packer.compress(text.encode()) + packer.flush()))
+        return table.assign(nats=np.array(bits) * math.log(2))
+    tokens, vocab_size = np.asarray(corpus.tokens(split)), corpus.manifest["vocab_size"]
+    of_token = ngram_bits(tokens, train, vocab_size, ORDERS[name])
+    if corpus.is_whole(split):
+        of_token *= corpus.counted(split)
+    starts = np.append(0, table["end"][:-1])
+    return table.assign(nats=np.add.reduceat(of_token, starts) * math.log(2))
 
 
 def ngram_bits(tokens: np.ndarray, train: np.ndarray, vocab_size: int, order: int) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""Finds what is to be evaluated, and scores its documents."""
+"""Finds the models that are to be evaluated, and scores their documents."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -19,6 +19,10 @@ from ....text.tokenizers import Pretrained
 from ..export import trained
 from ..export.onnx import MANIFEST
 from .documents import DocumentScores
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from transformers import PreTrainedTokenizerFast
 
 
 class Model(NamedTuple):
@@ -41,50 +45,51 @@ def of_run(name: str, project: Project, flag: str) -> Model:
 
 
 def baseline_of(name: str, run: Model, project: Project) -> Model:
-    """Returns the model of `--baseline`; `run` has the data of a folder."""
-    path, parent = Path(name), run.config()["model"].get("pretrained")
-    if name == "parent" and not parent:
-        raise InputError(f"--baseline parent: {run.name} was not fine-tuned; give start")
-    if name in ("start", "parent"):
-        return Model(name, run.run, folder=parent if name == "parent" else None)
-    is_on_hub = name.count("/") == 1 and not path.exists() and not path.parent.exists()
-    if is_on_hub or (path / "config.json").is_file():
-        return Model(name, run.run, folder=name)
+    """Returns the model of `--baseline`; a folder is evaluated on the data of `run`."""
+    if name == "start" or trained.is_pretrained(name):
+        return Model(name, run.run, folder=None if name == "start" else name)
+    if name == "parent":
+        parent = run.config()["model"].get("pretrained")
+        if not parent:
+            raise InputError(f"--baseline parent: {run.name} was not fine-tuned; give start")
+        return Model(name, run.run, folder=parent)
     return of_run(name, project, "--baseline")
 
 
-def score(model: Model, split: str, project: Project, work: Path, data: Any) -> Any:
+def score(
+    model: Model, split: str, project: Project, work: Path, tokenizer: PreTrainedTokenizerFast
+) -> DataFrame:
     """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy.
 
-    A folder is evaluated in one process, with the run's `data`: their token cache too, if it has
-    the same tokenizer.
+    A folder is evaluated in one process, with the run's token cache if it has its `tokenizer`.
 
     Raises:
         Ended: it failed; the reason is on the screen.
     """
     config, path, scores = model.config(), work / CONFIG, work / "scores.parquet"
-    trainer, is_onnx = config["trainer"], False
+    trainer, onnx = config["trainer"], None
     if model.folder:
-        own = Pretrained(model.folder).fit(iter(()))
-        if own.backend_tokenizer.to_str() != data.text_tokenizer.backend_tokenizer.to_str():
-            keys = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
-            config["data"]["tokenizer"] = keys
-        is_onnx = (Path(model.folder) / MANIFEST).is_file()
-        own_model = {"loss_chunk": None} if is_onnx else {"pretrained": model.folder}
-        config["model"] |= {"adapter": None, **own_model}
+        found = Pretrained(model.folder).fit(iter(()))
+        if found.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+            of_folder = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
+            config["data"]["tokenizer"] = of_folder
+        config["model"]["adapter"] = None
+        if (Path(model.folder) / MANIFEST).is_file():
+            onnx, config["model"]["loss_chunk"] = model.folder, None
+        else:
+            config["model"]["pretrained"] = model.folder
         trainer |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     kind = f"{DocumentScores.__module__}.{DocumentScores.__name__}"
-    given = {"path": str(scores), "onnx": model.folder if is_onnx else None}
-    callback = {"class_path": kind, "init_args": given}
+    callback = {"class_path": kind, "init_args": {"path": str(scores), "onnx": onnx}}
     trainer |= {"logger": False, "callbacks": [*(trainer["callbacks"] or []), callback]}
     config |= {"ckpt_path": model.checkpoint, "weights_only": None}
     config["run"] = {"root": str(work), "name": "run", "report": False}
     path.write_text(yaml.safe_dump(config), "utf-8")
     print(f"evaluate: {model.name}", flush=True)
-    verb = {"validation": "validate"}.get(split, split)
+    verb = "validate" if split == "validation" else "test"
     if code := run_verb(project, [verb, "--config", str(path)]):
-        code = Exit(code) if code in [*Exit] else Exit.FAILED
-        raise Ended(code, f"evaluate: {model.name} was not evaluated; the reason is above")
+        why = f"evaluate: {model.name} was not evaluated; the reason is above"
+        raise Ended(Exit(code) if code in [*Exit] else Exit.FAILED, why)
     from pandas import read_parquet
 
     return read_parquet(scores)
