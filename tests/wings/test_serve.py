@@ -104,7 +104,7 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "five stop strings": (400, {"json": {"prompt": "a", "stop": list("abcde")}}, "stop: List should have at most 4"),
     "a stop that is no text": (400, {"json": {"prompt": "a", "stop": 3}}, "stop: "),
     "a long user": (400, {"json": {"prompt": "a", "user": "x" * 257}}, "user: "),
-    "options of streams": (400, {"json": {"prompt": "a", "stream_options": {"no": 1}}}, "stream_options.no: "),
+    "options of streams": (400, {"json": {"prompt": "a", "stream_options": {"no": 1}}}, "stream_options.no"),
     "logprobs, which are not given": (400, {"json": {"prompt": "a", "logprobs": 2}}, "logprobs: "),
 }
 

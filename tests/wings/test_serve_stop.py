@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.wings.ship.serve.stopping import RequestEnd
+from dist_template.wings.ship.serve.app import RequestEnd
 from tests.support.serving import ask, chat_model, made
 
 TEXT = "/v1/completions"

@@ -6,19 +6,21 @@ import argparse
 import asyncio
 import hmac
 import json
+import threading
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from torch import Tensor
 
 from ....compat.transformers_serving import OneModel
 from ....errors import shortened
 from .requests import CHAT, SHOWN, TEXT, checked
-from .stopping import RequestEnd
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -29,6 +31,7 @@ GONE = 499  # nginx's code in the log: the client closed the connection before t
 LOGGED = 4000  # most characters of a request in the log
 MODELS, HEALTH, READY, METRICS = "/v1/models", "/health", "/ready", "/metrics"
 METHODS = {CHAT: "POST", TEXT: "POST"} | dict.fromkeys((MODELS, HEALTH, READY, METRICS), "GET")
+BEFORE = 8  # further tokens that are decoded: a decoder may strip the first one's space
 CLOSE, RETRY = {"connection": "close"}, {"retry-after": "2"}
 HEADERS = {401: {"www-authenticate": "Bearer"}, 408: CLOSE, 413: CLOSE, 429: RETRY, 503: RETRY}
 
@@ -183,6 +186,30 @@ class Answer:
             await self.send({"type": "http.response.body", "body": last})
         else:
             await self.give(JSONResponse(error, code, HEADERS.get(code)))
+
+
+class RequestEnd:
+    """Stopping criterion of one request: a stop string, or a client that no longer waits.
+
+    transformers' StopStringCriteria lists, for each request, how every token of the vocabulary may
+    overlap a string: seconds and hundreds of megabytes for 150,000 tokens. Here the last tokens are
+    decoded at each step; a string of n bytes is in n tokens or fewer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.is_over = threading.Event()  # set: the generation ends at its next token
+        self.strings: list[str] = []
+        self.generated = 0  # tokens
+        self._tokenizer = tokenizer
+
+    def __call__(self, tokens: Tensor, scores: object) -> Tensor:
+        self.generated += 1  # transformers calls it after each token
+        is_over = self.is_over.is_set()
+        if self.strings:
+            window = max(len(each.encode()) for each in self.strings) + BEFORE
+            text = self._tokenizer.decode(tokens[0, -min(window, self.generated) :])
+            is_over |= any(each in text for each in self.strings)
+        return torch.full((1,), is_over, device=tokens.device)
 
 
 async def _body(request: Request, most: int) -> bytes:

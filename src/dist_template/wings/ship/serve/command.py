@@ -7,7 +7,6 @@ import asyncio
 import os
 import socket
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,14 +32,7 @@ def main(argv: list[str], project: Project) -> None:
             extra is missing.
     """
     given = flags(argv[1:])
-    import torch
-
-    device, key = "cuda" if torch.cuda.is_available() else "cpu", os.environ.get(given.api_key_env)
-    if given.engine == "auto":
-        given.engine = "vllm" if device == "cuda" and find_spec("vllm") else "transformers"
-    if given.engine == "vllm" and not find_spec("vllm"):
-        raise InputError("--engine vllm needs the package vllm, 0.18 or newer: pip install vllm")
-    for package in NEEDED if given.engine == "transformers" else ():
+    for package in NEEDED:
         require(package, program("serve"))
     try:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
@@ -49,17 +41,16 @@ def main(argv: list[str], project: Project) -> None:
         where = f"--host {given.host} --port {given.port}"
         raise InputError(f"{where} cannot be used: {reason(error)}; give another") from error
     served = _compared(given, project)
-    if given.engine == "vllm":
-        listening.close()
-        command = vllm_command(served.path, given)
-        os.execvpe(command[0], command, os.environ | ({"VLLM_API_KEY": key} if key else {}))
+    import torch
+
     from .app import App
 
-    model = on_device(served.model, device)
+    model = on_device(served.model, "cuda" if torch.cuda.is_available() else "cpu")
     model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
     given.context = getattr(model.config, "max_position_embeddings", sys.maxsize)
+    key = os.environ.get(given.api_key_env, "")
     signals.ignore()  # uvicorn has handlers of its own, and raises what it received again
-    asyncio.run(_serve(App(model, served.tokenizer, key or "", given), listening))
+    asyncio.run(_serve(App(model, served.tokenizer, key, given), listening))
 
 
 def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
@@ -80,8 +71,6 @@ def flags(argv: list[str]) -> argparse.Namespace:
     )
     add, count = parser.add_argument, in_range(int, 1)
     add("model", help="a run's folder, a checkpoint, or an exported folder")
-    engine = "auto: vllm if it and a GPU are there"
-    add("--engine", choices=("auto", "transformers", "vllm"), default="auto", help=engine)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     add("--port", type=in_range(int, 0, 65_535), default=8000, help="port to listen on")
     add("--name", help="the model's name in requests, instead of the run's or the folder's")
@@ -97,13 +86,6 @@ def flags(argv: list[str]) -> argparse.Namespace:
     add("--api_key_env", default="SERVE_API_KEY", help=variable)
     add("--log_prompts", action="store_true", help="add prompts to the log")
     return parser.parse_args(argv)
-
-
-def vllm_command(folder: str, given: argparse.Namespace) -> list[str]:
-    """Returns the command that serves `folder` by vLLM, 0.18 or newer, with the same limits."""
-    command = ["vllm", "serve", folder, "--host", given.host, "--port", str(given.port)]
-    command += ["--served-model-name", given.name, "--max-num-seqs", str(given.max_requests)]
-    return [*command, "--shutdown-timeout", str(round(given.grace_s))]
 
 
 def _compared(given: argparse.Namespace, project: Project) -> Trained:

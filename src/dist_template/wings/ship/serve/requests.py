@@ -40,29 +40,14 @@ class Part(Fields):
     text: str
 
 
-class Function(Fields):
-    name: Name
-    arguments: str
-
-
-class Call(Fields):
-    id: Name | None = None
-    type: Literal["function"] = "function"
-    function: Function
-
-
 class Message(Fields):
     """Its further fields, as an earlier answer has them, are not read by the handlers."""
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part] | None, Field(max_length=1000), BeforeValidator(_parts)] = None
-    tool_calls: Annotated[list[Call], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_call_id: Name | None = None
-
-
-class StreamOptions(Fields):
-    include_usage: bool | None = None
 
 
 class Request(Fields):
@@ -72,7 +57,7 @@ class Request(Fields):
     model: Name | None = None
     user: Name | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None  # usage is always sent
     stop: Annotated[list[Stop] | None, Field(max_length=4), BeforeValidator(_strings)] = None
     n: Literal[1] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
