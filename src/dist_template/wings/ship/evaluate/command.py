@@ -8,7 +8,7 @@ import re
 from ....errors import Ended, Exit, InputError, require
 from ....project import Flags, Project
 
-BASELINE = "run, checkpoint, folder, hub name, unigram, ngram, compression, start or parent"
+BASELINE = "run, checkpoint, folder, hub name, unigram, start or parent"
 
 
 def main(argv: list[str], project: Project) -> None:

@@ -6,25 +6,37 @@ import argparse
 import json
 import math
 import shutil
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import yaml
 
+from ....checkpoint.commit import agreed
 from ....cli.fit import WithoutTrainer
-from ....errors import InputError
+from ....cli.run import check_checkpoint
+from ....cluster import subprocess_launcher
+from ....errors import Ended, Exit, InputError
+from ....observe.history.run import CONFIG
 from ....project import Project
-from ....records import write_atomically
+from ....records import read_mapping, write_atomically
 from ....text.cache.quality import contaminated_share
+from ....text.cache.token_cache import Corpus
+from ....text.tokenizers import Pretrained
 from ..export import trained
-from . import baselines, tasks
-from .models import Model, baseline_of, of_run, score
+from ..export.onnx import MANIFEST
+from . import tasks
+from .documents import DocumentScores
 from .paired import LEAST, SCALED, Comparison, Pair, compare, parse
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from transformers import PreTrainedTokenizerFast
 
+UNIGRAM = "unigram"  # the baseline without a model
+TRAIN_TOKENS = 2**24  # that it counts
 SHOWN, CHARACTERS = 3, 300  # documents at each end, and of the text of each
 
 
@@ -43,7 +55,7 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
         raise InputError(f"{' '.join(given.runs)}: a run is given twice; give each once")
     models: list[Model | str] = [*runs]
     for each in given.baseline:
-        is_model = each not in baselines.NAMES
+        is_model = each != UNIGRAM
         models.append(baseline_of(each, runs[0], project) if is_model else each)
         if len(given.baseline) > 1 and (not is_model or each == "start"):
             why = "several baselines are runs that differ in their seed: give one of others"
@@ -64,9 +76,9 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     try:
         for number, model in enumerate(models):
             if isinstance(model, str):
-                tables.append(baselines.scored(model, data.corpus, split, tables[0]))
+                tables.append(score_unigrams(data.corpus, split, tables[0]))
                 continue
-            tables.append(score(model, split, project, work, data.text_tokenizer))
+            tables.append(score_documents(model, split, project, work, data.text_tokenizer))
             weights = model.folder or model.checkpoint
             if weights != "start" and (keys["tasks"] or keys["metric"]):
                 loaded, samples = trained.load_trained(weights, project), tables[0]
@@ -91,6 +103,96 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     print("\n".join(each.sentence for each in comparisons))
     print(f"written to {folder / name}.json and .parquet")
     return comparisons
+
+
+class Model(NamedTuple):
+    """A run's configuration with a checkpoint, "start", or the weights of a folder or the hub."""
+
+    name: str
+    run: Path
+    checkpoint: str = "start"
+    folder: str | None = None
+
+    def config(self) -> dict[str, Any]:
+        return read_mapping(self.run / CONFIG, "restore it", yaml.safe_load)
+
+
+def of_run(name: str, project: Project, flag: str) -> Model:
+    """Finds the newest checkpoint of a run's folder, or the checkpoint at a path inside one."""
+    _, path, run = trained.of_run(name, project, flag)
+    check_checkpoint(path, flag)
+    return Model(name, run, str(agreed(path)))
+
+
+def baseline_of(name: str, run: Model, project: Project) -> Model:
+    """Finds the model of `--baseline`; a folder is evaluated on the data of `run`."""
+    if name == "start":
+        return Model(name, run.run)
+    folder = run.config()["model"].get("pretrained") if name == "parent" else name
+    if not folder:
+        raise InputError(f"--baseline parent: {run.name} was not fine-tuned; give start")
+    if name == "parent" or trained.is_pretrained(name):
+        return Model(name, run.run, folder=folder)
+    return of_run(name, project, "--baseline")
+
+
+def score_documents(
+    model: Model, split: str, project: Project, work: Path, tokenizer: PreTrainedTokenizerFast
+) -> DataFrame:
+    """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy.
+
+    A folder is evaluated in one process, with the run's token cache if it has its `tokenizer`.
+
+    Raises:
+        Ended: it failed; the reason is on the screen.
+    """
+    config, path, scores = model.config(), work / CONFIG, work / "scores.parquet"
+    trainer, onnx = config["trainer"], None
+    if model.folder:
+        found = Pretrained(model.folder).fit(iter(()))
+        if found.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+            of_folder = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
+            config["data"]["tokenizer"] = of_folder
+        config["model"]["adapter"] = None
+        if (Path(model.folder) / MANIFEST).is_file():
+            onnx, config["model"]["loss_chunk"] = model.folder, None
+        else:
+            config["model"]["pretrained"] = model.folder
+        trainer |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+    kind = f"{DocumentScores.__module__}.{DocumentScores.__name__}"
+    callback = {"class_path": kind, "init_args": {"path": str(scores), "onnx": onnx}}
+    trainer |= {"logger": False, "callbacks": [*(trainer["callbacks"] or []), callback]}
+    config |= {"ckpt_path": model.checkpoint, "weights_only": None}
+    config["run"] = {"root": str(work), "name": "run", "report": False}
+    path.write_text(yaml.safe_dump(config), "utf-8")
+    print(f"evaluate: {model.name}", flush=True)
+    verb = "validate" if split == "validation" else "test"
+    if code := run_verb(project, [verb, "--config", str(path)]):
+        why = f"evaluate: {model.name} was not evaluated; the reason is above"
+        raise Ended(Exit(code) if code in [*Exit] else Exit.FAILED, why)
+    from pandas import read_parquet
+
+    return read_parquet(scores)
+
+
+def run_verb(project: Project, argv: list[str]) -> int:
+    """Runs a verb in a process of its own, which starts the other ranks; returns its exit code."""
+    return subprocess_launcher.start([sys.executable, "-m", project.package, *argv]).wait()
+
+
+def score_unigrams(corpus: Corpus, split: str, table: DataFrame) -> DataFrame:
+    """Returns a model's table with the nats of the train split's frequencies of tokens."""
+    nats = nats_of_unigrams(corpus, split)
+    if corpus.is_whole(split):
+        nats *= corpus.counted(split)
+    return table.assign(nats=np.add.reduceat(nats, np.append(0, table["end"][:-1])))
+
+
+def nats_of_unigrams(corpus: Corpus, split: str) -> np.ndarray:
+    """Returns (T,) nats of each token of a split; each token of the vocabulary has one more."""
+    train, vocab_size = corpus.tokens("train")[:TRAIN_TOKENS], corpus.manifest["vocab_size"]
+    counts = np.bincount(train, minlength=vocab_size) + 1
+    return np.log(counts.sum() / counts)[corpus.tokens(split)]
 
 
 def _check_measures(given: argparse.Namespace, keys: dict[str, Any]) -> None:
