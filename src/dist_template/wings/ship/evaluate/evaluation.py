@@ -46,36 +46,32 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     Raises:
         InputError: a name is no model, or there are too few documents.
     """
-    from pandas import DataFrame
-
     keys, split = tasks.read(given.config), given.split
-    runs = [of_run(each, project, "RUN") for each in given.runs]
-    _check_measures(given, keys)
-    if len({run.checkpoint for run in runs}) < len(runs):
-        raise InputError(f"{' '.join(given.runs)}: a run is given twice; give each once")
-    models: list[Model | str] = [*runs]
-    for each in given.baseline:
-        is_model = each != UNIGRAM
-        models.append(baseline_of(each, runs[0], project) if is_model else each)
-        if len(given.baseline) > 1 and (not is_model or each == "start"):
-            why = "several baselines are runs that differ in their seed: give one of others"
-            raise InputError(why)
-    flags, *_ = trained.of_run(str(runs[0].run), project, "RUN")
+    models = _models(given, project)
+    first = models[0]
+    known = ["loss", "bits_per_byte"]
+    if keys["metric"]:
+        known.append(keys["metric"].__name__)
+    for text in given.require:
+        measure, _ = parse(text)
+        if measure not in known and not keys["tasks"]:
+            raise InputError(f"--require: {measure} is not measured; give {', '.join(known)}")
+    flags, *_ = trained.of_run(str(first.run), project, "RUN")
     data: Any = WithoutTrainer(project, flags, run=False).datamodule
     if not getattr(data, share := f"{split}_share", 1):
         other = "validation" if split == "test" else "test"
         raise InputError(
-            f"data.{share} of {runs[0].name} is 0, so its {split} split is empty: give --split"
+            f"data.{share} of {first.name} is 0, so its {split} split is empty: give --split"
             f" {other}, or train with a data.{share} that holds out {LEAST} documents or more"
         )
-    folder = runs[0].run / "evaluation"
+    folder = first.run / "evaluation"
     work = folder / f".{name}"
     work.mkdir(parents=True, exist_ok=True)
     tables: list[DataFrame] = []
     values: list[tasks.Value] = []
     try:
         for number, model in enumerate(models):
-            if isinstance(model, str):
+            if model.name == UNIGRAM:
                 tables.append(score_unigrams(data.corpus, split, tables[0]))
                 continue
             tables.append(score_documents(model, split, project, work, data.text_tokenizer))
@@ -85,24 +81,18 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
                 values += tasks.values_of(number, loaded, keys, samples.to_dict("records"))
     finally:
         shutil.rmtree(work)
-    measured = DataFrame(values, columns=list(tasks.Value._fields))
-    tables, is_whole = _in_common(tables, split), data.corpus.is_whole(split)
-    comparisons = []
-    if given.baseline:
-        comparisons = _compared(tables, len(runs), measured, is_whole)
-    names = [*given.runs, *given.baseline]
-    found = {"split": split, "documents": len(tables[0]), "unit": "bits per byte"}
-    if is_whole:
-        found["unit"] = "loss"
-    found["models"] = _figures_of_models(tables, names, measured, is_whole, len(runs))
-    found["contaminated_share"] = contaminated_share(data.corpus, split)
-    found["comparisons"] = list(map(asdict, comparisons))
-    found |= _best_and_worst(tables, bool(given.baseline), is_whole)
-    _write_samples(folder / f"{name}.parquet", tables, measured)
-    write_atomically(folder / f"{name}.json", json.dumps(found, indent=1))
-    print("\n".join(each.sentence for each in comparisons))
-    print(f"written to {folder / name}.json and .parquet")
-    return comparisons
+    return Results(given, tables, values, data.corpus).write(folder, name)
+
+
+def _models(given: argparse.Namespace, project: Project) -> list[Model]:
+    """Returns the runs and then the baselines."""
+    runs = [of_run(each, project, "RUN") for each in given.runs]
+    if len({run.checkpoint for run in runs}) < len(runs):
+        raise InputError(f"{' '.join(given.runs)}: a run is given twice; give each once")
+    found = [baseline_of(each, runs[0], project) for each in given.baseline]
+    if len(found) > 1 and not {"start", UNIGRAM}.isdisjoint(given.baseline):
+        raise InputError("several baselines are runs that differ in their seed: give one of others")
+    return runs + found
 
 
 class Model(NamedTuple):
@@ -126,7 +116,7 @@ def of_run(name: str, project: Project, flag: str) -> Model:
 
 def baseline_of(name: str, run: Model, project: Project) -> Model:
     """Finds the model of `--baseline`; a folder is evaluated on the data of `run`."""
-    if name == "start":
+    if name in ("start", UNIGRAM):
         return Model(name, run.run)
     folder = run.config()["model"].get("pretrained") if name == "parent" else name
     if not folder:
@@ -195,110 +185,117 @@ def nats_of_unigrams(corpus: Corpus, split: str) -> np.ndarray:
     return np.log(counts.sum() / counts)[corpus.tokens(split)]
 
 
-def _check_measures(given: argparse.Namespace, keys: dict[str, Any]) -> None:
-    """Refuses a requirement whose measure will not be there; tasks have measures of their own."""
-    known = ["loss", "bits_per_byte"]
-    if keys["metric"]:
-        known.append(keys["metric"].__name__)
-    for text in given.require:
-        measure, _ = parse(text)
-        if measure not in known and not keys["tasks"]:
-            raise InputError(f"--require: {measure} is not measured; give {', '.join(known)}")
+class Results:
+    """The documents that all models have scored, each text once, and the values of tasks.
 
-
-def _in_common(tables: list[DataFrame], split: str) -> list[DataFrame]:
-    """Returns the documents that all models have scored, each text once, in the same order."""
-    tables = [table[(table["tokens"] > 0) & ~table.index.duplicated()] for table in tables]
-    common = tables[0].index
-    for table in tables[1:]:
-        common = common[common.isin(table.index)]
-    if len(common) < LEAST:
-        raise InputError(
-            f"the models have {len(common)} documents of the {split} split in common, and"
-            f" {LEAST} are needed: give more, or a larger data.{split}_share"
-        )
-    return [table.loc[common] for table in tables]
-
-
-def _compared(
-    tables: list[DataFrame], num_runs: int, measured: DataFrame, is_whole: bool
-) -> list[Comparison]:
-    """Compares by bytes, which any tokenizers allow, and by equal tokens; then tasks.
-
-    Of conversations only some tokens count, so they are compared by tokens alone.
+    Of conversations (`is_whole`) only some tokens count, so they are compared by tokens alone.
     """
-    first = tables[0]
-    has_same_tokens = all(
-        table["tokenizer"].iloc[0] == first["tokenizer"].iloc[0] for table in tables
-    )
-    if is_whole and not has_same_tokens:
-        raise InputError("tokenizers differ, and of conversations only some tokens count")
-    bits = np.stack([table["nats"] for table in tables]) / math.log(2)
-    size = first["bytes"].to_numpy()
-    pairs = [Pair("bits_per_byte", bits[:num_runs], bits[num_runs:], size)]
-    for measure, rows in measured.groupby("measure"):
-        values = rows.pivot(index="sample", columns="model", values="value").dropna().to_numpy().T
-        if len(values) == len(tables):
-            ones, lower = np.ones(values.shape[1]), bool(rows["lower"].iloc[0])
-            pairs.append(Pair(str(measure), values[:num_runs], values[num_runs:], ones, lower))
-    by_bytes, *others = compare(pairs)
-    if not has_same_tokens:
-        return [by_bytes, *others]
-    factor = math.log(2) * size.sum() / first["tokens"].sum()  # one test in two units
-    scaled = {key: getattr(by_bytes, key) * factor for key in SCALED}
-    by_tokens = replace(by_bytes, name="loss", **scaled)
-    by_tokens.decide()
-    return [by_tokens, *others] if is_whole else [by_tokens, by_bytes, *others]
+
+    def __init__(
+        self, given: argparse.Namespace, tables: list[DataFrame], values: list[tasks.Value],
+        corpus: Corpus,
+    ) -> None:  # fmt: skip
+        from pandas import DataFrame
+
+        self.names, self.num_runs = [*given.runs, *given.baseline], len(given.runs)
+        self.split, self.corpus, self.is_whole = given.split, corpus, corpus.is_whole(given.split)
+        self.measured = DataFrame(values, columns=list(tasks.Value._fields))
+        tables = [table[(table["tokens"] > 0) & ~table.index.duplicated()] for table in tables]
+        common = tables[0].index
+        for table in tables[1:]:
+            common = common[common.isin(table.index)]
+        if len(common) < LEAST:
+            raise InputError(
+                f"the models have {len(common)} documents of the {self.split} split in common, and"
+                f" {LEAST} are needed: give more, or a larger data.{self.split}_share"
+            )
+        self.tables = [table.loc[common] for table in tables]
+
+    def write(self, folder: Path, name: str) -> list[Comparison]:
+        comparisons = []
+        if len(self.tables) > self.num_runs:
+            comparisons = self._compared()
+        found = {"split": self.split, "documents": len(self.tables[0])}
+        found["unit"] = "loss" if self.is_whole else "bits per byte"
+        found["models"] = self._figures_of_models()
+        found["contaminated_share"] = contaminated_share(self.corpus, self.split)
+        found["comparisons"] = list(map(asdict, comparisons))
+        self._write_samples(folder / f"{name}.parquet")
+        found |= self._best_and_worst()
+        write_atomically(folder / f"{name}.json", json.dumps(found, indent=1))
+        print("\n".join(each.sentence for each in comparisons))
+        print(f"written to {folder / name}.json and .parquet")
+        return comparisons
+
+    def _compared(self) -> list[Comparison]:
+        """Compares by bytes, which any tokenizers allow, and by equal tokens; then tasks."""
+        tables, num_runs, first = self.tables, self.num_runs, self.tables[0]
+        has_same_tokens = len({table["tokenizer"].iloc[0] for table in tables}) == 1
+        if self.is_whole and not has_same_tokens:
+            raise InputError("tokenizers differ, and of conversations only some tokens count")
+        bits = np.stack([table["nats"] for table in tables]) / math.log(2)
+        size = first["bytes"].to_numpy()
+        pairs = [Pair("bits_per_byte", bits[:num_runs], bits[num_runs:], size)]
+        for measure, rows in self.measured.groupby("measure"):
+            by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
+            values = by_model.to_numpy().T
+            if len(values) == len(tables):
+                ones, lower = np.ones(values.shape[1]), bool(rows["lower"].iloc[0])
+                pairs.append(Pair(str(measure), values[:num_runs], values[num_runs:], ones, lower))
+        by_bytes, *others = compare(pairs)
+        if not has_same_tokens:
+            return [by_bytes, *others]
+        factor = math.log(2) * size.sum() / first["tokens"].sum()  # one test in two units
+        scaled = {key: getattr(by_bytes, key) * factor for key in SCALED}
+        by_tokens = replace(by_bytes, name="loss", **scaled)
+        by_tokens.decide()
+        return [by_tokens, *others] if self.is_whole else [by_tokens, by_bytes, *others]
+
+    def _figures_of_models(self) -> list[dict[str, Any]]:
+        """Returns, and prints, the figures of each model; for a mixture also by source."""
+        found = []
+        for number, (name, table) in enumerate(zip(self.names, self.tables, strict=True)):
+            values = self.measured[self.measured["model"] == number].groupby("measure")["value"]
+            figures = figures_of(table, self.is_whole) | values.mean().to_dict()
+            sources = {}
+            for source, rows in table.groupby("source"):
+                if source:
+                    sources[str(source)] = figures_of(rows, self.is_whole)
+            known = {"model": name, "figures": figures, "sources": sources}
+            found.append(known | {"is_baseline": number >= self.num_runs})
+            print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
+        return found
+
+    def _best_and_worst(self) -> dict[str, Any]:
+        """Returns the documents where the first run is best and worst, against the baseline."""
+        run, last = self.tables[0], self.tables[-1]
+        size, unit = ("tokens", 1.0) if self.is_whole else ("bytes", math.log(2))
+        shown = run[["sample"]].assign(text=run["text"].str[:CHARACTERS])
+        shown["run"] = difference = run["nats"] / run[size] / unit
+        shown["baseline"] = last["nats"] / last[size] / unit
+        if len(self.tables) > self.num_runs:
+            difference = shown["run"] - shown["baseline"]
+        shown = shown.loc[difference.sort_values().index]
+        best, worst = shown[:SHOWN], shown[: -SHOWN - 1 : -1]
+        return {"best": best.to_dict("records"), "worst": worst.to_dict("records")}
+
+    def _write_samples(self, path: Path) -> None:
+        from pandas import concat
+
+        rows = [self.measured]
+        for number, table in enumerate(self.tables):
+            table = table.assign(model=number, measure="nats", value=table["nats"])
+            rows.append(table.reset_index())
+        columns = [*self.measured.columns, "hash", "source", "bytes", "tokens"]
+        temporary = path.with_name(f".{path.name}")
+        concat(rows)[columns].to_parquet(temporary, index=False)
+        temporary.replace(path)
 
 
-def _figures_of_models(
-    tables: list[DataFrame], names: list[str], measured: DataFrame, is_whole: bool, num_runs: int
-) -> list[dict[str, Any]]:
-    """Returns, and prints, the figures of each model; for a mixture also by source."""
-    found = []
-    for number, (name, table) in enumerate(zip(names, tables, strict=True)):
-        figures = _figures(table, is_whole)
-        figures |= measured[measured["model"] == number].groupby("measure")["value"].mean()
-        sources = {}
-        for source, rows in table.groupby("source"):
-            if source:
-                sources[str(source)] = _figures(rows, is_whole)
-        known = {"model": name, "figures": figures, "sources": sources}
-        found.append(known | {"is_baseline": number >= num_runs})
-        print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
-    return found
-
-
-def _figures(table: DataFrame, is_whole: bool) -> dict[str, float]:
-    """Returns the means; bits per byte only of text, as of conversations only some tokens count."""
+def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:
+    """Returns the means; bits per byte only of text, whose tokens all count."""
     nats = float(table["nats"].sum())
     found = {"loss": nats / float(table["tokens"].sum())}
     if not is_whole:
         found["bits_per_byte"] = nats / math.log(2) / float(table["bytes"].sum())
     return found
-
-
-def _best_and_worst(tables: list[DataFrame], has_baseline: bool, is_whole: bool) -> dict[str, Any]:
-    """Returns the documents where the first run is best and worst, against the last baseline."""
-    run, last = tables[0], tables[-1]
-    size = "tokens" if is_whole else "bytes"
-    unit = 1.0 if is_whole else math.log(2)
-    shown = run[["sample"]].assign(text=run["text"].str[:CHARACTERS])
-    shown["run"] = run["nats"] / run[size] / unit
-    shown["baseline"] = last["nats"] / last[size] / unit
-    difference = shown["run"] - shown["baseline"] * has_baseline
-    shown = shown.loc[difference.sort_values().index]
-    best, worst = shown[:SHOWN], shown[: -SHOWN - 1 : -1]
-    return {"best": best.to_dict("records"), "worst": worst.to_dict("records")}
-
-
-def _write_samples(path: Path, tables: list[DataFrame], measured: DataFrame) -> None:
-    from pandas import concat
-
-    rows = [measured]
-    for number, table in enumerate(tables):
-        rows.append(table.assign(model=number, measure="nats", value=table["nats"]).reset_index())
-    columns = [*measured.columns, "hash", "source", "bytes", "tokens"]
-    temporary = path.with_name(f".{path.name}")
-    concat(rows)[columns].to_parquet(temporary, index=False)
-    temporary.replace(path)
