@@ -71,9 +71,9 @@ def test_a_run_is_better_than_its_half_trained_checkpoint_and_no_better_than_its
     assert all(each["verdict"] == "better" and each["high"] < 0 for each in found["comparisons"])
     assert found["comparisons"][0]["sentence"] in printed and "95 % interval" in printed
     assert len(samples) == 2 * found["documents"] and samples["hash"].nunique() == found["documents"] >= 20
-    own = samples[samples["model"] == 0]
-    assert own["value"].sum() / own["tokens"].sum() == pytest.approx(loss, abs=1e-4)
-    assert (own["bytes"] <= own["tokens"]).all(), "bytes are tokens, and one ends each document"
+    first = samples[samples["model"] == 0]
+    assert first["value"].sum() / first["tokens"].sum() == pytest.approx(loss, abs=1e-4)
+    assert (first["bytes"] <= first["tokens"]).all(), "bytes are tokens, and one ends each document"
     assert {len(found["best"]), len(found["worst"])} == {3}
     worst, best = (found[end][0]["run"] - found[end][0]["baseline"] for end in ("worst", "best"))
     assert worst > best
@@ -217,12 +217,15 @@ def test_the_shipped_file_has_every_key_with_its_default() -> None:
 
 BAD = {
     "a folder that is no model": (["{empty}"], "{empty} is not a run folder and contains none; give"),
-    "a baseline that is none": (["{run}", "--baseline={empty}"], "{empty} is not a run folder and contains none; give"),
+    "a baseline that is no model": (
+        ["{run}", "--baseline={empty}"],
+        "{empty} is not a run folder and contains none; give",
+    ),
     "no parent": (["{run}", "--baseline=parent"], "was not fine-tuned; give start"),
     "unknown syntax": (["{run}", "--baseline=start", "--require=loss lower"], "is no requirement: write"),
     "nothing to compare": (["{run}", "--require=loss better"], "--require compares with a --baseline"),
     "seeds and others": (["{run}", "--baseline", "start", "unigram"], "give one of others"),
-    "an unknown key": (["{run}", "--config={key}"], "task is none of tasks, task_folder"),
+    "an unknown key": (["{run}", "--config={key}"], "task is not a key: give tasks, task_folder"),
     "no such metric": (["{run}", "--config={metric}"], "give module:function"),
     "not measured": (["{run}", "--baseline=start", "--require=x better"], "x is not measured; give loss, bits"),
     "a run twice": (["{run}", "{run}"], "a run is given twice"),

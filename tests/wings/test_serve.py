@@ -97,7 +97,7 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "a long prompt": (400, {"json": {"prompt": "a" * 600}}, "at most 512 with its prompt; this prompt has 600"),
     "more text than positions": (400, {"json": {"prompt": "abc1" * 4000}}, "more than 512 in its 16000 bytes"),
     "a long answer": (400, {"json": {"prompt": "a", "max_tokens": 65}}, "has at most 64 tokens"),
-    "settings of its own": (400, {"json": {"prompt": "a", "generation_config": "{}"}}, "generation_config: "),
+    "another generation_config": (400, {"json": {"prompt": "a", "generation_config": "{}"}}, "generation_config: "),
     "several answers": (400, {"json": {"prompt": "a", "n": 2}}, "n: "),
     "a long stop string": (400, {"json": {"prompt": "a", "stop": "x" * 65}}, "stop.0: String should have at most 64"),
     "an empty stop string": (400, {"json": {"prompt": "a", "stop": ""}}, "stop.0: String should have at least 1"),
@@ -111,11 +111,11 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_request_gets_a_4xx_and_a_sentence(server: Server, case: str) -> None:
-    code, options, told = BAD[case]
+    code, options, sentence = BAD[case]
     answer = post(server, TEXT, **options)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (code, code, "invalid_request_error")
-    assert told in error["message"], error
+    assert sentence in error["message"], error
 
 
 CALL = {"function": {"name": "f", "arguments": "{}"}}
@@ -139,9 +139,9 @@ TURNS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", TURNS)
 def test_bad_messages_get_a_400_and_a_sentence(server: Server, case: str) -> None:
-    messages, told = TURNS[case]
+    messages, sentence = TURNS[case]
     answer = post(server, CHAT, json={"messages": messages})
-    assert answer.status_code == 400 and told in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400 and sentence in answer.json()["error"]["message"], answer.text
 
 
 def test_1001_messages_are_too_many() -> None:

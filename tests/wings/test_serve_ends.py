@@ -188,8 +188,8 @@ def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
     server = Server(trained, tmp_path / "log", "--name=mine")
     answer = httpx.post(server.url + TEXT, json={"prompt": "the", "max_tokens": 3}).json()
     assert answer["model"] == "mine" and answer["usage"]["completion_tokens"] == 3
-    told = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": SECRET}]}).text
-    assert "has no chat template; use /v1/completions" in told
+    sentence = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": SECRET}]}).text
+    assert "has no chat template; use /v1/completions" in sentence
     assert server.stop() == 0
     assert "largest difference to the trained model's logits" in (tmp_path / "log").read_text()
 

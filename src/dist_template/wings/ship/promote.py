@@ -18,12 +18,14 @@ import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 
-from ...errors import Ended, Exit, InputError, reason
+from ...errors import InputError, reason
 from ...project import Flags, Project, program
 from ...records import sha256, write_atomically
 from ..diagnose import newest
-from .evaluate.evaluation import run_verb
+from .evaluate import command as evaluate
+from .export import command as export
 
 AGAINST_START = "eval/loss better"
 AGAINST_LATEST = "eval/loss not worse by 0.01"  # nats per token
@@ -51,16 +53,15 @@ def main(argv: list[str], project: Project) -> None:
     baseline = given.baseline or str(latest or "start")
     required = given.require or [AGAINST_LATEST if latest else AGAINST_START]
     exported = registry.folder / f".{run.name}.{os.getpid()}"
+    flags = [str(run), "--baseline", baseline, "--split", given.split, "--name", "promotion"]
+    flags += [f"--require={each}" for each in required]
+    flags += ["--config", given.config] if given.config else []
     try:
         registry.folder.mkdir(parents=True, exist_ok=True)
-        flags = ["--baseline", baseline, "--split", given.split, "--name", "promotion"]
-        flags += [f"--require={each}" for each in required]
-        flags += ["--config", given.config] if given.config else []
-        _start(project, "evaluate", str(run), *flags)
-        _start(project, "export", str(run), "--to", given.to, "--output", str(exported))
-        figures = json.loads((run / "evaluation" / "promotion.json").read_text(encoding="utf-8"))
-        for texts in "best", "worst":
-            figures.pop(texts, None)
+        _run(evaluate, project, ["evaluate", *flags])
+        _run(export, project, ["export", str(run), "--to", given.to, "--output", str(exported)])
+        found = json.loads((run / "evaluation" / "promotion.json").read_text(encoding="utf-8"))
+        figures = {key: found[key] for key in found if key not in ("best", "worst")}  # texts
         known = {"run": str(run), "baseline": baseline, "required": required, "figures": figures}
         version = registry.add(exported, known)
     except OSError as error:
@@ -68,6 +69,11 @@ def main(argv: list[str], project: Project) -> None:
     finally:
         shutil.rmtree(exported, ignore_errors=True)
     print(f"{version} is the latest version of {registry.folder}")
+
+
+def _run(verb: ModuleType, project: Project, argv: list[str]) -> None:
+    print(f"{program(argv[0])} {' '.join(argv[1:])}", flush=True)
+    verb.main(argv, project)
 
 
 def parser() -> Flags:
@@ -84,18 +90,6 @@ def parser() -> Flags:
     again = "withdraw the latest version; the one before it is served again"
     made.add_argument("--roll_back", action="store_true", help=again)
     return made
-
-
-def _start(project: Project, verb: str, *flags: str) -> None:
-    """Runs a verb in processes of its own, after a line with its command.
-
-    Raises:
-        Ended: it has failed, and has said why.
-    """
-    print(f"{program(verb)} {' '.join(flags)}", flush=True)
-    if ended := run_verb(project, [verb, *flags]):
-        code = Exit(ended) if ended in [*Exit] else Exit.FAILED
-        raise Ended(code, f"nothing is promoted: {verb} ended with code {ended}")
 
 
 class Registry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ class DocumentScores(Callback):
         self.rows.tokens = np.arange(len(self.rows.tokens))
         self.nats: list[Tensor] = []
         if self.onnx:
-            self.module.model.forward = OnnxRows(OnnxModel(Path(self.onnx)))
+            self.module.model.forward = partial(_by_document, OnnxModel(Path(self.onnx)))
 
         def record(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
             flat = logits.float().flatten(0, 1)
@@ -98,17 +99,13 @@ class DocumentScores(Callback):
     on_validation_batch_end = on_test_batch_end
 
 
-class OnnxRows:
+def _by_document(
+    model: OnnxModel, input_ids: Tensor, position_ids: Tensor, **_: object
+) -> SimpleNamespace:
     """Runs a graph on packed rows: each document alone, because the graph knows no boundaries."""
-
-    def __init__(self, model: OnnxModel) -> None:
-        self.model = model
-
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, **_: object) -> SimpleNamespace:
-        rows = []
-        for tokens, positions in zip(input_ids, position_ids, strict=True):
-            starts = positions[1:].eq(0).nonzero().flatten() + 1
-            documents = tokens[None].tensor_split(starts.cpu(), dim=1)
-            logits = [self.model(document).logits for document in documents]
-            rows.append(torch.cat(logits, dim=1))
-        return SimpleNamespace(logits=torch.cat(rows))
+    rows = []
+    for tokens, positions in zip(input_ids, position_ids, strict=True):
+        starts = positions[1:].eq(0).nonzero().flatten() + 1
+        documents = tokens[None].tensor_split(starts.cpu(), dim=1)
+        rows.append(torch.cat([model(document).logits for document in documents], dim=1))
+    return SimpleNamespace(logits=torch.cat(rows))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 UNIGRAM = "unigram"  # the baseline without a model
 TRAIN_TOKENS = 2**24  # that it counts
+MEASURED = ["model", "measure", "lower", "sample", "value"]  # fields of tasks.Value
 SHOWN, CHARACTERS = 3, 300  # documents at each end, and of the text of each
 
 
@@ -199,7 +200,7 @@ class Results:
 
         self.names, self.num_runs = [*given.runs, *given.baseline], len(given.runs)
         self.split, self.corpus, self.is_whole = given.split, corpus, corpus.is_whole(given.split)
-        self.measured = DataFrame(values, columns=list(tasks.Value._fields))
+        self.measured = DataFrame(values, columns=MEASURED)
         tables = [table[(table["tokens"] > 0) & ~table.index.duplicated()] for table in tables]
         common = tables[0].index
         for table in tables[1:]:

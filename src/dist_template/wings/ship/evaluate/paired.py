@@ -78,7 +78,10 @@ def parse(requirement: str) -> tuple[str, float | None]:
     if not found:
         allowed = "'MEASURE better' or 'MEASURE not worse by 0.01', such as 'eval/loss better'"
         raise InputError(f"--require {requirement!r} is no requirement: write {allowed}")
-    return re.sub("^(eval|test)/", "", found[1]), float(found[3]) if found[3] else None
+    margin = None
+    if found[3]:
+        margin = float(found[3])
+    return re.sub("^(eval|test)/", "", found[1]), margin
 
 
 def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
@@ -95,8 +98,9 @@ def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
         raise InputError(f"--require {requirement!r}: {why}; give one of {known}")
     (each,) = found
     worse = each.high if each.lower_is_better else -each.low
-    holds = each.verdict == "better" if margin is None else worse <= margin
-    return None if holds else f"required {requirement!r}, but {each.sentence}"
+    if (margin is None and each.verdict == "better") or (margin is not None and worse <= margin):
+        return None
+    return f"required {requirement!r}, but {each.sentence}"
 
 
 def compare(pairs: list[Pair]) -> list[Comparison]:

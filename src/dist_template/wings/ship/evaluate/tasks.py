@@ -16,8 +16,7 @@ from ..export.trained import Trained
 
 KEYS = {"tasks": [], "task_folder": None, "chat_template": False, "limit": None}
 KEYS |= {"metric": None, "lower_is_better": False}  # configs/evaluate.yaml describes them
-TYPES = {"tasks": list[str], "task_folder": str | None, "chat_template": bool}
-TYPES |= {"limit": PositiveInt | None, "metric": str | None, "lower_is_better": bool}
+TYPES = (list[str], str | None, bool, PositiveInt | None, str | None, bool)
 
 
 class Value(NamedTuple):
@@ -40,9 +39,9 @@ def read(path: str | None) -> dict[str, Any]:
         return dict(KEYS)
     given = config_file.read(path)
     if unknown := sorted(given.keys() - KEYS.keys()):
-        raise InputError(f"--config {path}: {unknown[0]} is none of {', '.join(KEYS)}")
+        raise InputError(f"--config {path}: {unknown[0]} is not a key: give {', '.join(KEYS)}")
     parser = ArgumentParser(exit_on_error=False)
-    for key, kind in TYPES.items():
+    for key, kind in zip(KEYS, TYPES, strict=True):
         parser.add_argument(f"--{key}", type=kind)
     try:
         parser.parse_object(given)

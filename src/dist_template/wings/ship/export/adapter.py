@@ -24,7 +24,7 @@ def merge(model: Any) -> None:
     model.delete_adapter("default")
 
 
-def write_adapter(module: Any, data: Any, dtype: torch.dtype, folder: Path) -> nn.Module:
+def write_adapter(module: Any, data: object, dtype: torch.dtype, folder: Path) -> nn.Module:
     """Writes adapter_config.json and adapter_model.safetensors; returns the model without adapters
     with the folder's, loaded by peft."""
     from peft import PeftModel, get_peft_model_state_dict

@@ -21,16 +21,15 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
     an identifier of the hub, or `unknown`."""
     from huggingface_hub import ModelCardData
 
-    run, title = History(Path()), folder.name
+    run, title, results = History(Path()), folder.name, list[Path]()
     if trained.run:
-        run, title = read_run(trained.run), f"{trained.run.parent.name}/{trained.run.name}"
+        run = read_run(trained.run)
+        title, results = run.name, sorted(trained.run.glob("evaluation/*.json"))
     parent = getattr(trained.module, "pretrained", None)
-    front = ModelCardData(
-        license=license,
-        library_name="onnx" if form.startswith("onnx") else "transformers",
-        pipeline_tag="text-generation",
-        base_model=None if parent and Path(parent).exists() else parent,
-    )
+    front = ModelCardData(license=license, pipeline_tag="text-generation")
+    front.library_name = "onnx" if form.startswith("onnx") else "transformers"
+    if parent and not Path(parent).exists():
+        front.base_model = parent
     if license == "unknown":
         license = "unknown: state it before you share the model"
     model = {
@@ -46,8 +45,9 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         spec = corpus.manifest["spec"]
         data = corpus.manifest["splits"] | {"source": spec["source"]}
         text += _section("Data", data | {"tokenizer": spec["tokenizer"]})
-    found = NAME.fullmatch(Path(trained.path).name)
-    steps = int(found[2]) if found else 0
+    steps = 0
+    if found := NAME.fullmatch(Path(trained.path).name):
+        steps = int(found[2])
     training: dict[str, object] = {"checkpoint": trained.path, "steps": steps}
     training["tokens"] = steps * (run.fact("data.tokens_per_step") or 0)
     for name in FIGURES:
@@ -58,7 +58,7 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
     text += _section("Training", training)
     # Texts of documents stay in the run.
     evaluation: dict[str, object] = {}
-    for path in sorted(run.folder.glob("evaluation/*.json")) if trained.run else ():
+    for path in results:
         result = json.loads(path.read_text("utf-8"))
         for key in ("split", "documents", "contaminated_share"):
             evaluation[f"{path.stem}.{key}"] = result[key]

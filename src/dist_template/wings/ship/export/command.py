@@ -62,7 +62,7 @@ def main(argv: list[str], project: Project) -> None:
 
 
 class Export(WithoutTrainer):
-    """Adds six keys to those of fit."""
+    """Adds six keys to the keys of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -87,7 +87,9 @@ def chosen_format(module: Any, settings: Any) -> str:
     if settings.adapter == "merged" and not has_adapter:
         raise InputError("--adapter merged: model.adapter is null, so omit --adapter")
     if settings.dtype not in DTYPES[to].split():
-        raise InputError(f"--dtype {settings.dtype} is none of --to {to}: give {DTYPES[to]}")
+        raise InputError(
+            f"--dtype {settings.dtype} is not possible with --to {to}: give {DTYPES[to]}"
+        )
     for package in PACKAGES if to == "onnx" else ():
         require(package, "--to onnx")
     return to

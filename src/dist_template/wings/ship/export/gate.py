@@ -129,7 +129,7 @@ class Gate:
 
 
 @torch.no_grad()
-def _layers(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+def _layers(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     hooks = ForwardHooks(model)
     model(input_ids=tokens, use_cache=False)
     hooks.remove()

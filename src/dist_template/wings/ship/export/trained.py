@@ -28,7 +28,7 @@ FILES = ("config.json", "adapter_config.json")  # of folders of transformers and
 
 @dataclass
 class Trained:
-    """A model in evaluation mode on the CPU, and its tokenizer; None if there is none.
+    """A model in evaluation mode on the CPU, and its tokenizer if there is one.
 
     `path` is the checkpoint, the folder, or the name on the hub. The others are None for a folder:
     the run's folder, the LightningModule without a Trainer, and the prepared data module.
@@ -49,7 +49,7 @@ def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
     `key` is the flag or argument to name in an error.
 
     Raises:
-        InputError: it is none of them, or it cannot be loaded.
+        InputError: it is something else, or it cannot be loaded.
     """
     if is_pretrained(name):
         return from_folder(name, key)
