@@ -50,9 +50,7 @@ def evaluate(given: argparse.Namespace, name: str, project: Project) -> list[Com
     keys, split = tasks.read(given.config), given.split
     models = _models(given, project)
     first = models[0]
-    known = ["loss", "bits_per_byte"]
-    if keys["metric"]:
-        known.append(keys["metric"].__name__)
+    known = dict.fromkeys(("loss", "bits_per_byte", getattr(keys["metric"], "__name__", "loss")))
     for text in given.require:
         measure, _ = parse(text)
         if measure not in known and not keys["tasks"]:
@@ -181,8 +179,8 @@ def score_unigrams(corpus: Corpus, split: str, table: DataFrame) -> DataFrame:
 
 def nats_of_unigrams(corpus: Corpus, split: str) -> np.ndarray:
     """Returns (T,) nats of each token of a split; each token of the vocabulary has one more."""
-    train, vocab_size = corpus.tokens("train")[:TRAIN_TOKENS], corpus.manifest["vocab_size"]
-    counts = np.bincount(train, minlength=vocab_size) + 1
+    train = corpus.tokens("train")[:TRAIN_TOKENS]
+    counts = np.bincount(train, minlength=corpus.manifest["vocab_size"]) + 1
     return np.log(counts.sum() / counts)[corpus.tokens(split)]
 
 
@@ -216,8 +214,8 @@ class Results:
         comparisons = []
         if len(self.tables) > self.num_runs:
             comparisons = self._compared()
-        found = {"split": self.split, "documents": len(self.tables[0])}
-        found["unit"] = "loss" if self.is_whole else "bits per byte"
+        unit = "loss" if self.is_whole else "bits per byte"
+        found = {"split": self.split, "documents": len(self.tables[0]), "unit": unit}
         found["models"] = self._figures_of_models()
         found["contaminated_share"] = contaminated_share(self.corpus, self.split)
         found["comparisons"] = list(map(asdict, comparisons))

@@ -45,12 +45,9 @@ class App:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        key: str,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str,
         given: argparse.Namespace,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model, self._tokenizer = model, tokenizer
         self._served = OneModel(model, tokenizer, given.name)
         self.given, self.is_ready = given, False
