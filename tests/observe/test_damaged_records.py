@@ -19,7 +19,7 @@ from dist_template.observe.report.evaluation import newest
 from dist_template.observe.report.results import attempts, steps
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import _tracked
-from dist_template.wings.ship.promote.registry import Registry
+from dist_template.wings.ship.promote import Registry
 
 GOOD = {
     "config.yaml": {"trainer": {"max_steps": 9}, "model": {"optim": {"warmup": 1}}},
@@ -33,7 +33,6 @@ GOOD = {
     "evaluation/test.json": {"comparisons": []},
     "launch/launch.json": {"on": "slurm", "id": "5", "hosts": [], "ssh": ""},
     "lock.json": {"host": "a", "machine": "b", "pid": 1, "since": 2.0, "parent": 3, "launch": ""},
-    "v1/version.json": {"run": "x", "time": "y", "sha256": {}},
     ".cruft.json": {"template": "x", "commit": "y", "context": {"cookiecutter": {"a": "b"}}},
 }
 numbers = st.one_of(st.integers(), st.floats(), st.just(10**400))
@@ -78,7 +77,6 @@ def readers(folder: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: (lambda history: (steps(history), attempts(history)))(read_run(folder))
     yield lambda: newest(folder)
     yield lambda: launch._read(folder / "launch")
-    yield lambda: Registry(folder).versions()
     yield lambda: Registry(folder).roll_back()
     yield lambda: _tracked(folder)
 
@@ -110,9 +108,6 @@ def test_the_sentence_names_the_file_and_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: b: c")
     with pytest.raises(InputError, match=f"^{tmp_path}/config.yaml cannot be read .*: restore it, or move it away"):
         read_run(tmp_path)
-    (tmp_path / "v1").mkdir()
-    with pytest.raises(InputError, match="v1/version.json cannot be read .*: restore it, or move the version's folder"):
-        Registry(tmp_path).versions()
 
 
 def test_what_is_left_of_a_damaged_file_is_read(tmp_path: Path) -> None:

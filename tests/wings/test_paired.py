@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dist_template.errors import InputError
-from dist_template.wings.ship.evaluate import paired, requirement
+from dist_template.wings.ship.evaluate import paired
 from dist_template.wings.ship.evaluate.paired import Comparison, Pair, compare
 
 SIMULATIONS = 200
@@ -109,18 +109,18 @@ FOUND = [a("loss", True, -0.2, -0.1, "better"), a("fox/acc", False, -0.02, 0.03,
     ],
 )
 def test_a_requirement_holds_or_says_why_not(text: str, holds: bool) -> None:
-    why = requirement.failure(text, FOUND)
+    why = paired.failure(text, FOUND)
     assert why is None if holds else why is not None and text in why and "cannot tell" in why
 
 
 @pytest.mark.parametrize("text", ["loss", "loss is better", "loss not worse", "loss not worse by much", ""])
 def test_another_syntax_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="is no requirement: write 'MEASURE better'"):
-        requirement.parse(text)
+        paired.parse(text)
 
 
 def test_a_measure_that_was_not_compared_is_refused() -> None:
     with pytest.raises(InputError, match="give one of loss, fox/acc"):
-        requirement.failure("exact_match better", FOUND)
+        paired.failure("exact_match better", FOUND)
     with pytest.raises(InputError, match="other tokens cannot be compared"):
-        requirement.failure("loss better", FOUND[1:])
+        paired.failure("loss better", FOUND[1:])

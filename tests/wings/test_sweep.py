@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from dist_template.cluster.run_lock import RunLock
-from dist_template.wings.sweep import trial
+from dist_template.wings.sweep import study
 from dist_template.wings.sweep.study import Sweep
 from tests import PROJECT
 from tests.support.line import PACKAGE, command
@@ -46,7 +46,7 @@ class Trials:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Trials:
     trials = Trials()
-    monkeypatch.setattr(trial, "start", trials)
+    monkeypatch.setattr(study, "start", trials)
     return trials
 
 
@@ -150,7 +150,7 @@ def test_an_entry_that_a_kill_has_cut_is_done_again(
 def test_a_trial_that_is_always_killed_fails_at_last(
     flags: list[str], space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "start", lambda argv, folder: (folder / "output.txt").write_text("Killed") and -9)
+    monkeypatch.setattr(study, "start", lambda argv, folder: (folder / "output.txt").write_text("Killed") and -9)
     argv = ["sweep", *flags, space, "--trials=1", f"--name={NAME}"]
     assert [run(*argv) for _ in range(3)] == [75, 75, 1]
     (one,) = trials_in(tmp_path)
@@ -210,7 +210,7 @@ def test_all_ranks_finish_at_the_step_at_which_a_trial_is_pruned(
     folder.mkdir(parents=True)
     sweep = Sweep(folder, DEFINITION | {"pruner": pruner})
     plant(sweep, 8, loss)
-    callback = {"class_path": f"{trial.__name__}.Pruning", "init_args": {"run": "{run}"}}
+    callback = {"class_path": f"{study.__name__}.Pruning", "init_args": {"run": "{run}"}}
     argv = ["fit", *flags, *flags_of(strategy), "--trainer.devices=2", f"--trainer.callbacks+={json.dumps(callback)}"]
     with Workers(2) as workers:
         workers.run(["prepare", *flags], tmp_path / "prepared").check()

@@ -52,7 +52,7 @@ VERBS = {  # verb: (module with `main(argv, project)`, what it does)
         "convert a checkpoint to hf, onnx or peft, verified",
     ),
     "serve": ("wings.ship.serve.command", "answer OpenAI's API with a model, compared before"),
-    "promote": ("wings.ship.promote.command", "evaluate and export a run, and register the export"),
+    "promote": ("wings.ship.promote", "evaluate and export a run, and register the export"),
     "diagnose": ("wings.diagnose", "report what is wrong with a run, and which flag to change"),
     "report": ("wings.report", "write a page about runs: findings, curves, configuration, samples"),
     "compare": ("wings.report", "compare two or more runs: configuration and results"),

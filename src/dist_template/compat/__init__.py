@@ -7,6 +7,7 @@ loop.py, hooks, epochs    Lightning's training loop with less overhead, and exac
 torch.py, torchrun.py    tensors, process groups, checkpoints; the elastic agent
 deepspeed.py             ZeRO's optimizers and checkpoint files
 transformers.py          attention masks, grouped products, sharding by a model's plans
+transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 replicated_gradients.py  a fix of transformers' tensor parallelism
 attributes.py            sets attributes and restores them
 

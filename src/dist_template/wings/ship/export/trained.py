@@ -28,7 +28,7 @@ FILES = ("config.json", "adapter_config.json")  # of folders of transformers and
 
 @dataclass
 class Trained:
-    """A model in evaluation mode on the CPU, and its tokenizer; None if there is none.
+    """A model in evaluation mode on the CPU, and its tokenizer if there is one.
 
     `path` is the checkpoint, the folder, or the name on the hub. The others are None for a folder:
     the run's folder, the LightningModule without a Trainer, and the prepared data module.
@@ -49,16 +49,21 @@ def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
     `key` is the flag or argument to name in an error.
 
     Raises:
-        InputError: it is none of them, or it cannot be loaded.
+        InputError: it is something else, or it cannot be loaded.
     """
-    path = Path(name)
-    # runs/misspelt is no name on the hub
-    is_on_hub = not path.exists() and name.count("/") == 1 and not path.parent.exists()
-    if is_on_hub or any((path / file).is_file() for file in FILES):
+    if is_pretrained(name):
         return from_folder(name, key)
     flags, checkpoint, run = of_run(name, project, key)
     check_checkpoint(checkpoint, key)
     return trained(WithoutTrainer(project, flags, run=False), agreed(checkpoint), run)
+
+
+def is_pretrained(name: str) -> bool:
+    """Whether `name` is a folder of transformers or peft, or may be a name on the hub."""
+    path = Path(name)
+    # runs/misspelt is no name on the hub
+    is_on_hub = not path.exists() and name.count("/") == 1 and not path.parent.exists()
+    return is_on_hub or any((path / file).is_file() for file in FILES)
 
 
 def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path]:
@@ -66,14 +71,15 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     or the folder of all, and the run's folder."""
     path = Path(name)
     if not path.exists():
-        allowed = "the folder of a run, a checkpoint, or a Hugging Face folder"
-        raise InputError(f"{key} {name!r} does not exist: give {allowed}")
+        why = "does not exist: give the folder of a run, a checkpoint, or a Hugging Face folder"
+        raise InputError(f"{key} {name!r} {why}")
     is_checkpoint = bool(meant(path)[1] or format_of(path))
     run = run_of(path) if is_checkpoint else newest(path)
     if run is None:
         raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
-    recorded = read(str(run / CONFIG))
-    keys = {key: value for key, value in recorded.items() if key not in OF_FIT}
+    keys = read(str(run / CONFIG))
+    for key in OF_FIT:
+        keys.pop(key, None)
     rename_old_classes(keys, project.package)
     flags = ["--config", yaml.safe_dump(keys)]
     if not is_checkpoint:
@@ -83,8 +89,10 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
 
 def run_of(checkpoint: Path) -> Path | None:
     """Returns the folder of the run that wrote a checkpoint."""
-    above = checkpoint.absolute().parents
-    return next((folder for folder in above if (folder / CONFIG).is_file()), None)
+    for folder in checkpoint.absolute().parents:
+        if (folder / CONFIG).is_file():
+            return folder
+    return None
 
 
 def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:
@@ -111,14 +119,20 @@ def from_folder(name: str, key: str) -> Trained:
     """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, safe = Path(name), {"trust_remote_code": False}
-    is_onnx, is_adapter = (folder / MANIFEST).is_file(), (folder / FILES[1]).is_file()
-    for package in PACKAGES if is_onnx else ["peft"] if is_adapter else ():
+    is_onnx, needed = (Path(name) / MANIFEST).is_file(), ()
+    if is_onnx:
+        needed = PACKAGES
+    elif (Path(name) / FILES[1]).is_file():
+        needed = ("peft",)
+    for package in needed:
         require(package, f"{key} {name!r}")
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model = OnnxModel(folder) if is_onnx else load(name, dtype="auto", **safe).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name, **safe)
+        if is_onnx:
+            model = OnnxModel(Path(name))
+        else:
+            model = load(name, dtype="auto", trust_remote_code=False).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
         raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error
     return Trained(model, tokenizer, name)
