@@ -19,24 +19,20 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from .cli.fit import parse
 from .cli.limits import Machine, violations
 from .project import Project
 from .wings.rehearse.checks import CHECKS
-from .wings.rehearse.command import make_small, own_flags
+from .wings.rehearse.command import make_small, rehearse_flags
 from .wings.rehearse.record import RunRecord
+from .wings.rehearse.runs import Runs
 from .wings.rehearse.workers import Workers
 
 __all__ = [
-    "batches",
-    "build",
-    "check_config",
-    "first_steps",
-    "rehearse",
-    "run_ranks",
-    "this_project",
-]
+    "batches", "build", "check_config", "first_steps", "rehearse", "run_ranks", "this_project",
+]  # fmt: skip
 
 
 def this_project(file: str) -> Project:
@@ -47,8 +43,8 @@ def this_project(file: str) -> Project:
         FileNotFoundError: there is none.
     """
     for folder in Path(file).absolute().parents:
-        if packages := [path.parent.name for path in folder.glob("*/__main__.py")]:
-            return Project(sorted(packages)[0])
+        if packages := sorted(folder.glob("*/__main__.py")):
+            return Project(packages[0].parent.name)
     raise FileNotFoundError(f"no folder above {file} has a package with a __main__.py")
 
 
@@ -93,7 +89,7 @@ def build(project: Project, *flags: str) -> tuple[Any, Any]:
     return module, data
 
 
-def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Any]]:
+def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Tensor]]:
     """Returns micro-batches as `training_step` gets them.
 
     Args:
@@ -105,10 +101,10 @@ def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Any]]:
     for callback in data.trainer.callbacks:
         if hasattr(callback, "as_state"):  # the counter of samples
             callback.on_train_start(data.trainer, None)
-    found = islice(iter(data.train_dataloader()), num)
-    return [
-        data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in found
-    ]
+    found: list[dict[str, Tensor]] = []
+    for batch in islice(data.train_dataloader(), num):
+        found.append(data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0))
+    return found
 
 
 def run_ranks(project: Project, argv: list[str], num: int, folder: Path) -> RunRecord:
@@ -138,18 +134,18 @@ def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dic
     Raises:
         InputError: the configuration cannot be read or made small.
     """
-    runs = _small(project, flags, folder, 6)
-    results = [check.run(runs) for check in CHECKS if only in check.name]
-    return {
-        r.check: f"{r.got} {r.where} {r.cause}".strip()
-        for r in results
-        if r.verdict in ("FAIL", "not run")
-    }
+    runs, failed = _small(project, flags, folder, 6), {}
+    for check in CHECKS:
+        if only in check.name:
+            result = check.run(runs)
+            if result.verdict in ("FAIL", "not run"):
+                failed[check.name] = f"{result.got} {result.where} {result.cause}".strip()
+    return failed
 
 
-def _small(project: Project, flags: tuple[str, ...], folder: Path, steps: int) -> Any:
+def _small(project: Project, flags: tuple[str, ...], folder: Path, steps: int) -> Runs:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    own, rest = own_flags().parse_known_args([*flags, f"--steps={steps}"])
-    _, _, runs = make_small(own, rest, folder, project)
+    options, rest = rehearse_flags().parse_known_args([*flags, f"--steps={steps}"])
+    _, _, runs = make_small(options, rest, folder, project)
     runs.prepare()
     return runs

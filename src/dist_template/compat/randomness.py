@@ -11,6 +11,7 @@ import functools
 import random
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,8 +49,8 @@ def turn_dropout_off(note: Callable[[], object]) -> None:
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
-        *args: object,
-        **options: object,
+        *args: Any,
+        **options: Any,
     ) -> Tensor:
         if dropout_p:
             note()
