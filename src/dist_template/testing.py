@@ -30,18 +30,13 @@ from .wings.rehearse.record import RunRecord
 from .wings.rehearse.runs import Runs
 from .wings.rehearse.workers import Workers
 
-__all__ = [
-    "batches", "build", "check_config", "first_steps", "rehearse", "run_ranks", "this_project",
-]  # fmt: skip
+__all__ = ["batches", "build", "check_config", "first_steps", "rehearse", "run_ranks"]
+__all__ += ["this_project"]
 
 
 def this_project(file: str) -> Project:
-    """Returns the project whose folder is the nearest above `file` with a package that has a
-    `__main__.py`.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Returns the project of the nearest folder above `file` that has a package with a
+    `__main__.py`; raises FileNotFoundError without one."""
     for folder in Path(file).absolute().parents:
         if packages := sorted(folder.glob("*/__main__.py")):
             return Project(packages[0].parent.name)
@@ -49,11 +44,9 @@ def this_project(file: str) -> Project:
 
 
 def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
-    """Returns a sentence for each thing in a configuration that cannot work on the machine that it
-    describes.
+    """Returns a sentence for each thing in a configuration that cannot work on its machine.
 
-    Devices and nodes are those of the configuration; where it says auto, one node with `gpus`.
-    Nothing is started.
+    The machine has the configuration's devices and nodes; where it says auto, one node with `gpus`.
 
     Raises:
         InputError: a file, key or value is wrong.
@@ -67,11 +60,7 @@ def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
 
 def build(project: Project, *flags: str) -> tuple[Any, Any]:
     """Returns the project's module with its network built on this CPU, in training mode, and its
-    prepared data.
-
-    Raises:
-        InputError: the configuration or the data are wrong.
-    """
+    prepared data; raises InputError if the configuration or the data are wrong."""
     cli = parse(["fit", *flags], project)
     module, data = cli.model, cli.datamodule
     torch.manual_seed(0)
@@ -90,13 +79,8 @@ def build(project: Project, *flags: str) -> tuple[Any, Any]:
 
 
 def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Tensor]]:
-    """Returns micro-batches as `training_step` gets them.
-
-    Args:
-        data: As `build` returns it.
-        num: How many.
-        after: Global batches that were trained on before, as after a resume.
-    """
+    """Returns `num` micro-batches of `build`'s data as `training_step` gets them, the first ones
+    or, as after a resume, those that follow `after` global batches."""
     data.load_state_dict(data.state_dict() | {"consumed_samples": after * data.global_batch_size})
     for callback in data.trainer.callbacks:
         if hasattr(callback, "as_state"):  # the counter of samples
@@ -110,8 +94,7 @@ def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Tensor]]:
 def run_ranks(project: Project, argv: list[str], num: int, folder: Path) -> RunRecord:
     """Runs a verb on `num` CPU processes and returns what they recorded: `.loss` is {step: loss}.
 
-    Raises:
-        RuntimeError: it failed; with the rank, the error and the end of its log.
+    Raises RuntimeError with the rank, the error and the end of its log.
     """
     with Workers(num, project) as workers:
         return workers.run(argv, folder).check()
@@ -129,11 +112,7 @@ def first_steps(project: Project, *flags: str, folder: Path, steps: int = 6) -> 
 
 def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
     """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
-    with the cause.
-
-    Raises:
-        InputError: the configuration cannot be read or made small.
-    """
+    with the cause. Raises InputError if the configuration cannot be read or made small."""
     runs, failed = _small(project, flags, folder, 6), {}
     for check in CHECKS:
         if only in check.name:

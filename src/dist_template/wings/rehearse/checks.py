@@ -15,18 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .compare import (
-    GRADIENT,
-    disagreement,
-    first_difference,
-    gradients,
-    lost_at_the_end,
-    relative_difference,
-    replicas,
-    samples,
-    trace,
-    trace_resumed,
-)  # fmt: skip
+from . import compare
 from .forward_hooks import with_location
 from .interventions import NEXT
 from .record import RunRecord
@@ -51,12 +40,11 @@ class Check:
         """Runs the trainings that no earlier check has run, compares, and returns the result."""
         started = time.perf_counter()
         verdict: Verdict = "pass"
-        where = cause = ""
+        got = where = cause = ""
         try:
             if runs.hung:
-                got, verdict = f"{runs.hung!r} hung, see above", "not run"
-            else:
-                got = self.compare(runs)
+                raise NotEqual(f"{runs.hung!r} hung, see above", "", verdict="not run")
+            got = self.compare(runs)
         except NotEqual as found:
             got, where, cause, verdict = found.got, found.where, found.cause, found.verdict
         except RunFailed as failure:
@@ -157,9 +145,10 @@ def no_seed_in_a_step(runs: Runs) -> str:
 
 def other_hash_seed(runs: Runs) -> str:
     one, other = runs.one, runs.other_hash
-    first = first_difference(one.start, other.start) or samples(one, other)
+    first = compare.first_difference(one.start, other.start) or compare.samples(one, other)
     if first or one.loss != other.loss:
-        what = f"with PYTHONHASHSEED {HASH_SEED}, which ranks do not share, {trace(one, other)}"
+        what = f"with PYTHONHASHSEED {HASH_SEED}, which ranks do not share, "
+        what += compare.trace(one, other)
         why = "something is ordered by hash() or a set (sort it), or reads a pid or a time"
         raise NotEqual("another training", f"{what}: {why}")
     return f"{len(other.loss)} losses bit-identical"
@@ -170,7 +159,7 @@ def other_hash_seed(runs: Runs) -> str:
 
 def starting_weights(runs: Runs) -> str:
     for other in (runs.ddp, runs.strategy):
-        if name := first_difference(runs.one.start, other.start):
+        if name := compare.first_difference(runs.one.start, other.start):
             cause = f"the starting weights differ first in {name}; {other.owner(name)}"
             raise NotEqual(f"{other.folder.name} differs from one", cause)
     return f"{len(runs.one.start)} tensors, bit-identical"
@@ -186,7 +175,7 @@ def each_sample_once(runs: Runs) -> str:
             if row in seen and runs.small.is_text:  # the generated text has no row twice
                 raise NotEqual("a sample twice", f"{where} repeats a sample of {seen[row]}{order}")
             seen[row] = where
-    if where := samples(runs.one, trained):
+    if where := compare.samples(runs.one, trained):
         raise NotEqual("other samples than one process", where + order)
     return f"{len(seen)} samples, {'none twice' if runs.small.is_text else 'in the same order'}"
 
@@ -211,13 +200,13 @@ def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: flo
     want, have = getattr(expected, series), getattr(got, series)
     if not have:
         raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
-    difference, each = relative_difference(want, have)
+    difference, each = compare.relative_difference(want, have)
     if difference > tolerance:
         _refuse_draws(expected)
         step = _first_above(each, tolerance)
         instead = want.get(step, float("nan"))
         where = f"from step {step} on ({have[step]:.6g} instead of {instead:.6g})"
-        raise NotEqual(f"{difference:.1e}", trace(expected, got), where)
+        raise NotEqual(f"{difference:.1e}", compare.trace(expected, got), where)
     note = ", dropout off" if expected.tensors("draws") else ""
     return f"{difference:.1e} over {len(each)} steps{note}"
 
@@ -236,17 +225,20 @@ def _refuse_draws(record: RunRecord) -> None:
 
 
 def each_gradient(runs: Runs) -> str:
-    differing, total = gradients(runs.one, runs.strategy), len(runs.one.tensors("gradients"))
+    differing, total = (
+        compare.gradients(runs.one, runs.strategy),
+        len(runs.one.tensors("gradients")),
+    )
     if differing:
         _refuse_draws(runs.one)
         got = f"{len(differing)} of {total} parameters differ"
-        raise NotEqual(got, trace(runs.one, runs.strategy), "in step 1")
+        raise NotEqual(got, compare.trace(runs.one, runs.strategy), "in step 1")
     return f"{total} parameters"
 
 
 def shared_tensors(runs: Runs) -> str:
-    if found := replicas(runs.strategy):
-        raise NotEqual("ranks differ", disagreement(runs.strategy, found))
+    if found := compare.replicas(runs.strategy):
+        raise NotEqual("ranks differ", compare.disagreement(runs.strategy, found))
     return f"{runs.small.processes} ranks agree after each step"
 
 
@@ -258,13 +250,13 @@ def evaluation(runs: Runs) -> str:
         cause = f"an evaluation drops out ({where}): leave model.train() to Lightning, and give"
         raise NotEqual("dropout", f"{cause} training=self.training to functions that drop out")
     for other, means in ((runs.big, "batches"), (runs.strategy, "ranks")):
-        if not relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
+        if not compare.relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
             raise NotOffered("the weights that it evaluates differ, see above")
         for step, metrics in sorted(other.eval().items()):
             for name, value in want.get(step, {}).items():
                 num += 1
                 have = metrics.get(name, float("nan"))
-                if relative_difference({step: value}, {step: have})[0] <= EVALUATION:
+                if compare.relative_difference({step: value}, {step: have})[0] <= EVALUATION:
                     continue
                 run = other.folder.name
                 where = f"step {step} of {run!r} has {name} {have:.6g}, not {value:.6g}"
@@ -285,12 +277,12 @@ def kill_and_resume(runs: Runs) -> str:
     if first != runs.kept_step + 1:
         killed = f"killed after step {last} with a checkpoint of step {runs.kept_step}"
         raise NotEqual("another step", f"{killed}, it resumed with step {first}")
-    difference, each = relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
+    difference, each = compare.relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
     if difference > 0:
-        cause = trace_resumed(runs.uninterrupted, runs.resumed)
+        cause = compare.trace_resumed(runs.uninterrupted, runs.resumed)
         where = f"from step {_first_above(each, 0)} on"
         raise NotEqual(f"losses differ by {difference:.1e}", cause, where)
-    if lost := lost_at_the_end(runs.uninterrupted, runs.resumed):
+    if lost := compare.lost_at_the_end(runs.uninterrupted, runs.resumed):
         raise NotEqual("losses agree, other state does not", lost)
     return f"steps {first}-{max(each)} bit-identical"
 
@@ -300,11 +292,11 @@ def resume_on_fewer(runs: Runs) -> str:
         fewer = runs.fewer
     except InputError as error:
         raise NotOffered(str(error)) from error
-    difference, each = relative_difference(runs.strategy.loss, fewer.loss)
+    difference, each = compare.relative_difference(runs.strategy.loss, fewer.loss)
     if difference > LOSS:
         _refuse_draws(runs.strategy)
         where = f"from step {_first_above(each, LOSS)} on"
-        raise NotEqual(f"{difference:.1e}", trace_resumed(runs.strategy, fewer), where)
+        raise NotEqual(f"{difference:.1e}", compare.trace_resumed(runs.strategy, fewer), where)
     return f"{difference:.1e}, {runs.small.processes} to {fewer.size} processes"
 
 
@@ -357,7 +349,11 @@ CHECKS = (
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
     Check("loss curve = one process", f"within {LOSS:.0e}", loss_curve),
     Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
-    Check("each gradient = one process", f"within {GRADIENT:.0e} of the largest", each_gradient),
+    Check(
+        "each gradient = one process",
+        f"within {compare.GRADIENT:.0e} of the largest",
+        each_gradient,
+    ),
     Check("ranks agree on what they share", "equal parameters, buffers", shared_tensors),
     Check("evaluation = one big batch", f"within {EVALUATION:.0e}", evaluation),
     Check("kill and resume = uninterrupted", "bit-identical losses", kill_and_resume),

@@ -23,7 +23,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ...compat.deepspeed import is_partitioned_in_half
 from ...compat.lightning import accumulates
@@ -57,10 +56,7 @@ class FirstStep(Callback):
     logits.pt          (batch, logits) of the trained module
 
     Rank 0 writes all but the first, in a pipeline with the entries of all stages.
-
-    Args:
-        folder: Destination.
-        dropout_is_off: Replaces dropout by the identity, because random masks differ between ranks.
+    `dropout_is_off` replaces dropout by the identity, because random masks differ between ranks.
     """
 
     def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
@@ -74,6 +70,8 @@ class FirstStep(Callback):
         self._evaluation_dropout = ""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer, self._module = trainer, pl_module
+
         def note() -> None:
             if trainer.evaluating and not self._evaluation_dropout:
                 self._evaluation_dropout = code_locations.of_caller() or "a callback"
@@ -91,8 +89,7 @@ class FirstStep(Callback):
             for name in SCALING_HOOKS:
                 if hasattr(base, name) and is_overridden(name, owner, base):
                     label = f"{type(owner).__name__}.{name}"
-                    measured = self._measured(getattr(owner, name), label, trainer, pl_module)
-                    setattr(owner, name, measured)
+                    setattr(owner, name, self._measured(getattr(owner, name), label))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         pipeline = pipeline_of(trainer.strategy)
@@ -113,7 +110,7 @@ class FirstStep(Callback):
         places["optimizer"] = code_locations.of_class(type(trainer.optimizers[0]))
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
         places["order"] = code_locations.of_class(type(order))
-        self._save(trainer, "places", places)
+        self._save("places", places)
 
     # ---- the first step ----------------------------------------------------------------------
 
@@ -128,79 +125,81 @@ class FirstStep(Callback):
             changed = next((name for name in weights if before[name] != weights[name]), "")
             self._hooks.start_micro_batch(batch, changed)
 
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, *_: object, **__: object) -> None:
         if self._hooks:
             self._hooks.on_boundary()
 
-    def _measured(
-        self, hook: Callable, label: str, trainer: L.Trainer, module: L.LightningModule
-    ) -> Callable:
+    def _measured(self, hook: Callable, label: str) -> Callable:
         """Returns `hook`, which in the first step also records by how much it scales gradients."""
 
         @functools.wraps(hook)
         def measured(*args: object, **kwargs: object) -> object:
-            if self._hooks is None or accumulates(trainer):
+            if self._hooks is None or accumulates(self._trainer):
                 return hook(*args, **kwargs)
-            before = gradient_norm(trainer, module)
+            before = self._gradient_norm()
             result = hook(*args, **kwargs)
-            factor = gradient_norm(trainer, module) / before if before else 1.0
+            factor = self._gradient_norm() / before if before else 1.0
             self._factors[label] = (factor, code_locations.of_function(hook))
             return result
 
         return measured
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
-        trained = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        if self._hooks:
-            passes, gradients = self._hooks.passes, {}
-            for name, parameter in trained.items():
-                gradient = gradient_of(parameter)
+    def _gradient_norm(self) -> float:
+        """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
+        if pipeline := pipeline_of(self._trainer.strategy):
+            return pipeline.norm([*self._module.parameters()]).item()
+        total = 0.0
+        for parameter in self._module.parameters():
+            gradient = gradient_of(parameter) if parameter.requires_grad else None
+            if gradient is not None:
+                total += gradient.double().pow(2).sum().item()
+        return total**0.5
+
+    def on_before_optimizer_step(self, *_: object, **__: object) -> None:
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            if self._hooks and parameter.requires_grad:
+                gradient, owner = gradient_of(parameter), name.rpartition(".")[0]
                 if gradient is not None:
                     gradients[name] = gradient
-                    continue
-                owner = name.rpartition(".")[0]
-                self._missing[name] = any(owner in each["tensors"] for each in passes)
-            self._save(trainer, "gradients", gradients)
-        for name in list(self._missing):
-            if trained[name].grad is not None:
-                del self._missing[name]
+                else:
+                    passes = self._hooks.passes
+                    self._missing[name] = any(owner in each["tensors"] for each in passes)
+            if parameter.grad is not None:
+                self._missing.pop(name, None)
+        if self._hooks:
+            self._save("gradients", gradients)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._hooks and trainer.global_step and not accumulates(trainer):
             self._hooks.remove()
             torch.save(self._hooks.passes, self.folder / f"forward{trainer.global_rank}.pt")
-            buffers = {name: full(buffer) for name, buffer in pl_module.named_buffers()}
-            self._save(trainer, "buffers", buffers)
-            self._save(trainer, "draws", self._hooks.draws)
-            self._save(trainer, "factors", self._factors)
+            buffers = {name: full(buffer) for name, buffer in self._module.named_buffers()}
+            self._save("buffers", buffers)
+            self._save("draws", self._hooks.draws)
+            self._save("factors", self._factors)
             self._hooks = None
 
     # ---- the trained module ------------------------------------------------------------------
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._save(trainer, "dropout", self._evaluation_dropout)
-        self._save(trainer, "missing", self._missing)
-        self._save(trainer, "untied", _untied(pl_module))
+        self._save("dropout", self._evaluation_dropout)
+        self._save("missing", self._missing)
+        self._save("untied", _untied(pl_module))
         pl_module.eval()
         logits = self._call.repeat(pl_module)
         pl_module.train()
-        if logits is not None:
-            self._save(trainer, "logits", (self._batch, full(logits)))
+        if isinstance(logits, Tensor):  # other outputs of `forward` are not compared
+            self._save("logits", (self._batch, full(logits)))
 
-    def _save(self, trainer: L.Trainer, name: str, value: object) -> None:
+    def _save(self, name: str, value: object) -> None:
         if self._group and isinstance(value, dict):
             merged: dict[str, object] = {}
             for stage in reversed(from_all_ranks(value, self._group)):
                 merged |= stage
             value = merged
-        if trainer.is_global_zero:
+        if self._trainer.is_global_zero:
             torch.save(value, self.folder / f"{name}.pt")
 
 
@@ -215,8 +214,7 @@ class _StepHooks(ForwardHooks):
 
     def start_micro_batch(self, batch: object, changed: str) -> None:
         self.tensors, self.running = {}, []
-        rows = [fingerprint(row) for row in samples_in(batch)]
-        labels = [fingerprint(label) for label in labels_in(batch)]
+        rows, labels = [*map(fingerprint, samples_in(batch))], [*map(fingerprint, labels_in(batch))]
         tensors = self.tensors
         self.passes.append({"rows": rows, "labels": labels, "tensors": tensors, "changed": changed})
         self._state = _random_state()
@@ -266,15 +264,3 @@ def gradient_of(parameter: nn.Parameter) -> Tensor | None:
     else:
         gradient = parameter.grad
     return None if gradient is None else full(gradient)
-
-
-def gradient_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
-    """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
-    if pipeline := pipeline_of(trainer.strategy):
-        return pipeline.norm([*module.parameters()]).item()
-    total = 0.0
-    for parameter in module.parameters():
-        gradient = gradient_of(parameter) if parameter.requires_grad else None
-        if gradient is not None:
-            total += gradient.double().pow(2).sum().item()
-    return total**0.5

@@ -72,19 +72,13 @@ class ForwardCall:
             self.arguments = (args, kwargs)
             self._handle.remove()
 
-    def repeat(
-        self, module: nn.Module, changed: Mapping[Tensor, Tensor] | None = None
-    ) -> Tensor | None:
-        """Repeats the call with `changed` tensors replaced.
-
-        Returns None if there was no call, or if `forward` returns no tensor.
-        """
+    def repeat(self, module: nn.Module, changed: Mapping[Tensor, Tensor] | None = None) -> object:
+        """Repeats the call with `changed` tensors replaced; returns None if there was no call."""
         if self.arguments is None:
             return None
         by_id = {id(tensor): new for tensor, new in (changed or {}).items()}
         args, kwargs = apply_to_collection(self.arguments, Tensor, lambda t: by_id.get(id(t), t))
-        output = module(*args, **kwargs)
-        return output if isinstance(output, Tensor) else None
+        return module(*args, **kwargs)
 
 
 def main_output(output: object) -> object:

@@ -49,16 +49,10 @@ class Job:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of one command on N ranks.
-
-    Args:
-        folder: Folder of its files.
-        answers: {rank: how it ended}: "done", an error, "refused: …" (bad input), "killed: …",
-            "hung: …".
-    """
+    """The record of one command on N ranks."""
 
     folder: Path
-    answers: dict[int, str]
+    answers: dict[int, str]  # "done", an error, "refused: …" (bad input), "killed: …", "hung: …"
 
     @property
     def size(self) -> int:
@@ -147,7 +141,7 @@ class RunRecord:
             path = self.folder / f"rank{rank}.jsonl"
             text = path.read_text(encoding="utf-8") if path.exists() else ""
             complete = text.rpartition("\n")[0]  # a killed rank may leave an incomplete line
-            found.append([json.loads(line) for line in complete.splitlines()])
+            found.append([*map(json.loads, complete.splitlines())])
         return found
 
     def events(self, kind: str, rank: int = 0) -> list[Event]:
@@ -205,8 +199,7 @@ class RunRecord:
         events = self.events("step", rank)
         for event in events:
             if event["step"] == step:
-                is_change = kind == "python" and event[kind]
-                return events[0][kind] | event[kind] if is_change else event[kind]
+                return events[0][kind] | event[kind] if kind == "python" else event[kind]
         return {}
 
     # ---- tensors -----------------------------------------------------------------------------
@@ -218,8 +211,10 @@ class RunRecord:
 
     def forward_passes(self) -> list[tuple[int, ForwardPass]]:
         """Returns (rank, forward pass) of each micro-batch of the first step."""
-        ranks = range(self.size)
-        return [(rank, each) for rank in ranks for each in self.tensors(f"forward{rank}")]
+        found: list[tuple[int, ForwardPass]] = []
+        for rank in range(self.size):
+            found += [(rank, each) for each in self.tensors(f"forward{rank}")]
+        return found
 
     @cached_property
     def start(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import lightning as L
@@ -41,17 +41,13 @@ MAX_ITEMS = 1000  # a larger container is data, not state
 
 
 class Recorder(Callback):
-    """Records without changing the training. log_every_n_steps should be 1, for the metrics.
+    """Records into `folder`, without changing the training; `run` is the run folder.
 
-    Args:
-        folder: Destination.
-        rank: This process's rank.
-        run: The run folder, which has the checkpoints.
+    log_every_n_steps should be 1, for the metrics.
     """
 
     def __init__(self, folder: Path, rank: int, run: Path) -> None:
         self.folder = folder
-        self.rank = rank
         self.run = run
         self._recorded_step = -1
         self._start: dict[str, str] = {}  # Python state before the first step
@@ -66,27 +62,23 @@ class Recorder(Callback):
         self._recorded_step = trainer.global_step
         self._save_weights("start", pl_module)
         self._start = python_state(trainer, pl_module)
-        buffers = [name for name, _ in pl_module.named_buffers()]
+        buffers = [*dict(pl_module.named_buffers())]
         self._write_step(trainer, pl_module, {}, self._start, buffers=buffers)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        rows = [fingerprint(sample) for sample in samples_in(batch)]
+        rows = [*map(fingerprint, samples_in(batch))]
         state = fingerprint(torch.get_rng_state())
         self._write("rows", step=trainer.global_step + 1, rows=rows, random=state)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._has_gradients:
-            return
-        self._has_gradients = True
-        found: dict[str, tuple[str, str]] = {}
-        for name, parameter in pl_module.named_parameters():
-            if parameter.grad is not None:
-                found[name] = (shard_place(parameter.grad), fingerprint(parameter.grad))
-        self._write("gradients", tensors=found)
+        if not self._has_gradients:
+            self._has_gradients = True
+            gradients = ((name, each.grad) for name, each in pl_module.named_parameters())
+            self._write("gradients", tensors=replica_hashes(gradients))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
@@ -99,12 +91,12 @@ class Recorder(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
+        if trainer.testing:
+            stage = "test"
         metrics = results_of(trainer, pl_module)
         self._write("eval", step=trainer.global_step, stage=stage, metrics=metrics)
 
-    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        metrics = results_of(trainer, pl_module)
-        self._write("eval", step=trainer.global_step, stage="test", metrics=metrics)
+    on_test_end = on_validation_end
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save_weights("end", pl_module)
@@ -122,7 +114,7 @@ class Recorder(Callback):
             "step",
             step=trainer.global_step,
             metrics=metrics,
-            tensors=replica_hashes(module),
+            tensors=replica_hashes([*module.named_parameters(), *module.named_buffers()]),
             optimizer=optimizer_state(trainer, module),
             rates=[float(group["lr"]) for group in groups],  # of the next step
             python=python,
@@ -130,8 +122,7 @@ class Recorder(Callback):
         )
 
     def _save_weights(self, name: str, module: nn.Module) -> None:
-        weights = gather(module)  # collective
-        if self.rank == 0:
+        if weights := gather(module):  # collective; {} on other ranks than 0
             torch.save(weights, self.folder / f"{name}.pt")
 
     def _write(self, event: str, **values: object) -> None:
@@ -166,16 +157,16 @@ def labels_in(batch: object) -> Tensor | tuple:
 # ---- state -----------------------------------------------------------------------------------
 
 
-def replica_hashes(module: nn.Module) -> dict[str, tuple[str, str]]:
-    """Returns {name: (shard, hash)} of this rank's parameters and buffers.
+def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:
+    """Returns {name: (shard, hash)} of this rank's tensors.
 
     Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded
     tensor, and its coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold
     the same.
     """
     found: dict[str, tuple[str, str]] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not is_partitioned_by_zero(tensor):
+    for name, tensor in tensors:
+        if tensor is not None and not is_partitioned_by_zero(tensor):
             found[name] = (shard_place(tensor), fingerprint(tensor))
     return found
 
@@ -221,33 +212,23 @@ def _hash(value: object) -> str | None:
     if isinstance(value, torch.Generator):
         return f"generator {fingerprint(value.get_state())}"
     if isinstance(value, random.Random):
-        return f"generator {_digest(repr(value.getstate()))}"
+        return f"generator {_digest(value.getstate())}"
     if isinstance(value, np.random.Generator):
-        return f"generator {_digest(repr(value.bit_generator.state))}"
+        return f"generator {_digest(value.bit_generator.state)}"
     if isinstance(value, np.ndarray):
         return f"array {_digest(value.tobytes())}"
     if isinstance(value, nn.Module):  # in a container or a callback; checkpoints have the module's
         value = value.state_dict()
     if isinstance(value, Mapping):
-        return _hash_of_items([*value.items()])
+        value = [*value.items()]
     if isinstance(value, list | tuple | deque):
-        return _hash_of_items(value)
+        parts = [_hash(item) for item in value] if len(value) <= MAX_ITEMS else [None]
+        if None in parts:
+            return None
+        kind = "tensor" if any(part and part.startswith("tensor") for part in parts) else "items"
+        return f"{kind} {_digest(parts)}"
     is_plain = isinstance(value, bool | int | float | str | None | np.generic)
     return repr(value) if is_plain else None
-
-
-def _hash_of_items(items: Sequence[object]) -> str | None:
-    if len(items) > MAX_ITEMS:
-        return None
-    kind, parts = "container", []
-    for item in items:
-        part = _hash(item)
-        if part is None:
-            return None
-        if part.startswith("tensor"):
-            kind = "tensor"
-        parts.append(part)
-    return f"{kind} {_digest(repr(parts))}"
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -256,6 +237,6 @@ def fingerprint(tensor: Tensor) -> str:
     return _digest(data.numpy().tobytes())
 
 
-def _digest(data: bytes | str) -> str:
-    data = data.encode() if isinstance(data, str) else data
+def _digest(value: object) -> str:
+    data = value if isinstance(value, bytes) else repr(value).encode()
     return hashlib.blake2b(data, digest_size=8).hexdigest()

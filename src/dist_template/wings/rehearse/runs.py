@@ -27,7 +27,7 @@ from lightning.pytorch import Callback
 from ...checkpoint import manifest
 from ...project import Project
 from .first_step import FirstStep
-from .interventions import KillAt, LabelProbe, LeakageTest, RaggedLabels, SeedProbe
+from .interventions import KillAt, LeakageTest, RaggedLabels, StepProbe
 from .record import RunRecord
 from .shrink_config import Config, Small, checkpoint_step
 from .shrink_strategy import halve
@@ -71,8 +71,8 @@ class Runs:
 
     @property
     def one(self) -> RunRecord:
-        probes = [probe(self.folder / "one") for probe in (LeakageTest, LabelProbe, SeedProbe)]
-        return self._run("one", 1, self._single(), probes)
+        folder = self.folder / "one"
+        return self._run("one", 1, self._single(), [LeakageTest(folder), StepProbe(folder)])
 
     @property
     def other_hash(self) -> RunRecord:

@@ -62,11 +62,8 @@ class Small:
     ) -> Config:
         """Returns the same training under another strategy, with the same global batch.
 
-        Args:
-            processes: Ranks.
-            strategy: The entry in the configuration.
-            data_parallel: Ranks that see a batch of their own. None: all.
-            is_big: The global batch is one micro-batch.
+        `data_parallel` ranks, None: all, have different batches. `is_big`: the global batch is one
+        micro-batch.
         """
         config = copy.deepcopy(self.config)
         data, trainer = config["data"], config["trainer"]
@@ -99,19 +96,16 @@ def shrink(
     processes: int | None = None,
     keep_data: bool = False,
 ) -> Small:
-    """Returns the small configuration of `given`.
+    """Returns the small configuration of `given`, which has every key resolved.
 
     Args:
-        given: The production configuration with every key resolved.
+        given: The production configuration.
         model_config: Its transformers configuration; None for another kind of model.
         strategy: Its strategy, instantiated, or the strategy's name.
         folder: Destination of the generated text and of all runs.
         steps: Optimizer steps of an uninterrupted training.
-        processes: Ranks; None: the minimum for the strategy.
+        processes: Ranks; None: the minimum for the strategy. InputError where it does not fit.
         keep_data: Keeps the configured source and tokenizer.
-
-    Raises:
-        InputError: the strategy does not work on `processes`.
     """
     config = copy.deepcopy(given)
     notes: list[str] = []

@@ -111,7 +111,7 @@ class Workers:
 
         Args:
             argv: A verb and its flags. Verbs other than TRAINING_VERBS run on one process.
-            record: A new folder for the record, and for the ranks' output as `rank<N>.log`.
+            record: A new folder for the record and the ranks' logs.
             timeout_s: Seconds after which the ranks log their stacks and are killed. None: never.
             idle_s: Seconds without progress (`WATCHDOG.beat`) after which each rank reports its
                 position. 0: off.
@@ -160,7 +160,7 @@ class Workers:
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while len(answers) < len(self._pipes):
             left_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-            waiting = [rank for rank in range(len(self._pipes)) if rank not in answers]
+            waiting = sorted({*range(len(self._pipes))} - answers.keys())
             ready = wait([self._pipes[rank] for rank in waiting], left_s)
             for rank in waiting:
                 if self._pipes[rank] in ready:
@@ -171,7 +171,8 @@ class Workers:
             has_failed = bool(set(answers.values()) - {"done", IDLE})
             if not ready:
                 why = IDLE if idle else f"hung: no end after {timeout_s or 0:.0f} s"
-                why = "stopped: another rank had failed" if has_failed else why
+                if has_failed:
+                    why = "stopped: another rank had failed"
                 answers |= dict.fromkeys(waiting, why)
             elif has_failed or idle:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
