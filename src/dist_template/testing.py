@@ -1,5 +1,4 @@
-"""Functions for a project's own tests: build its module on this CPU, check its configurations,
-train on N ranks.
+"""Functions for a project's tests: build its module, check its configurations, rehearse them.
 
     PROJECT = this_project(__file__)
     module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
@@ -26,12 +25,9 @@ from .cli.limits import Machine, violations
 from .project import Project
 from .wings.rehearse.checks import CHECKS
 from .wings.rehearse.command import make_small, rehearse_flags
-from .wings.rehearse.record import RunRecord
 from .wings.rehearse.runs import Runs
-from .wings.rehearse.workers import Workers
 
-__all__ = ["batches", "build", "check_config", "first_steps", "rehearse", "run_ranks"]
-__all__ += ["this_project"]
+__all__ = ["batches", "build", "check_config", "first_steps", "rehearse", "this_project"]
 
 
 def this_project(file: str) -> Project:
@@ -89,15 +85,6 @@ def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Tensor]]:
     for batch in islice(data.train_dataloader(), num):
         found.append(data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0))
     return found
-
-
-def run_ranks(project: Project, argv: list[str], num: int, folder: Path) -> RunRecord:
-    """Runs a verb on `num` CPU processes and returns what they recorded: `.loss` is {step: loss}.
-
-    Raises RuntimeError with the rank, the error and the end of its log.
-    """
-    with Workers(num, project) as workers:
-        return workers.run(argv, folder).check()
 
 
 def first_steps(project: Project, *flags: str, folder: Path, steps: int = 6) -> dict[int, float]:

@@ -1,7 +1,7 @@
 """`rehearse` fails on planted faults and names them, and passes on correct edits.
 
 The checks run in their order, and the first failure, which a user reads first, must name the planted fault. Trainings
-that a fault does not affect are those of the unmodified project, each run once.
+that a fault does not affect run once, in the unmodified project.
 """
 
 from __future__ import annotations

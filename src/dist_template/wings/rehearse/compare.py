@@ -102,11 +102,12 @@ def _other_factor(expected: RunRecord, got: RunRecord, with_clipping: bool) -> s
 
 def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first gradient in backward order that differs; "" if all agree."""
-    differing, total = gradients(expected, got), len(expected.tensors("gradients"))
+    differing, want = gradients(expected, got), expected.tensors("gradients")
+    total = len(want)
     if not differing:
         return ""
     if len(differing) == total:
-        want, have = expected.tensors("gradients"), got.tensors("gradients")
+        have = got.tensors("gradients")
         norms = {name: tensor.double().norm().item() for name, tensor in want.items()}
         factors: list[float] = []
         for name in want.keys() & have.keys():
@@ -294,7 +295,7 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
 
 
 def labels(expected: RunRecord, got: RunRecord) -> str:
-    """Describes a sample of the first step whose labels are not those of `expected`, or ""."""
+    """Describes a sample of the first step whose labels differ from `expected`'s, or ""."""
     known: dict[str, str] = {}
     for _, each in expected.forward_passes():
         known |= zip(each["rows"], each["labels"], strict=False)

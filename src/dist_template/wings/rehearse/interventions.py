@@ -78,8 +78,8 @@ class KillAt(Callback):
 class LeakageTest(Callback):
     """Writes leakage.pt: {"documents": …, "future": …}, each the first tensor that changes, or "".
 
-    It changes tokens that must not be visible, and compares the outputs of the others. Keys are
-    those of `ForwardHooks`. A test that the module or its batch does not allow is missing.
+    It changes tokens that must not be visible, and compares the outputs of the others. Keys as
+    in `ForwardHooks.tensors`. A test that the module or its batch does not allow is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +96,7 @@ class LeakageTest(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._batches:
             return
-        batch, call = max(self._batches, key=lambda each: int(_earlier_documents(each[0]).sum()))
+        batch, call = max(self._batches, key=lambda each: int(_document_starts(each[0]).sum()))
         pl_module.eval()
         found: dict[str, str] = {}
         expected = _forward(pl_module, call)
@@ -105,20 +105,21 @@ class LeakageTest(Callback):
             future = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
             future[:, future.shape[1] // 2 :] = True
             found["future"] = _first_change(pl_module, call, batch, future, expected)
-            documents = _earlier_documents(batch)
+            number = _document_starts(batch).cumsum(1)
+            earlier = number < number[:, -1:]  # documents than the last one of a row
             data = trainer.datamodule  # ty: ignore[missing-attribute]
-            if documents.any() and not getattr(data, "cross_document_attention", False):
-                found["documents"] = _first_change(pl_module, call, batch, documents, expected)
+            if earlier.any() and not getattr(data, "cross_document_attention", False):
+                found["documents"] = _first_change(pl_module, call, batch, earlier, expected)
         pl_module.train()
         torch.save(found, self.folder / "leakage.pt")
 
 
-def _earlier_documents(batch: Mapping[str, Tensor]) -> Tensor:
-    """Returns (B, T): whether a token is before the last document of its row."""
-    if "position_ids" not in batch:
-        return torch.zeros_like(batch["input_ids"], dtype=torch.bool)
-    number = (batch["position_ids"] == 0).cumsum(1)
-    return number < number[:, -1:]
+def _document_starts(batch: Mapping[str, Tensor]) -> Tensor:
+    """Returns (B, T): whether a document starts at a token; False without position_ids."""
+    tokens, positions = batch["input_ids"], batch.get("position_ids")
+    if positions is None or positions.shape != tokens.shape:
+        return torch.zeros_like(tokens, dtype=torch.bool)
+    return positions == 0
 
 
 def _forward(
@@ -141,9 +142,8 @@ def _first_change(
 
     A tensor inside may change for tokens that its layer masks next: the logits (key "") decide.
     """
-    tokens, ends = batch["input_ids"].clone(), []
-    if "position_ids" in batch:  # document ends stay
-        ends = tokens[:, :-1][batch["position_ids"][:, 1:] == 0].tolist()
+    tokens = batch["input_ids"].clone()
+    ends = tokens[:, :-1][_document_starts(batch)[:, 1:]].tolist()  # they stay
     others = sorted({*tokens.flatten().tolist()} - {*ends})
     following = dict(zip(others, others[1:] + others[:1], strict=True))
     tokens[is_changed] = tokens[is_changed].apply_(lambda token: following.get(token, token))
@@ -171,10 +171,10 @@ class StepProbe(Callback):
                 how many tokens count though their label is -100
     seeds.pt    {function: file:line} of the user's code that seeds a generator in a step
 
-    "batch" is that of `batch["labels"]`, "loss" what the loss really predicts: the gradient of a
+    "batch" is the shift of `batch["labels"]`, "loss" what the loss predicts: the gradient of a
     cross entropy is negative at the label's logit alone. A shift that no `SHARE` of the labels
-    has is missing, as for a loss in chunks, whose logits are never those of whole rows. Code that
-    sets the state back that it found, as `torch.random.fork_rng` does, is not noted.
+    has is missing, as for a loss in chunks, whose logits never cover full rows. Code
+    that restores a generator's state, as `torch.random.fork_rng` does, is not noted.
     """
 
     def __init__(self, folder: Path) -> None:

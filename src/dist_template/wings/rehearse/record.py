@@ -196,11 +196,7 @@ class RunRecord:
             for each in reversed(range(self.size)):
                 merged |= self.after(step, kind, each)
             return merged
-        events = self.events("step", rank)
-        for event in events:
-            if event["step"] == step:
-                return events[0][kind] | event[kind] if kind == "python" else event[kind]
-        return {}
+        return next((e[kind] for e in self.events("step", rank) if e["step"] == step), {})
 
     # ---- tensors -----------------------------------------------------------------------------
 

@@ -5,9 +5,8 @@ Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
     run         folder, dp_rank (data-parallel rank)
     rows        step, rows (a hash of each sequence), random (of the random state before them)
     gradients   tensors (see `replica_hashes`): gradients of the first step, before clipping
-    step        step, metrics (that the module logged), tensors (see `replica_hashes`), optimizer,
-                rates, python (before the first step all of it, later the changes since then);
-                before the first step also buffers: their names
+    step        step, metrics (that the module logged), tensors (see `replica_hashes`), buffers
+                (their names), optimizer, rates, python; also before the first step
     eval        step, stage (sanity, validate, test), metrics
 
 Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`.
@@ -50,7 +49,6 @@ class Recorder(Callback):
         self.folder = folder
         self.run = run
         self._recorded_step = -1
-        self._start: dict[str, str] = {}  # Python state before the first step
         self._has_gradients = False
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
@@ -59,11 +57,8 @@ class Recorder(Callback):
         self._write("run", folder=str(self.run), dp_rank=sampler["rank"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._recorded_step = trainer.global_step
         self._save_weights("start", pl_module)
-        self._start = python_state(trainer, pl_module)
-        buffers = [*dict(pl_module.named_buffers())]
-        self._write_step(trainer, pl_module, {}, self._start, buffers=buffers)
+        self._write_step(trainer, pl_module, {})
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
@@ -84,10 +79,7 @@ class Recorder(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
     ) -> None:
         if trainer.global_step != self._recorded_step:
-            self._recorded_step = trainer.global_step
-            state = python_state(trainer, pl_module).items()
-            changed = {key: value for key, value in state if self._start.get(key) != value}
-            self._write_step(trainer, pl_module, metrics_of(pl_module).latest, changed)
+            self._write_step(trainer, pl_module, metrics_of(pl_module).latest)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stage = "sanity" if trainer.sanity_checking else "validate"
@@ -102,23 +94,20 @@ class Recorder(Callback):
         self._save_weights("end", pl_module)
 
     def _write_step(
-        self,
-        trainer: L.Trainer,
-        module: L.LightningModule,
-        metrics: Mapping[str, float],
-        python: Mapping[str, str],
-        **more: object,
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]
     ) -> None:
+        self._recorded_step = trainer.global_step
+        buffers = dict(module.named_buffers())
         groups = [group for each in trainer.optimizers for group in each.param_groups]
         self._write(
             "step",
             step=trainer.global_step,
             metrics=metrics,
-            tensors=replica_hashes([*module.named_parameters(), *module.named_buffers()]),
+            tensors=replica_hashes([*module.named_parameters(), *buffers.items()]),
+            buffers=[*buffers],
             optimizer=optimizer_state(trainer, module),
             rates=[float(group["lr"]) for group in groups],  # of the next step
-            python=python,
-            **more,
+            python=python_state(trainer, module),
         )
 
     def _save_weights(self, name: str, module: nn.Module) -> None:

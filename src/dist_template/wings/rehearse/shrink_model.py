@@ -46,7 +46,12 @@ def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int 
     for name, largest in SIZES.items():
         if size := _size(config, name):
             small[name] = min(size, largest)
-    small |= _heads(config) | _experts(config) | _layers(config, max(2, min_layers))
+    small |= _heads(config) | _layers(config, max(2, min_layers))
+    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
+        if size := _size(config, name):
+            small[name] = min(size, NUM_EXPERTS)
+    if (groups := _size(config, "n_group")) > 1:
+        small |= {"n_group": 2, "topk_group": 1 if config.topk_group < groups else 2}
     if window := _size(config, "sliding_window"):
         small["sliding_window"] = min(window, max(1, seq_len // 4))
     if _size(config, "max_position_embeddings"):
@@ -90,16 +95,6 @@ def _heads(config: PretrainedConfig) -> dict[str, int]:
     found = {"num_attention_heads": max(small_groups * heads_per_group, min(heads, 2))}
     if given_groups:
         found["num_key_value_heads"] = small_groups
-    return found
-
-
-def _experts(config: PretrainedConfig) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
-        if size := _size(config, name):
-            found[name] = min(size, NUM_EXPERTS)
-    if (groups := _size(config, "n_group")) > 1:
-        found |= {"n_group": 2, "topk_group": 1 if config.topk_group < groups else 2}
     return found
 
 

@@ -79,7 +79,9 @@ def serve(connection: Connection, job: Job) -> None:
         _in_background(_exit_with_parent)
         faulthandler.enable(log, all_threads=False)  # logs the Python stack of a crash in C
         if job.timeout_s is not None:  # the watchdog uses faulthandler's own timer
-            _in_background(_dump_stacks_after, max(1.0, job.timeout_s - 3), log)
+            timer = threading.Timer(job.timeout_s - 3, faulthandler.dump_traceback, [log])
+            timer.daemon = True
+            timer.start()
         if job.idle_s:
             WATCHDOG.beat()
             _in_background(_report_idleness, connection, job.idle_s, log)
@@ -99,11 +101,6 @@ def _exit_with_parent() -> None:
     if (parent := parent_process()) is not None:
         parent.join()
         os._exit(1)
-
-
-def _dump_stacks_after(seconds: float, log: TextIO) -> None:
-    time.sleep(seconds)
-    faulthandler.dump_traceback(log)
 
 
 def _report_idleness(connection: Connection, idle_s: float, log: TextIO) -> None:

@@ -78,8 +78,8 @@ class Workers:
     Args:
         num: Ranks, each a process with one thread. With 1, there is no process group.
         project: Its module and data are trained.
-        hash_seed: PYTHONHASHSEED of the ranks, which then import everything anew. None: that of the
-            process from which all are forked.
+        hash_seed: PYTHONHASHSEED of the ranks, which then import everything anew. None: as in
+            the process from which all are forked.
     """
 
     def __init__(self, num: int, project: Project, hash_seed: str | None = None) -> None:
@@ -117,7 +117,7 @@ class Workers:
                 position. 0: off.
             callbacks: Appended to the trainer's callbacks; they must pickle.
             prelude: Called in each worker before the command; tests inject faults with it.
-            run_id: Name of the run folder. None: that of `record`.
+            run_id: Name of the run folder. None: `record`'s name.
         """
         record.mkdir(parents=True, exist_ok=True)
         folder = record.absolute()
