@@ -31,10 +31,7 @@ MIN_STEPS = 6  # the kill needs steps before and after it
 def main(argv: list[str], project: Project, prelude: Callable[[], None] | None = None) -> None:
     """Checks the sizes of a configuration without running it, then trains it small.
 
-    Args:
-        argv: The verb and its flags.
-        project: Its module and data are trained.
-        prelude: Called in each process before anything else; tests inject faults with it.
+    `prelude` is called in each process before anything else; tests inject faults with it.
 
     Raises:
         InputError: the configuration cannot be read or made small.
@@ -122,8 +119,7 @@ def make_small(
 ) -> tuple[CLI, PretrainedConfig | None, Runs]:
     """Returns the configuration's objects, the full-size model's configuration, and the trainings.
 
-    Raises:
-        InputError: it cannot be read or made small.
+    Raises InputError if the configuration cannot be read or made small.
     """
     import yaml
 

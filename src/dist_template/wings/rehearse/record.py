@@ -102,11 +102,7 @@ class RunRecord:
         return message if not kind else ""
 
     def check(self) -> RunRecord:
-        """Returns this record if the command succeeded.
-
-        Raises:
-            RuntimeError: it failed; with the error and the end of that rank's log.
-        """
+        """Returns this record; raises RuntimeError with the end of a log if the command failed."""
         if self.ok:
             return self
         rank = self.failed_rank
@@ -188,8 +184,7 @@ class RunRecord:
     def after(self, step: int, kind: str, rank: int | None) -> Any:
         """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}.
 
-        Rank None: of all ranks, each entry from the first rank that has it; stages of a pipeline
-        have different ones.
+        Rank None: each entry from the first rank that has it; stages of a pipeline differ.
         """
         if rank is None:
             merged: dict[str, object] = {}

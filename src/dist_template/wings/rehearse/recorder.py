@@ -20,6 +20,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -121,15 +122,12 @@ class Recorder(Callback):
 # ---- batches ---------------------------------------------------------------------------------
 
 
-def samples_in(batch: object) -> Tensor:
+def samples_in(batch: Any) -> Tensor:
     """Returns the tensor whose rows are the samples: of text its tokens, else the first tensor."""
     if isinstance(batch, Mapping):
         first = next(iter(batch.values()))
-        batch = batch.get("whole_input_ids", batch.get("input_ids", first))
-    while isinstance(batch, list | tuple):
-        batch = batch[0]
-    assert isinstance(batch, Tensor)
-    return batch
+        return samples_in(batch.get("whole_input_ids", batch.get("input_ids", first)))
+    return samples_in(batch[0]) if isinstance(batch, list | tuple) else batch
 
 
 def labels_in(batch: object) -> Tensor | tuple:

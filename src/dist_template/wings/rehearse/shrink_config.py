@@ -96,16 +96,11 @@ def shrink(
     processes: int | None = None,
     keep_data: bool = False,
 ) -> Small:
-    """Returns the small configuration of `given`, which has every key resolved.
+    """Returns the small configuration of `given`, the production one with every key resolved.
 
-    Args:
-        given: The production configuration.
-        model_config: Its transformers configuration; None for another kind of model.
-        strategy: Its strategy, instantiated, or the strategy's name.
-        folder: Destination of the generated text and of all runs.
-        steps: Optimizer steps of an uninterrupted training.
-        processes: Ranks; None: the minimum for the strategy. InputError where it does not fit.
-        keep_data: Keeps the configured source and tokenizer.
+    `strategy` is the instantiated strategy or its name, `folder` the destination of text and runs.
+    `keep_data` keeps the configured source and tokenizer. Raises InputError if the strategy does
+    not work on `processes`; None: the fewest that it needs.
     """
     config = copy.deepcopy(given)
     notes: list[str] = []

@@ -73,13 +73,10 @@ def _environment(**variables: str) -> Generator[None]:
 
 
 class Workers:
-    """Runs commands of a project, one after the other, on `num` CPU processes.
+    """Runs commands of a project, one after the other, on `num` CPU processes of one thread.
 
-    Args:
-        num: Ranks, each a process with one thread. With 1, there is no process group.
-        project: Its module and data are trained.
-        hash_seed: PYTHONHASHSEED of the ranks, which then import everything anew. None: as in
-            the process from which all are forked.
+    With 1, there is no process group. With a `hash_seed` (PYTHONHASHSEED), ranks are not forked:
+    they import everything anew.
     """
 
     def __init__(self, num: int, project: Project, hash_seed: str | None = None) -> None:
