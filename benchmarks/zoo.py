@@ -29,13 +29,10 @@ import yaml
 
 from dist_template.model import proof
 from dist_template.project import Project
-from dist_template.wings.rehearse.compare import relative_difference, replicas
-from dist_template.wings.rehearse.first_step import Details
-from dist_template.wings.rehearse.gradient_hooks import GradientHooks
-from dist_template.wings.rehearse.interventions import RaggedLabels
-from dist_template.wings.rehearse.leakage import LeakageTest
+from dist_template.wings.rehearse.compare import relative_difference, replicas, trace
+from dist_template.wings.rehearse.first_step import FirstStep
+from dist_template.wings.rehearse.interventions import LeakageTest, RaggedLabels
 from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.root_cause import trace
 from dist_template.wings.rehearse.shrink_config import write_texts
 from dist_template.wings.rehearse.workers import Workers
 
@@ -156,7 +153,7 @@ class Zoo:
         config.write_text(yaml.safe_dump({"model": {"architecture": architecture}}), "utf-8")
         argv = ["fit", f"--config={config}", *self.flags(), *flags, *chosen.flags, *more, f"--run.root={folder}/runs"]
         argv += [f"--trainer.devices={chosen.ranks}", f"--data.micro_batch_size={max(1, rows)}"]
-        recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
+        recorders = [FirstStep(folder, True)] if is_traced else []
         with Workers(chosen.ranks, Project("trainer_dev")) as workers:
             callbacks = [RaggedLabels(), *recorders, *([LeakageTest(folder)] if arm == "one" else [])]
             return workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=300.0, run_id=name)

@@ -22,10 +22,9 @@ from dist_template.callbacks.global_order import ConsumedSamples
 from dist_template.callbacks.random_state import RandomState
 from dist_template.checkpoint import manifest
 from dist_template.compat.epochs import KEY, Point, ResumableEpochLoop
-from dist_template.wings.rehearse.compare import first_difference
+from dist_template.wings.rehearse.compare import first_difference, trace_resumed
 from dist_template.wings.rehearse.interventions import KillAt
 from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.root_cause import trace_resumed
 from tests.support.faults_of_runs import random_state_not_saved
 from tests.support.runs import Workers, logged, only_run, run
 from tests.support.strategies import flags_of

@@ -1,7 +1,7 @@
 """`rehearse` fails on planted faults and names them, and passes on correct edits.
 
 The checks run in their order, and the first failure, which a user reads first, must name the planted fault. Trainings
-that a fault does not affect are those of the unmodified project, each run once.
+that a fault does not affect run once, in the unmodified project.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 from dist_template.text.sources.documents import TextFiles
 from dist_template.wings.rehearse import source_order
 from dist_template.wings.rehearse.checks import CHECKS
-from dist_template.wings.rehearse.command import main, make_small, own_flags
+from dist_template.wings.rehearse.command import main, make_small, rehearse_flags
+from dist_template.wings.rehearse.compare import trace
 from dist_template.wings.rehearse.report import Result
-from dist_template.wings.rehearse.root_cause import trace
 from dist_template.wings.rehearse.runs import Runs
 from tests.support import edits, faults, faults_of_ranks, faults_of_runs, faults_of_steps
 from tests.support.hashed_source import FailingSource, HashedSource
@@ -186,7 +186,7 @@ class Rehearsals:
             flags = [f"--config={CONFIGS}/quickstart.yaml", *flags_of(strategy)]
             flags += [f"--model.architecture={model}", "--data.prompts=[]", "--steps=6"]
             flags += [f"--processes={processes}"] if processes else []
-            own, rest = own_flags().parse_known_args(flags)
+            own, rest = rehearse_flags().parse_known_args(flags)
             _, _, runs = make_small(own, rest, self.folder / f"sound{len(self._sound)}", OURS)
             runs.prepare()
             self._sound[key] = runs

@@ -131,7 +131,7 @@ class HangOnRankOne(Callback):
 
 @pytest.fixture
 def two(flags: list[str], tmp_path: Path) -> list[str]:
-    """`fit` on two processes, of which each test breaks one."""
+    """`fit` on two processes; each test breaks one of them."""
     with Workers(1) as workers:
         workers.run(["prepare", *flags], tmp_path / "prepare").check()
     return ["fit", *flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2"]
