@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def own(owner: Any, name: str, base: type) -> Any:
+def overridden_hook(owner: Any, name: str, base: type) -> Any:
     """Returns the hook `name` of `owner`, or None if it is the empty one of `base`."""
     hook = getattr(owner, name)
     return None if getattr(hook, "__func__", None) is getattr(base, name) else hook

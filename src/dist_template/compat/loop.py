@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from .closure import StepClosure, with_loss
 from .epochs import FitLoop, ResumableEpochLoop, make_resumable
-from .hooks import call, own
+from .hooks import call, overridden_hook
 from .precision import without_overhead
 
 VERIFIED = "2.6."
@@ -108,14 +108,16 @@ class EpochLoop(ResumableEpochLoop):
         )
         step = module.training_step
         self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        self._own_hooks = {name: own(module, name, L.LightningModule) for name in OF_EACH_BATCH}
+        self._own_hooks = {
+            name: overridden_hook(module, name, L.LightningModule) for name in OF_EACH_BATCH
+        }
         self._callbacks: dict[str, list[Any]] = {name: [] for name in OF_EACH_BATCH}
         for name, hooks in self._callbacks.items():
             for callback in trainer.callbacks:
-                if hook := own(callback, name, Callback):
+                if hook := overridden_hook(callback, name, Callback):
                     hooks.append(partial(hook, trainer, module))
         self.drops_gradients = not (
-            own(module, "optimizer_zero_grad", L.LightningModule)
+            overridden_hook(module, "optimizer_zero_grad", L.LightningModule)
             or self._own_hooks["on_before_zero_grad"]
             or self._callbacks["on_before_zero_grad"]
             or any(type(one).zero_grad is not Optimizer.zero_grad for one in trainer.optimizers)
@@ -131,7 +133,7 @@ class EpochLoop(ResumableEpochLoop):
         """Returns the data module's or module's hook; in the latter, `self.log` needs its name."""
         selector: Any = self.trainer._data_connector._datahook_selector
         owner = selector.get_instance(name)
-        hook = own(owner, name, L.LightningModule)
+        hook = overridden_hook(owner, name, L.LightningModule)
         if hook and owner is self._module:
             return partial(call, self._module, name, hook)
         return getattr(owner, name)

@@ -6,7 +6,7 @@ and LightningDataModule trains as well: only this file distinguishes them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from ..parallel import pipeline_of
 from .flops import Size
 from .metrics import MetricBuffer
+
+T = TypeVar("T")
 
 
 def samples_of(trainer: Any) -> Any:
@@ -31,7 +33,7 @@ def owns_order(data: Any) -> bool:
     return hasattr(data, "consumed_samples")
 
 
-def own(module: Any, name: str, kind: type) -> Any:
+def typed_attribute(module: object, name: str, kind: type[T]) -> T | None:
     """Returns the attribute if it is of the library's type: a user's may have the same name."""
     value = getattr(module, name, None)
     return value if isinstance(value, kind) else None
@@ -39,14 +41,14 @@ def own(module: Any, name: str, kind: type) -> Any:
 
 def metrics_of(module: Any) -> MetricBuffer:
     """Returns the module's metric buffer; a plain LightningModule gets one on first use."""
-    return own(module, "metrics", MetricBuffer) or vars(module).setdefault(
+    return typed_attribute(module, "metrics", MetricBuffer) or vars(module).setdefault(
         "metric_buffer", MetricBuffer()
     )
 
 
 def tracks_metrics(module: Any) -> bool:
     """Returns whether the module puts its own training metrics (train/loss …) into the buffer."""
-    return own(module, "metrics", MetricBuffer) is not None
+    return typed_attribute(module, "metrics", MetricBuffer) is not None
 
 
 def size_of(trainer: Any, module: Any) -> Size:
@@ -58,7 +60,7 @@ def size_of(trainer: Any, module: Any) -> Size:
 
 def results_of(trainer: Any, module: Any) -> dict[str, float]:
     """Returns the newest validation or test results: those of `log_eval`, else of `self.log`."""
-    if given := own(module, "eval_metrics", dict):
+    if given := typed_attribute(module, "eval_metrics", dict):
         return given
     logged = trainer.callback_metrics.items()
     return {name: float(value) for name, value in logged if not name.startswith("train")}

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from ...compat.deepspeed import is_partitioned_in_half
-from ...compat.hooks import own
+from ...compat.hooks import overridden_hook
 from ...compat.lightning import accumulates
 from ...compat.torch import on_optimizer_step
 from ...parallel import pipeline_of
@@ -56,7 +56,7 @@ class GradientHooks(Callback):
                 continue
             base = Callback if isinstance(owner, Callback) else L.LightningModule
             for name in HOOKS:
-                if hasattr(base, name) and (hook := own(owner, name, base)):
+                if hasattr(base, name) and (hook := overridden_hook(owner, name, base)):
                     label = f"{type(owner).__name__}.{name}"
                     setattr(owner, name, self._measured(trainer, pl_module, hook, label))
 
