@@ -1,9 +1,7 @@
-"""Checks the keys of `model.architecture`: the configuration class of its `model_type` or its model
-must read them.
+"""Checks that the configuration class of `model.architecture`, or its model, reads each key.
 
-transformers keeps any other key as an attribute that no model reads, so a misspelt one would have
-no effect. Keys for a model of your own are given under `extra`; they are passed to the
-configuration unchecked.
+transformers keeps any other key as an attribute, so a misspelt one would have no effect. Keys under
+`extra`, for a model of your own, are passed to the configuration unchecked.
 """
 
 from __future__ import annotations
@@ -12,18 +10,22 @@ import contextlib
 import dataclasses
 import inspect
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 EXTRA = "extra"
 
 
-def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
+def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
     """Returns the fields of a configuration, with those of `extra` and without `model_type`.
 
     Raises:
@@ -40,9 +42,9 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
         raise InputError(f"model.architecture.model_type is {kind!r}; give a name, such as llama")
     if kind in CONFIG_MAPPING:  # an unknown type is refused by transformers
         config_class = CONFIG_MAPPING[kind]
-        declared = {field.name for field in dataclasses.fields(config_class)}
-        # Reading the code for more names costs more than the rest of the check.
-        known = _known(config_class) if fields.keys() - declared else declared
+        known = {field.name for field in dataclasses.fields(config_class)}
+        if fields.keys() - known:  # reading the code takes longer than the rest of the check
+            known |= _names_in_code(config_class)
         for key in sorted(fields.keys() - known):
             near = get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]}? A" if near else "a"
@@ -54,23 +56,18 @@ def checked_fields(architecture: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _known(config_class: Any) -> set[str]:
-    """Returns a configuration's fields, aliases, properties, defaults and accepted older names.
-
-    The keys that only the model's code reads are included: Qwen3-MoE's `head_dim` is no field in
-    transformers 5.23.
+def _names_in_code(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Returns a configuration's aliases, properties, defaults and accepted older names, and the
+    keys that only the model's code reads: Qwen3-MoE's `head_dim` is no field in transformers 5.23.
     """
-    classes = [one for one in config_class.__mro__ if one.__module__.startswith("transformers.")]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    known |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
-    # of some classes the defaults are refused, each in its own way
+    known = config_class.attribute_map.keys() | set(config_class.attribute_map.values())
+    # some classes refuse their defaults, each in its own way
     with contextlib.suppress(Exception):
         known |= vars(config_class()).keys()
-    known |= {
-        name for one in classes for name, value in vars(one).items() if isinstance(value, property)
-    }
-    for one in classes:
-        known |= set(re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(one)))
+    for base in config_class.__mro__:
+        if base.__module__.startswith("transformers."):
+            known |= {key for key, value in vars(base).items() if isinstance(value, property)}
+            known |= set(re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(base)))
     model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
     if model and model.origin:
         code = Path(model.origin).read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +18,15 @@ from ...errors import InputError, is_out_of_memory, reason
 from .architecture_keys import checked_fields
 from .kernels import Attention, set_attention
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 INDEX = "model.safetensors.index.json"
 
 
 def causal_lm_config(
     architecture: dict[str, Any], pretrained: str | None, attention: Attention | None, data: Any
-) -> Any:
+) -> PreTrainedConfig:
     """Returns the transformers configuration; also called before any process starts, to find errors
     early.
 
@@ -42,17 +45,13 @@ def causal_lm_config(
     if pretrained:
         try:
             config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
-            _check_files(pretrained)
-            stops = _ids(config.eos_token_id)
-            if data.eos_token_id not in stops:  # the tokenizer ends documents or answers with it
-                config.eos_token_id = [*stops, data.eos_token_id]
-            return set_attention(config, attention)
-        except InputError:
-            raise
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"model.pretrained {pretrained!r} cannot be loaded: {reason(error)}"
-            ) from error
+            raise _cannot_load(pretrained, error) from error
+        _check_files(pretrained)
+        stops = _ids(config.eos_token_id)
+        if data.eos_token_id not in stops:  # the tokenizer ends documents or answers with it
+            config.eos_token_id = [*stops, data.eos_token_id]
+        return set_attention(config, attention)
     fields = {"max_position_embeddings": data.seq_len, **checked_fields(architecture)}
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), data.eos_token_id)
     fields["vocab_size"] = data.vocab_size
@@ -64,48 +63,53 @@ def causal_lm_config(
     return set_attention(config, attention)
 
 
-def causal_lm(config: Any, pretrained: str | None, vocab_size: int) -> nn.Module:
+def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int) -> nn.Module:
     """Returns the model of `config` with room for `vocab_size` tokens, in fp32.
 
     Only rank 0 loads weights; on the other ranks torch's default device is `meta`, and they receive
     them later.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    # Published embeddings are often padded beyond their tokenizer; only a larger vocabulary needs
-    # new rows.
-    if not pretrained or torch.get_default_device().type == "meta":
+    is_meta = torch.get_default_device().type == "meta"
+    if pretrained and not is_meta:
+        options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                pretrained, config=config, use_safetensors=True, **options
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _cannot_load(pretrained, error) from error
+        # Published embeddings are often padded beyond their tokenizer: only a larger vocabulary
+        # needs new rows.
+        if model.get_input_embeddings().num_embeddings < vocab_size:
+            model.resize_token_embeddings(vocab_size)
+    else:
         config.vocab_size = max(config.vocab_size, vocab_size)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:  # each architecture fails in its own way
-            is_meta = torch.get_default_device().type == "meta"  # place() may build it in full
+            # after an error on the meta device, place() may build it in full
             if is_out_of_memory(error) or is_meta and isinstance(error, RuntimeError):
                 raise
             what = f"model.architecture with model_type {config.model_type!r} cannot be built"
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
-    else:
-        model = _load_pretrained(pretrained, config)
-        embeddings: Any = model.get_input_embeddings()
-        if embeddings.num_embeddings < vocab_size:
-            model.resize_token_embeddings(vocab_size)
-    if pretrained:
-        _set_generation(model, pretrained, config)
+    if pretrained:  # all ranks sample and stop alike: only rank 0 loads this with the weights
+        with suppress(OSError):  # there is no generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(pretrained)
+        stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
+        model.generation_config.eos_token_id = list(dict.fromkeys(stops))
     return model
 
 
-def _set_generation(model: Any, pretrained: str, config: Any) -> None:
-    """Makes all ranks sample and stop alike: only rank 0 loads it with the weights."""
-    from transformers import GenerationConfig
-
-    with suppress(OSError):  # there is no generation_config.json
-        model.generation_config = GenerationConfig.from_pretrained(pretrained)
-    stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
-    model.generation_config.eos_token_id = list(dict.fromkeys(stops))
-
-
 def _ids(tokens: int | list[int] | None) -> list[int]:
-    return [] if tokens is None else [tokens] if isinstance(tokens, int) else [*tokens]
+    if tokens is None:
+        return []
+    return [tokens] if isinstance(tokens, int) else [*tokens]
+
+
+def _cannot_load(name: str, error: Exception) -> InputError:
+    return InputError(f"model.pretrained {name!r} cannot be loaded: {reason(error)}")
 
 
 def _check_files(name: str) -> None:
@@ -131,14 +135,3 @@ def _check_files(name: str) -> None:
     except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
         damaged = f"is damaged ({reason(error)}): copy or download it again"
         raise InputError(f"model.pretrained {name!r} {damaged}") from error
-
-
-def _load_pretrained(name: str, config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"model.pretrained {name!r} cannot be loaded: {reason(error)}") from error
