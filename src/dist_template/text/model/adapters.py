@@ -195,7 +195,7 @@ def _matching(key: str, wanted: str, names: set[str]) -> list[str]:
 
 def _rewrite_plans(model: PreTrainedModel) -> None:
     """Renames what adapters moved in the tensor and expert plans, and adds their matrices."""
-    from ...compat import expert_adapters
+    from ...compat.parallel_styles import register_expert_adapters
 
     tp_plan, ep_plan = dict(model.tp_plan or {}), dict(model.ep_plan or {})
     for name, module in model.named_modules():
@@ -215,7 +215,7 @@ def _rewrite_plans(model: PreTrainedModel) -> None:
             if (style := tp_plan.get(matrix)) and style != PACKED:
                 tp_plan[f"{a if style == 'rowwise' else b}.weight"] = style
             if style := ep_plan.get(matrix):
-                ep_plan |= {f"{a}.weight": style, f"{b}.weight": expert_adapters.register(rank)}
+                ep_plan |= {f"{a}.weight": style, f"{b}.weight": register_expert_adapters(rank)}
         else:
             style = tp_plan.get(path) or ""
             if style.startswith(("colwise", "packed", "rowwise")):

@@ -13,8 +13,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from ...compat.deepspeed import is_partitioned_in_half
-from ...compat.hooks import overridden_hook
 from ...compat.lightning import accumulates
+from ...compat.loop import overridden_hook
 from ...compat.torch import on_optimizer_step
 from ...parallel import pipeline_of
 from ...weights import is_partitioned_by_zero
