@@ -53,9 +53,9 @@ def lighten(trainer: Any) -> None:
     On a Lightning that they were not verified on, it keeps its own and prints that in one line."""
     if not L.__version__.startswith(VERIFIED):
         rank_zero_only(print)(
-            f"lightning {L.__version__}: Lightning's own training loop runs, as dist_template's was"
-            f" verified on {VERIFIED}x only. Small models train more slowly, and a resume at the end"
-            " of an epoch may repeat steps"
+            f"lightning {L.__version__}: Lightning's own training loop runs; dist_template's was"
+            f" verified on {VERIFIED}x only. Small models train more slowly, and a resume at the"
+            " end of an epoch may repeat steps"
         )
         return
     if not isinstance(trainer.profiler, PassThroughProfiler):

@@ -27,7 +27,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,9 +108,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 class Balancer:
-    """The loss terms and the bias update of a model's routers.
-
-    callbacks/experts.py attaches it to the model and calls it at the begin and end of a step.
+    """The loss terms and the bias update of a model's routers; callbacks/experts.py attaches it.
 
     Args:
         model: Already placed on the machine.
@@ -119,14 +116,14 @@ class Balancer:
         group: The ranks of a pipeline. None: every rank has all layers.
 
     Raises:
-        InputError: a coefficient is negative, or set for a model without routers.
-    """
+        InputError: a coefficient is negative, or set for a model without routers."""
 
     def __init__(
         self, model: nn.Module, config: BalanceConfig, group: dist.ProcessGroup | None = None
     ) -> None:
-        set_here = {key: value for key, value in vars(config).items() if value is not None}
-        check_least("model.balance", **{key: (value, 0.0) for key, value in set_here.items()})
+        for key, value in vars(config).items():
+            if value is not None:
+                check_least("model.balance", **{key: (value, 0.0)})
         self.config = config
         self.layers = find_layers(model)
         if group is not None:  # the layers of all stages, in the order of their numbers
@@ -183,10 +180,10 @@ class Balancer:
                 handles.append(layer.router.register_forward_hook(self._keep_logits(layer)))
         return handles
 
-    def _count(self, i: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def _count(self, i: int) -> Callable[..., None]:
         loads = self.loads[i]
 
-        def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def count(experts: nn.Module, args: tuple[object], kwargs: dict[str, object]) -> None:
             if self.counts_now:
                 for chosen in (*args, *kwargs.values()):  # (N, experts per token), of integers
                     if isinstance(chosen, Tensor) and not chosen.is_floating_point():
@@ -196,8 +193,8 @@ class Balancer:
 
         return count
 
-    def _keep_logits(self, layer: Layer) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def keep(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _keep_logits(self, layer: Layer) -> Callable[..., None]:
+        def keep(router: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if self.counts_now:  # transformers' routers return their logits first
                 for each in (output,) if isinstance(output, Tensor) else output:
                     if each.shape[-1] == layer.num and each.is_floating_point():
@@ -207,11 +204,8 @@ class Balancer:
         return keep
 
     def losses(self, batch: dict[str, Tensor]) -> Iterator[tuple[str, float, Tensor]]:
-        """Yields (metric, weight, value ()) of each loss term of the newest forward pass.
-
-        A value is the mean over layers and over the tokens of the micro-batch. Micro-batches have
-        equally many, so the mean over ranks and accumulation is the global batch's.
-        """
+        """Yields (metric, weight, value ()) of each loss term of the newest forward pass. A value
+        is the mean over layers and over the tokens of the micro-batch."""
         config = self.config
         aux, sequence, z = [], [], []
         for i, layer in enumerate(self.layers):
@@ -250,12 +244,8 @@ class Balancer:
 
     @torch.no_grad()
     def finish_step(self, skipped: Tensor | None) -> None:
-        """Moves the biases and updates the shares.
-
-        Args:
-            skipped: () 1 where the optimizer step was skipped, on all ranks: then nothing moves.
-                None: no step is ever skipped.
-        """
+        """Moves the biases and updates the shares; nothing moves if `skipped`, (), is 1: the
+        optimizer step was skipped on all ranks. None: no step is ever skipped."""
         if self._arriving is None:
             return
         (loads, work), self._arriving = self._arriving, None

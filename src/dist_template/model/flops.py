@@ -77,11 +77,10 @@ def peak(device: str, precision: str) -> tuple[float, str] | None:
     Half precision only: in float32 a matrix product has one of several speeds (TF32 or not, by
     torch's settings and by shape).
     """
-    kind = precision.partition("-")[0]
     for row in PEAKS:
-        if kind in ("bf16", "16") and re.fullmatch(row.devices, device):
-            figure = row.bf16 if kind == "bf16" else row.fp16
-            return (figure, row.source) if figure else None
+        figure = {"bf16": row.bf16, "16": row.fp16}.get(precision.partition("-")[0])
+        if figure and re.fullmatch(row.devices, device):
+            return figure, row.source
     return None
 
 
@@ -134,14 +133,15 @@ class Size:
         for parameter in model.parameters():
             key = id(parameter)
             size = full_shape(parameter).numel() * packed.get(key, 1)
-            used_size = size * share if key in of_experts else size
             total += size
             trainable += size * parameter.requires_grad
             in_4_bits += size * (key in packed)
             embedding += size * (key in tables)
-            active += used_size
+            if key in of_experts:
+                size *= share
+            active += size
             if key in used:
-                multiplied += used_size * (6 if parameter.requires_grad else 4)
+                multiplied += size * (6 if parameter.requires_grad else 4)
         return cls(
             total=total,
             trainable=trainable,

@@ -1,9 +1,7 @@
 """A buffer for training metrics: they stay on the device and are read once, at log steps.
 
-`self.log` in a training step takes about 350 µs of CPU per value and may wait for the device in
-each step; this buffer keeps a reference. Validation uses `self.log`, so that ModelCheckpoint and
-schedulers can monitor its metrics.
-"""
+`self.log` in a training step takes about 350 µs of CPU per value and may wait for the device.
+Validation uses it, so that ModelCheckpoint and schedulers can monitor its metrics."""
 
 from __future__ import annotations
 
@@ -28,10 +26,7 @@ FOLD = 64  # values of a metric kept before they are summed; each takes 512 byte
 
 class MetricBuffer:
     """Collects metrics between two calls of `read`, which returns their means over time and ranks.
-
-    Every rank must add the same names between two reads, which reduce them as one vector, unless
-    the ranks `agree`.
-    """
+    Every rank must add the same names between two reads, unless the ranks `agree`."""
 
     def __init__(self) -> None:
         # values, each (), and their versions when they were added
@@ -97,10 +92,9 @@ class MetricBuffer:
         num_ranks: int = 1,
         agree: Callable[[list[str]], list[str]] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean over ranks and time of every metric, and clears the buffer.
-
-        It takes one collective and one device-to-host transfer. Sums are in float64 where the
-        device supports it.
+        """Returns the mean over ranks and time of every metric, and clears the buffer, by one
+        collective and one device-to-host transfer. Sums are in float64 where the device supports
+        it.
 
         Args:
             all_reduce: Maps (n,) of each rank to their sum.
@@ -108,8 +102,7 @@ class MetricBuffer:
             rank: Rank of this process.
             num_ranks: Number of ranks.
             agree: Returns the names that any rank has: in a pipeline, only the last stage has a
-                loss. None: all ranks have the same.
-        """
+                loss. None: all ranks have the same."""
         host, self._host = self._host, {}
         of_rank, self._of_rank = self._of_rank, {}
         counts, self._counts = self._counts, {}
@@ -146,11 +139,7 @@ class MetricBuffer:
 
     def _sums(self, names: list[str]) -> dict[str, Tensor]:
         """Returns the sum () of each metric's values; metrics with equally many values share a GPU
-        kernel.
-
-        Raises:
-            InputError: a value was changed in place.
-        """
+        kernel. Raises InputError if a value was changed in place."""
         alike: dict[tuple[int, torch.dtype, torch.device], list[str]] = defaultdict(list)
         for name in names:
             added = self._added[name]

@@ -7,6 +7,7 @@ AdamW and a schedule with the values of `transformers.get_scheduler`, by the key
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pkgutil import resolve_name
@@ -74,15 +75,11 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     """Returns the optimizer of `module`'s trainable parameters; AdamW is fused where torch has such
     a kernel for their device.
 
-    Args:
-        module: With all of its parameters.
-        config: The keys under `model.optim`.
-        scaled: Gradients are scaled (fp16 loss scaling). Disables fused AdamW, which would unscale
-            them only after clipping; otherwise the precision plugin does it before.
+    `scaled`: gradients are scaled (fp16 loss scaling). Disables fused AdamW, which would unscale
+    them only after clipping; otherwise the precision plugin does it before.
 
     Raises:
-        InputError: nothing is trainable, or the class of `--optimizer` refuses its arguments.
-    """
+        InputError: nothing is trainable, or the class of `--optimizer` refuses its arguments."""
     decayed, not_decayed, fused = [], [], not scaled
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -102,7 +99,9 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     }  # fmt: skip
     if chosen := config.optimizer:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
-    groups: list[dict[str, Any]] = [{"params": group} for group in (decayed, not_decayed) if group]
+    groups: list[dict[str, object]] = [
+        {"params": group} for group in (decayed, not_decayed) if group
+    ]
     if "weight_decay" in arguments and not_decayed:
         groups[-1]["weight_decay"] = 0.0
     if len(by_layout(decayed + not_decayed)) > 1:
@@ -110,7 +109,7 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
     return _instance("--optimizer", kind, groups, arguments)
 
 
-def _instance(flag: str, kind: Any, first: object, arguments: dict[str, Any]) -> Any:
+def _instance(flag: str, kind: Any, first: object, arguments: Mapping[str, object]) -> Any:
     """Returns `kind(first, **arguments)`; if it refuses them, raises InputError with the flag."""
     try:
         return kind(first, **arguments)
@@ -123,13 +122,11 @@ def _instance(flag: str, kind: Any, first: object, arguments: dict[str, Any]) ->
 
 @cache
 def mixed(kind: type[Optimizer]) -> type[Optimizer]:
-    """Returns `kind`, an optimizer, for parameters with different device meshes or placements.
+    """Returns `kind`, an optimizer, for parameters with different device meshes or placements: a
+    kernel over lists of tensors takes one layout at a time. Outside of a step the parameter groups
+    are the same as under every other strategy, so a schedule's state fits them all."""
 
-    A kernel over lists of tensors takes one layout at a time. Outside of a step the parameter
-    groups are the same as under every other strategy, so a schedule's state fits them all.
-    """
-
-    def step(self: Any, closure: Any = None) -> Any:
+    def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
         groups, self.param_groups = self.param_groups, []
         for group in groups:
             for part in by_layout(group["params"]):
@@ -149,15 +146,12 @@ def build_schedule(
     batches_per_validation: int | None = None,
 ) -> dict[str, Any]:
     """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no
-    end is set).
-
-    reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end
-    of each epoch.
+    end is set). reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None:
+    at the end of each epoch.
 
     Raises:
         InputError: the schedule needs an end and training has none, or the warm-up is longer than
-            training, or the class of `--lr_scheduler` refuses its arguments.
-    """
+            training, or the class of `--lr_scheduler` refuses its arguments."""
     scheduler: Any = None
     if chosen := config.lr_scheduler:
         kind = resolve_name(chosen["class_path"])
@@ -196,12 +190,9 @@ def build_schedule(
 
 
 def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float) -> float:
-    """Returns the learning rate of `step` as a share of the peak.
-
-    Equal to the bit to `transformers.get_scheduler`; beyond the end cosine keeps its floor. Their
-    module imports peft, bitsandbytes and torch's compiler, which took longer than all else before
-    the first step.
-    """
+    """Returns the learning rate of `step` as a share of the peak, equal to the bit to
+    `transformers.get_scheduler`, whose module takes longer to import than all else before the first
+    step; beyond the end cosine keeps its floor."""
     shape, floor = config.schedule, config.min_learning_rate_share
     stable = shape == "warmup_stable_decay"
     if step < warmup:

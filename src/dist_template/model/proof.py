@@ -49,8 +49,7 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
     Args:
         config: The transformers configuration; None for another kind of model.
         axes: Of the strategy and the adapters (`axes_of`); "" on one process.
-        project: The folder that has the project's own proofs.
-    """
+        project: The folder that has the project's own proofs."""
     if not axes:
         return Verdict("proven")
     if config is None:
@@ -106,9 +105,9 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
 
 
-def switches_of(config: PreTrainedConfig) -> dict[str, Any]:
+def switches_of(config: PreTrainedConfig) -> dict[str, object]:
     """Returns the fields that switch parts of the model on and off, and the kinds of its layers."""
-    switches: dict[str, Any] = {}
+    switches: dict[str, object] = {}
     for name, value in sorted(vars(config.get_text_config()).items()):
         if isinstance(value, bool) and not NOT_DECISIVE.fullmatch(name):
             switches[name] = value
@@ -119,9 +118,7 @@ def switches_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
     """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+".
-
-    Replicas are added only where nothing else is: they compute what one process computes.
-    """
+    Replicas are named only without other dimensions: they compute what one process computes."""
     if world_size == 1:
         return ""
     adapters = getattr(module, "adapter_axes", [])
@@ -141,12 +138,12 @@ def _table() -> dict[str, Any]:
     return read_mapping(path, "install the library again")
 
 
-def _proven(project: Path) -> list[dict[str, Any]]:
+def _proven(project: Path) -> list[dict[str, object]]:
     path = project / FILE
     return read_mapping(path, "delete it").get("proven", []) if path.exists() else []
 
 
-def _entry(config: PreTrainedConfig, axes: str) -> dict[str, Any]:
+def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:
     return {
         "type": config.model_type,
         "switches": switches_of(config),

@@ -65,7 +65,7 @@ class TrainingModule(L.LightningModule):
         """Returns the transformers configuration, checked before a start; None for other models."""
         return None
 
-    def fixed_settings(self, data: Any) -> dict[str, Any]:
+    def fixed_settings(self, data: Any) -> dict[str, object]:
         """Returns the settings that change the model's function or its loss but no weight's shape:
         a resume compares them. Add your own keys."""
         found = {f"model.balance.{key}": value for key, value in vars(self.balance).items()}
@@ -141,7 +141,7 @@ class TrainingModule(L.LightningModule):
             self.track("train/grad_norm", norm)
 
 
-def decisive_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def decisive_fields(fields: Mapping[str, object]) -> dict[str, object]:
     """Returns the fields of a transformers configuration that change a model's function, without
     those that the data set."""
     found = {}

@@ -103,7 +103,7 @@ class TextModule(TrainingModule):
         """Yields a sentence for each setting of this module that cannot work."""
         yield from refusals(self, setup, self.loss_kernel, self.adapter, self.preference)
 
-    def fixed_settings(self, data: Any) -> dict[str, Any]:
+    def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)
         if self.adapter is not None:
             for key in ("alpha", "rslora", "dropout", "quantize"):

@@ -11,7 +11,7 @@ from ..cli.limits.values import without_effect
 from ..errors import InputError
 from ..model.training_module import TrainingModule
 from .model.adapters import AdapterConfig, add_adapters, refuse_tensor_parallel
-from .model.architecture_keys import checked_fields
+from .model.causal_lm import checked_fields
 from .model.head import Kernel
 from .preference_loss import PreferenceConfig, has_pairs
 

@@ -71,11 +71,8 @@ class AdapterConfig:
 
 
 def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
-    """Returns `model`, frozen, with trainable adapters.
-
-    Raises:
-        InputError: peft is not installed, a name matches nothing, or peft refuses the settings.
-    """
+    """Returns `model`, frozen, with trainable adapters. Raises InputError if peft is not installed,
+    a name matches nothing, or peft refuses the settings."""
     require("peft", "model.adapter")
     from peft import LoraConfig
 
@@ -149,8 +146,9 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], 
             for sign, read in ONLY_READ.items():
                 if hasattr(layer, sign):
                     linear.difference_update(f"{name}.{each}" for each in read)
-        others = set(map(_short, layers.keys() - linear))
-        names = {name if _short(name) in others else _short(name) for name in linear}
+        others, names = set(map(_short, layers.keys() - linear)), set[str]()
+        for name in linear:
+            names.add(name if _short(name) in others else _short(name))
         return sorted(names), sorted(set(map(_short, stacked)))
     if not config.targets:
         raise InputError("model.adapter.targets is empty: name layers, or set all-linear")

@@ -1,19 +1,16 @@
 """Loss in chunks of tokens: the (B, T, V) logits of a micro-batch are never all in memory.
 
 Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and
-a vocabulary of 131,072. Here the backbone runs first, and the output layer afterwards on one chunk
-at a time: logits, loss and gradients. Only the gradients are kept. The backward pass multiplies
+a vocabulary of 131,072. Here the backbone runs first, and then the output layer on one chunk at a
+time: logits, loss and gradients, of which only the gradients are kept. The backward pass multiplies
 them by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger,
-arXiv:2410.10989, in plain torch).
+arXiv:2410.10989, in plain torch). The weight's gradient is accumulated in float32; results differ
+by rounding.
 
 `torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns
 cross entropy alone: no accuracy, no customised `loss` or `sums`.
 
-The weight's gradient is accumulated over the chunks in float32. Results differ from those of all
-tokens at once by rounding.
-
-Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of a chunk, S sums.
-"""
+Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of a chunk, S sums."""
 
 from __future__ import annotations
 
@@ -36,11 +33,8 @@ Kernel = Literal["torch", "liger"]
 
 
 def check_kernel(kernel: Kernel, device: torch.device) -> None:
-    """Checks the key `model.loss_kernel` before a model is built.
-
-    Raises:
-        InputError: Liger is not installed, or has no kernels for `device`.
-    """
+    """Checks `model.loss_kernel` before a model is built. Raises InputError if Liger is not
+    installed, or has no kernels for `device`."""
     if kernel == "torch":
         return
     if not find_spec("liger_kernel"):
@@ -57,15 +51,9 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
     """Inside, a forward pass of `model` returns the output layer's input, (B, T, D).
 
     The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one
-    token, and a hook returns its input in place of the logits.
-
-    Yields:
-        A function that returns what it is given, the result of the forward pass.
-
-    Raises:
-        InputError: by this function, if the logits were changed after the layer: the loss would not
-            contain the change.
-    """
+    token, and a hook returns its input in place of the logits. Yields a function that returns the
+    result of the forward pass, its argument; it raises InputError if the logits were changed after
+    the layer, because the loss would not contain the change."""
     given: list[Tensor] = []
 
     def shorten(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -98,9 +86,9 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
 class ChunkedLoss(nn.Module):
     """Runs the output layer and `sums` on one chunk of tokens at a time.
 
-    It is a module, without parameters of its own, because ZeRO-3 gathers the "external parameters"
-    of a module around its forward and backward pass. The LightningModule must contain it before
-    DeepSpeed's engine is made.
+    A module without parameters, because ZeRO-3 gathers the "external parameters" of a module around
+    its forward and backward pass. It must be in the LightningModule before DeepSpeed's engine is
+    created.
 
     Args:
         model: A model with an output layer (`get_output_embeddings`) or without.
@@ -112,8 +100,7 @@ class ChunkedLoss(nn.Module):
             not call `sums`.
 
     Raises:
-        InputError: kernel is liger, and the model has no output layer.
-    """
+        InputError: kernel is liger, and the model has no output layer."""
 
     def __init__(
         self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch"

@@ -1,5 +1,4 @@
-"""Selects kernels of a transformers model: attention over packed documents, and products of
-experts.
+"""Selects kernels of a transformers model: attention over packed documents.
 
 transformers 5.23 reads from the device in each forward pass whether rows hold several documents
 (FlashAttention: in each layer, and only for a single row: in a batch of several rows documents
@@ -9,14 +8,13 @@ would attend to each other). Here the data module, which knows it on the host, p
                                                                 cross_document_attention
     sdpa (null)          a (B, 1, T, T) mask: efficient, cuDNN  causal, no mask: flash, cuDNN
     flex_attention       block-sparse, compiled                 the same
-    flash_attention_2    varlen                                 flash
-"""
+    flash_attention_2    varlen                                 flash"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +34,8 @@ Attention = Literal["sdpa", "flex_attention", "flash_attention_2", "flash_attent
 
 
 def set_attention(config: PreTrainedConfig, attention: Attention | None) -> PreTrainedConfig:
-    """Returns the transformers configuration `config` with that kernel; None: the model's default.
-
-    Raises:
-        InputError: the kernel is not installed, or needs a GPU.
-    """
+    """Returns `config` with that kernel; None: the model's default. Raises InputError if the kernel
+    is not installed, or needs a GPU."""
     from transformers import utils
 
     name = f"is_{attention}_available".replace("flash_attention", "flash_attn")
@@ -56,8 +51,8 @@ def set_attention(config: PreTrainedConfig, attention: Attention | None) -> PreT
 
 @contextmanager
 def known_documents(
-    model: nn.Module, batch: dict[str, Any], compiled: bool = False
-) -> Generator[dict[str, Any]]:
+    model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False
+) -> Generator[dict[str, object]]:
     """Inside, transformers does not search for documents; yields keyword arguments for the model's
     `forward`.
 
@@ -69,8 +64,7 @@ def known_documents(
 
     Raises:
         InputError: the batch has no `BOUNDS`, and with this kernel, or in a shard of sequences,
-            documents would attend to each other.
-    """
+            documents would attend to each other."""
     from transformers import masking_utils
 
     bounds, full = batch.get(BOUNDS), batch.get(WHOLE)
@@ -91,7 +85,7 @@ def known_documents(
         return
     is_packed = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
     positions = batch["position_ids"] if full is None else full
-    arguments: dict[str, Any] = {} if full is None else {IS_SHARD: True}
+    arguments: dict[str, object] = {} if full is None else {IS_SHARD: True}
     if is_flash and is_packed:
         arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         arguments |= {"max_length_q": seq_len, "max_length_k": seq_len}

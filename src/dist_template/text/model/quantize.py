@@ -2,10 +2,8 @@
 
 bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the
 meta device, in a broadcast and in a shard. Here packed weights and scales are tensors of the
-module, bytes that every strategy broadcasts and shards like any other frozen parameter: rank 0
-reads the folder once and quantizes, and the other ranks receive 4-bit weights. bitsandbytes
-quantizes and multiplies.
-"""
+module, bytes that every strategy broadcasts and shards like any frozen parameter; rank 0 quantizes,
+and bitsandbytes multiplies."""
 
 from __future__ import annotations
 
@@ -81,11 +79,8 @@ def _codes(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Replaces the frozen linear layers of `model`, but for the output layer, as bitsandbytes does.
-
-    Raises:
-        InputError: bitsandbytes is not installed.
-    """
+    """Replaces the frozen linear layers of `model`, but for the output layer, like bitsandbytes.
+    Raises InputError if that is not installed."""
     require("bitsandbytes", "model.adapter.quantize")
     head = model.get_output_embeddings()
 
