@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from .. import weights
 from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
-from ..model.any_module import size_of, typed_attribute
+from ..model.any_module import network_of, size_of, typed_attribute
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
@@ -75,7 +75,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     hosts = weights.from_all_ranks(platform.node())
     if not trainer.is_global_zero:
         return
-    model = getattr(module, "model", module)
+    model = network_of(module)
     balancer = typed_attribute(module, "balancer", Balancer)
     data, size = trainer.datamodule, size_of(trainer, module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None

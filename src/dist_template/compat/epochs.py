@@ -59,7 +59,7 @@ class FitLoop(_FitLoop):
             steps = loop.automatic_optimization.optim_progress
             for progress in (loop.batch_progress, loop.scheduler_progress, steps):
                 progress.reset_on_run()
-            loop.val_loop.batch_progress.reset()  # its totals are those of an epoch
+            loop.val_loop.batch_progress.reset()  # its totals are an epoch's
             loop._resume_point = Point.AFTER_TRAINING  # also in a checkpoint of Lightning's loops
 
 
@@ -125,7 +125,7 @@ def make_fit_resumable(trainer: Any) -> None:
 
 
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:
-    """Replaces the loops of `trainer` by those of this file, before its first step."""
+    """Gives `trainer` the loops of this file, before its first step."""
     given = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
     trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)

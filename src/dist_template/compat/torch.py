@@ -80,8 +80,8 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
     if not (is_torchs and hasattr(of_class, "hooked")) or torch.autograd._profiler_enabled():
         return step
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
         return step
     optimizer._opt_called = True
     return partial(of_class.__wrapped__, optimizer)

@@ -78,7 +78,7 @@ def size_of(trainer: L.Trainer, module: L.LightningModule) -> Size:
 
 
 def results_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
-    """Returns the newest validation or test results: those of `log_eval`, else of `self.log`."""
+    """Returns the newest validation or test results, by `log_eval` or else by `self.log`."""
     if given := typed_attribute(module, "eval_metrics", dict):
         return given
     logged = trainer.callback_metrics.items()

@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..project import is_users
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
-FOLD = 64  # values of a metric kept before they are summed; each takes 512 bytes of GPU memory
+FOLD = 64  # values of a metric are summed when they are so many; each takes 512 bytes of a GPU
 
 
 class MetricBuffer:

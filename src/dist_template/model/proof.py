@@ -3,7 +3,7 @@
 `proof.json` is the result of `python -m benchmarks zoo`: small odd models of each type, against one
 process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
 
-    variants    of which switches the model was built: [{"switches": {field: value},
+    variants    the switches the model was built with: [{"switches": {field: value},
                 "right": [axes], "refused": {axes: why}}], the first with the type's defaults
     leaks       on one process, the first layer in which a token depends on another document of
                 its row ("documents"), or on a later token ("future")

@@ -78,8 +78,8 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
 
     if not hasattr(model, "add_adapter"):
         raise InputError(
-            f"model.adapter needs a model of transformers, and {type(model).__name__} is none: set"
-            " it to null"
+            f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to"
+            " null"
         )
     check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
     known = {name for name, module in model.named_modules() if [*module.parameters()]}

@@ -145,7 +145,7 @@ def _check_files(name: str) -> None:
 
 
 def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
-    """Returns the fields of a configuration, with those of `extra` and without `model_type`.
+    """Returns the fields of a configuration, including `extra`'s, without `model_type`.
 
     Raises:
         InputError: neither the configuration class nor the model reads such a key.

@@ -2,8 +2,8 @@
 
 Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and
 a vocabulary of 131,072. Here the backbone runs first, and then the output layer on one chunk at a
-time: logits, loss and gradients, of which only the gradients are kept. The backward pass multiplies
-them by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger,
+time: logits, loss and gradients. Only the gradients are stored. The backward pass multiplies them
+by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger,
 arXiv:2410.10989, in plain torch). The weight's gradient is accumulated in float32; results differ
 by rounding.
 
