@@ -59,7 +59,7 @@ def test_a_part_of_a_large_tensor_does_not_keep_the_rest() -> None:
 
 
 def test_ranks_meet_in_one_vector() -> None:
-    """Two ranks by hand: each one's vector is added to the other's."""
+    """Two ranks in one process: each one's vector is added to the other's."""
     buffers = [MetricBuffer(), MetricBuffer()]
     vectors: list[torch.Tensor] = []
     for rank, buffer in enumerate(buffers):

@@ -147,7 +147,7 @@ def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     buffer = MetricBuffer()
     for value in (1.0, 2.0, 6.0):
         buffer.add("a", torch.tensor(value))
-    buffer.add("b", torch.tensor(4.0), weight=3.0)
+    buffer.add("b", torch.tensor(2.0))
     buffer.add("b", torch.tensor(8.0))
     buffer.put("host", 7.0)
     two_ranks = buffer.read(lambda t: t + t, CPU)

@@ -169,9 +169,9 @@ def test_adamw_is_one_fused_kernel_a_group_of_parameters() -> None:
     module = build(architecture=ARCHITECTURES["deepseek_v3"])
     optimizer = build_optimizer(module, OptimConfig())
     module(batch_of()).sum().backward()
-    with Calls("_fused_adamw_") as fused, Calls("mul_") as by_hand:
+    with Calls("_fused_adamw_") as fused, Calls("mul_") as manual:
         optimizer.step()
-    assert len(fused.types) == len(optimizer.param_groups) == 2 and not by_hand.types
+    assert len(fused.types) == len(optimizer.param_groups) == 2 and not manual.types
 
 
 # ---- compilation ---------------------------------------------------------------------------------------------------

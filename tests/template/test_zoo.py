@@ -93,12 +93,11 @@ TOUCHES = {  # a change of these files: the arms whose rows are all tried again
     "parallel/pipeline/": ["pp", "pp_zb", "pp_fsdp2", "pp_ep"],
     "parallel/sequence.py": ["cp"],
     "parallel/tensor_trial.py": ["tp"],
-    "compat/replicated_gradients.py": ["tp"],
+    "compat/parallel_styles.py": ["tp", *OF_LORA],
     "parallel/zero": ["zero2", "zero3"],
     "compat/deepspeed.py": ["zero2", "zero3"],
     "parallel/ddp.py": ["ddp"],
     "text/model/adapters.py": [*OF_LORA],
-    "compat/expert_adapters.py": [*OF_LORA],
 }
 
 

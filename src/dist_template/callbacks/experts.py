@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
-from ..model.any_module import metrics_of, own
+from ..model.any_module import metrics_of, typed_attribute
 from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
 from .training_log import logs
@@ -40,7 +40,8 @@ class Experts(Callback):
         self._saved: Tensor | None = None  # (L, E) shares of the load, from a checkpoint
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        balancer = own(pl_module, "balancer", Balancer) or Balancer(pl_module, BalanceConfig())
+        balancer = typed_attribute(pl_module, "balancer", Balancer)
+        balancer = balancer or Balancer(pl_module, BalanceConfig())
         if not balancer.layers:
             return
         self._balancer, self._is_first, self._is_on = balancer, True, True

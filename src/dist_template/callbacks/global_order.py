@@ -31,6 +31,7 @@ import numpy as np
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import Sampler
 
+from ..compat.lightning import batch_progress
 from ..model.any_module import metrics_of
 from .equal_work import assign, shared_out
 
@@ -194,12 +195,12 @@ class ConsumedSamples(Callback):
         cls, trainer: Any, global_batch_size: int, samples_per_batch: int
     ) -> ConsumedSamples:
         """Returns a new counter for this `fit`, inserted as the trainer's first callback."""
-        counter = cls(global_batch_size, samples_per_batch, _progress(trainer).total.processed)
+        counter = cls(global_batch_size, samples_per_batch, batch_progress(trainer).total.processed)
         trainer.callbacks = [counter, *(c for c in trainer.callbacks if not isinstance(c, cls))]
         return counter
 
     def value(self, trainer: Trainer) -> int:
-        batches = _progress(trainer).total.processed - self._base_batches
+        batches = batch_progress(trainer).total.processed - self._base_batches
         return self._base + batches * self._samples_per_batch
 
     def position(self, trainer: Trainer) -> int:
@@ -233,16 +234,12 @@ class ConsumedSamples(Callback):
         before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
         if before != (self._global_batch_size, self._samples_per_batch):
             _rescale(
-                _progress(trainer), before[1], self._global_batch_size, self._samples_per_batch
+                batch_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch
             )
         self._base = self._loaded["consumed_samples"]
-        self._base_batches = _progress(trainer).total.processed
+        self._base_batches = batch_progress(trainer).total.processed
         self.jumps = with_jumps(self._loaded.get("jumps", ()), ())
         self._loaded = {}
-
-
-def _progress(trainer: Trainer) -> Any:
-    return trainer.fit_loop.epoch_loop.batch_progress
 
 
 def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..compat.lightning import accumulates
+from ..compat.lightning import accumulates, replace_clipping
 from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
 from ..layout import total_norm
@@ -115,10 +115,7 @@ class Numerics(Callback):
             samples.jump([(jump["start"], jump["end"]) for jump in self._jumps])
         self._num_ranks = trainer.world_size
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
-        # Lightning calls no hook between clipping, which computes the norm, and the optimizer.
-        pl_module.configure_gradient_clipping = partial(
-            self._clip_and_check, trainer, pl_module, pl_module.configure_gradient_clipping
-        )
+        replace_clipping(pl_module, partial(self._clip_and_check, trainer, pl_module))
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from .. import weights
 from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
-from ..model.any_module import own, size_of
+from ..model.any_module import network_of, size_of, typed_attribute
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
@@ -75,7 +75,8 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     hosts = weights.from_all_ranks(platform.node())
     if not trainer.is_global_zero:
         return
-    model, balancer = getattr(module, "model", module), own(module, "balancer", Balancer)
+    model = network_of(module)
+    balancer = typed_attribute(module, "balancer", Balancer)
     data, size = trainer.datamodule, size_of(trainer, module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
     balance, pipeline = {}, pipeline_of(trainer.strategy)
@@ -144,7 +145,8 @@ def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
 
 
 def _training(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    blocks, optim = own(module, "blocks", BlockConfig), own(module, "optim", OptimConfig)
+    blocks = typed_attribute(module, "blocks", BlockConfig)
+    optim = typed_attribute(module, "optim", OptimConfig)
     steps = trainer.estimated_stepping_batches
     return {
         "strategy": type(trainer.strategy).__name__,

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from .. import weights
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
-from ..compat.loop import make_fit_resumable
-from ..compat.self_log import weigh_uneven_batches
+from ..compat.epochs import make_fit_resumable
+from ..compat.lightning import weigh_uneven_batches
 from ..errors import InputError
 from ..model.any_module import owns_order
 from ..project import has_command_line

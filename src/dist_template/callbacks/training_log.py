@@ -10,8 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..compat.lightning import accumulates
-from ..compat.self_log import log_at_optimizer_steps
+from ..compat.lightning import accumulates, log_at_optimizer_steps
 from ..model.any_module import metrics_of, tracks_metrics
 from ..model.metrics import NOT_COUNTED
 from ..parallel import pipeline_of

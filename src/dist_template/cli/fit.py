@@ -204,7 +204,7 @@ class CLI(OpenCLI):
         for key in OPTIMIZATION:
             if not (chosen := self.value(self.config, key)):
                 continue
-            if not any_module.own(self.model, "optim", OptimConfig):
+            if not any_module.typed_attribute(self.model, "optim", OptimConfig):
                 name = type(self.model).__name__
                 raise InputError(f"--{key}: {name} has no `optim`; edit its configure_optimizers")
             setattr(self.model.optim, key, chosen.as_dict())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -29,8 +28,7 @@ NOT_DECISIVE = re.compile(
 
 
 class TrainingModule(L.LightningModule):
-    """Base class of a training module: define `build_model` and `training_step`, and override any
-    hook.
+    """Base class of a training module: define `build_model` and `training_step`; override any hook.
 
     Args:
         optim: Optimizer and schedule.
@@ -67,9 +65,9 @@ class TrainingModule(L.LightningModule):
         """Returns the transformers configuration, checked before a start; None for other models."""
         return None
 
-    def fixed_settings(self, data: Any) -> dict[str, Any]:
-        """Returns what decides the model's function or its loss, of which the weights show nothing:
-        a resumed run is compared by these. Add your own keys."""
+    def fixed_settings(self, data: Any) -> dict[str, object]:
+        """Returns the settings that change the model's function or its loss but no weight's shape:
+        a resume compares them. Add your own keys."""
         found = {f"model.balance.{key}": value for key, value in vars(self.balance).items()}
         classes = {key: getattr(self.optim, key) for key in ("optimizer", "lr_scheduler")}
         classes["optimizer"] = classes["optimizer"] or {"class_path": "AdamW"}
@@ -82,28 +80,23 @@ class TrainingModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Builds the model once, when the data are known, and shards it for the strategy."""
-        if not hasattr(self, "model"):
-            cast_experts()
-            build = partial(self._build_and_count, self.data)
-            self.model = place(build, self.trainer.strategy, self.blocks).train()
-            pipeline = pipeline_of(self.trainer.strategy)
-            self.balancer = Balancer(self.model, self.balance, pipeline and pipeline.group)
+        if hasattr(self, "model"):
+            return
+
+        def build() -> nn.Module:
+            model = self.build_network(self.data)
+            self.whole_size = Size.of(model)  # a stage of a pipeline has a part
+            return model
+
+        cast_experts()
+        self.model = place(build, self.trainer.strategy, self.blocks).train()
+        pipeline = pipeline_of(self.trainer.strategy)
+        self.balancer = Balancer(self.model, self.balance, pipeline and pipeline.group)
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
-        """Builds what is trained: the network of `build_model`. A subclass may add to it.
-
-        Args:
-            data: The LightningDataModule.
-            quantized: Whether frozen weights may be packed; False to trace them on the meta device.
-        """
+        """Builds the network of `build_model`; a subclass may add to it. `quantized`: whether
+        frozen weights may be packed; False to trace them on the meta device."""
         return self.build_model(data)
-
-    def _build_and_count(self, data: Any) -> nn.Module:
-        model = self.build_network(data)
-        self.whole_size = Size.of(model)  # a stage of a pipeline has a part
-        return model
-
-    # ---- metrics ---------------------------------------------------------------------------------
 
     def track(self, name: str, value: Tensor) -> None:
         """Logs the mean of `value` over ranks and steps since the last log step; no device sync."""
@@ -117,25 +110,25 @@ class TrainingModule(L.LightningModule):
         self.eval_metrics = metrics
         # for callbacks to monitor; Lightning would log it a step early
         self.log_dict(metrics, logger=False)
-        if (
-            not self.trainer.sanity_checking
-            or self.trainer.num_sanity_val_batches == self.trainer.num_val_batches
-        ):
-            for logger in self.trainer.loggers:
+        trainer = self.trainer
+        is_full = trainer.num_sanity_val_batches == trainer.num_val_batches
+        if not trainer.sanity_checking or is_full:
+            for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=self.global_step)
 
-    # ---- optimization ----------------------------------------------------------------------------
-
     def configure_optimizers(self) -> Any:
-        optimizer = build_optimizer(self, self.optim, scaled=self.trainer.scaler is not None)
-        num_steps = self.trainer.estimated_stepping_batches
-        every = self.trainer.val_check_interval  # of a rank's batches
-        every = every if isinstance(every, int) else None
-        schedule = build_schedule(optimizer, self.optim, num_steps, every)
+        trainer, every = self.trainer, self.trainer.val_check_interval
+        optimizer = build_optimizer(self, self.optim, scaled=trainer.scaler is not None)
+        batches = every if isinstance(every, int) else None
+        steps = trainer.estimated_stepping_batches
+        schedule = build_schedule(optimizer, self.optim, steps, batches)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         if gradient_clip_val and gradient_clip_algorithm == "value":
             # one by one: tensor parallelism mixes meshes and placements
@@ -148,9 +141,9 @@ class TrainingModule(L.LightningModule):
             self.track("train/grad_norm", norm)
 
 
-def decisive_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a transformers configuration on which a model's function depends: not
-    those that the data set, or that say how it is run."""
+def decisive_fields(fields: Mapping[str, object]) -> dict[str, object]:
+    """Returns the fields of a transformers configuration that change a model's function, without
+    those that the data set."""
     found = {}
     for key, value in fields.items():
         if not NOT_DECISIVE.fullmatch(key):

@@ -101,9 +101,9 @@ def shard_by_plan(model: Any, strategy: Any) -> None:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
-    from ..compat import replicated_gradients
+    from ..compat.parallel_styles import register_replicated
 
-    replicated_gradients.register()
+    register_replicated()
     sizes = strategy.mesh_sizes
     config = DistributedConfig(
         tp_size=sizes.tp,

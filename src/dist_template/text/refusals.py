@@ -11,7 +11,7 @@ from ..cli.limits.options import without_effect
 from ..errors import InputError
 from ..model.training_module import TrainingModule
 from .model.adapters import AdapterConfig, add_adapters, refuse_tensor_parallel
-from .model.architecture_keys import checked_fields
+from .model.causal_lm import checked_fields
 from .model.head import Kernel
 from .preference_loss import PreferenceConfig, has_pairs
 
@@ -30,15 +30,7 @@ def refusals(
             "model.loss_kernel liger needs the full output layer, and tensor parallelism"
             f" (tp_size {tensor_parallel}) shards it: set torch"
         )
-    yield from _architecture(module, setup)
-    if adapter is not None:
-        yield from _adapter(module, adapter, setup, tensor_parallel)
-    if setup.trains:
-        yield from _preference(preference, setup)
-
-
-def _architecture(module: TrainingModule, setup: Setup) -> Iterator[str]:
-    """An unknown key, before the data are tokenized; afterwards `build_config` refuses it."""
+    # an unknown key, before the data are tokenized; afterwards `build_config` refuses it
     given = getattr(module, "architecture", None)
     is_read = setup.model_config is not NOT_READ_YET or getattr(module, "pretrained", None)
     if isinstance(given, dict) and not is_read:
@@ -46,12 +38,23 @@ def _architecture(module: TrainingModule, setup: Setup) -> Iterator[str]:
             checked_fields(given)
         except InputError as error:
             yield str(error)
+    if adapter is not None:
+        yield from _of_adapter(module, adapter, setup, tensor_parallel)
+    if setup.trains:
+        unread, why = set[str](), f"model.preference.loss {preference.loss} does not read it"
+        if not has_pairs(setup.data):
+            unread, why = {*vars(preference)}, "data.source yields no pairs: set Preferences there"
+        elif preference.loss != "simpo":
+            unread = {"margin"}
+        elif preference.precompute:
+            unread = {"precompute"}
+        yield from without_effect("model.preference", preference, unread, why)
 
 
-def _adapter(
+def _of_adapter(
     module: TrainingModule, config: AdapterConfig, setup: Setup, tensor_parallel: int
 ) -> Iterator[str]:
-    """Names that match nothing, and what a strategy cannot do with adapters."""
+    """Yields names that match nothing, and what a strategy does not support with adapters."""
     if config.dora and config.quantize:
         yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
     for key in ("quantize", "dora"):
@@ -69,15 +72,3 @@ def _adapter(
             refuse_tensor_parallel(model)
     except InputError as error:
         yield str(error)
-
-
-def _preference(preference: PreferenceConfig, setup: Setup) -> Iterator[str]:
-    """Keys of `model.preference` that this loss, or these data, do not read."""
-    unread, why = set[str](), f"model.preference.loss {preference.loss} does not read it"
-    if not has_pairs(setup.data):
-        unread, why = {*vars(preference)}, "data.source yields no pairs: set Preferences there"
-    elif preference.loss != "simpo":
-        unread = {"margin"}
-    elif preference.precompute:
-        unread = {"precompute"}
-    yield from without_effect("model.preference", preference, unread, why)

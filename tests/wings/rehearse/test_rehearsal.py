@@ -77,7 +77,7 @@ def test_a_fine_tuning_with_adapters_passes(
 @pytest.mark.nightly
 def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
     """Qwen3's query and key norms, which transformers 5.23 sums again in each micro-batch:
-    compat/replicated_gradients.py."""
+    compat/parallel_styles.py."""
     files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")]
     files += ["--model.architecture.model_type=qwen3", "--model.architecture.head_dim=32", "--devices=2"]
     assert rehearse(*files, "--only=each gradient", f"--output={tmp_path / 'out'}") == 0

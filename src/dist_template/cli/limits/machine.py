@@ -10,7 +10,7 @@ import lightning as L
 import torch
 
 from ...errors import InputError, reason
-from ...model.any_module import own
+from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
 from ...parallel.mesh import MeshStrategy
 from ...parallel.mesh_sizes import MeshSizes
@@ -93,7 +93,7 @@ class Setup:
     @property
     def optim(self) -> OptimConfig | None:
         """model.optim; None for a module with another optimizer."""
-        return own(self.module, "optim", OptimConfig)
+        return typed_attribute(self.module, "optim", OptimConfig)
 
     @property
     def strategy(self) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import InputError
-from ...model.any_module import own
+from ...model.any_module import typed_attribute
 from ...model.balance import BalanceConfig
 from ...parallel.mesh import MeshStrategy
 from .machine import ARGS, NOT_READ_YET, Setup
@@ -104,7 +104,7 @@ def sequences(setup: Setup) -> Iterator[str]:
         yield f"data.seq_len {seq_len} is not a multiple of cp_size {mesh.cp}: edit one of them"
     if getattr(getattr(setup.data, "source", None), "pairs", False):
         yield f"cp_size {mesh.cp} would split pairs of data.source Preferences: set {key} to 1"
-    if getattr(own(setup.module, "balance", BalanceConfig), "sequence_loss_coef", 0):
+    if getattr(typed_attribute(setup.module, "balance", BalanceConfig), "sequence_loss_coef", 0):
         yield f"model.balance.sequence_loss_coef needs full sequences: set it to 0, or {key} to 1"
     if config in (NOT_READ_YET, None):
         return

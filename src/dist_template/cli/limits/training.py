@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from torch import nn
 
 from ...errors import InputError, reason
-from ...model.any_module import has_validation, own
+from ...model.any_module import has_validation, typed_attribute
 from ...model.optim import build_optimizer, build_schedule
 from ...parallel import data_parallel_size
 from ...parallel.blocks import BlockConfig
@@ -63,7 +63,7 @@ def precision(setup: Setup) -> Iterator[str]:
 
 
 def blocks(setup: Setup) -> Iterator[str]:
-    config = own(setup.module, "blocks", BlockConfig)
+    config = typed_attribute(setup.module, "blocks", BlockConfig)
     if config is None:
         return
     if config.checkpoint_every < 1:

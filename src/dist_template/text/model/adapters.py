@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -24,12 +24,15 @@ from torch import nn
 from ...compat.transformers import wrappers_of_parameters
 from ...errors import InputError, check_least, reason, require
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 ALL_LINEAR = "all-linear"
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; plans have .* there
 CONV1D = "Conv1D"  # GPT-2's linear layer: its weight is (in, out) (transformers.pytorch_utils)
 PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
 EXPERT_PLAN = {"gate_up_proj": PACKED, "down_proj": "rowwise"}  # which `_rewrite_plans` understands
-# What reads a layer's weight, and does not call it, leaves its adapter out: Mamba's mixers, which
+# Modules that read a layer's weight without calling it bypass its adapter: Mamba's mixers, which
 # have a parameter D, and AltUp of Gemma 3n.
 ONLY_READ = {"D": ["out_proj", "dt_proj"], "correction_coefs": ["correction_coefs"]}
 # peft takes these names for the stacked experts of a mixture, whatever else has them.
@@ -67,24 +70,22 @@ class AdapterConfig:
     quantize: Literal["nf4"] | None = None
 
 
-def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
-    """Returns `model`, frozen, with trainable adapters.
-
-    Raises:
-        InputError: peft is not installed, a name matches nothing, or peft refuses the settings.
-    """
+def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
+    """Returns `model`, frozen, with trainable adapters. Raises InputError if peft is not installed,
+    a name matches nothing, or peft refuses the settings."""
     require("peft", "model.adapter")
     from peft import LoraConfig
 
     if not hasattr(model, "add_adapter"):
         raise InputError(
-            f"model.adapter needs a model of transformers, and {type(model).__name__} is none: set"
-            " it to null"
+            f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to"
+            " null"
         )
     check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
     known = {name for name, module in model.named_modules() if [*module.parameters()]}
-    found = {name for wanted in config.trainable for name in _matching("trainable", wanted, known)}
-    trained = [model.get_submodule(name) for name in found]
+    trained: list[nn.Module] = []
+    for wanted in config.trainable:
+        trained += map(model.get_submodule, _matching("trainable", wanted, known))
     modules, parameters = _targets(model, config)
     lora = LoraConfig(
         r=config.rank,
@@ -92,7 +93,7 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
         lora_dropout=config.dropout,
         use_rslora=config.rslora,
         use_dora=config.dora,
-        fan_in_fan_out=any(type(layer).__name__ == CONV1D for layer in model.modules()),
+        fan_in_fan_out=CONV1D in [type(layer).__name__ for layer in model.modules()],
         target_modules=modules,
         target_parameters=parameters,
         task_type="CAUSAL_LM",
@@ -107,15 +108,14 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
     return model
 
 
-def refuse_tensor_parallel(model: Any) -> None:
+def refuse_tensor_parallel(model: PreTrainedModel) -> None:
     """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
     for name, module in model.named_modules():
         if inner := wrappers_of_parameters(module):
-            base = INDEX.sub(".*", name) + ".base_layer" * len(inner)
-            rules = [rule.rpartition(".") for rule in model.tp_plan]
-            plan = {
-                last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base
-            }
+            base, plan = INDEX.sub(".*", name) + ".base_layer" * len(inner), {}
+            for rule, style in model.tp_plan.items():
+                if rule.rpartition(".")[0] == base:
+                    plan[rule.rpartition(".")[2]] = style
             if plan and plan != EXPERT_PLAN:
                 raise InputError(
                     f"adapters of {name} are not sharded by its tensor-parallel plan"
@@ -123,13 +123,15 @@ def refuse_tensor_parallel(model: Any) -> None:
                 )
 
 
-def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
+def _targets(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], list[str]]:
     """Returns the names of `targets` that are linear layers, and those that are stacked experts."""
     layers, head = dict(model.named_modules()), model.get_output_embeddings()
     linear = {name for name, layer in layers.items() if _is_linear(layer) and layer is not head}
-    experts = {name for name, layer in layers.items() if "Experts" in type(layer).__name__}
-    of_three = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
-    stacked = {name for name in of_three if name.rpartition(".")[0] in experts}
+    stacked = set[str]()
+    for name, parameter in model.named_parameters():
+        owner = type(layers[name.rpartition(".")[0]]).__name__
+        if parameter.ndim == 3 and "Experts" in owner:
+            stacked.add(name)
     if not linear | stacked:
         kinds = {type(each).__name__ for each in layers.values() if [*each.parameters(False)]}
         raise InputError(
@@ -138,13 +140,16 @@ def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:
             " model.adapter to null"
         )
     if config.targets == ALL_LINEAR:
-        linear -= {name for name in linear if stacked and _short(name) in OF_EXPERTS}
-        for sign, read in ONLY_READ.items():
-            found = [name for name, layer in layers.items() if hasattr(layer, sign)]
-            linear -= {f"{name}.{own}" for name in found for own in read}
-        others = {_short(name) for name in layers.keys() - linear}
-        names = {name if _short(name) in others else _short(name) for name in linear}
-        return sorted(names), sorted({_short(name) for name in stacked})
+        for name, layer in layers.items():
+            if stacked and _short(name) in OF_EXPERTS:
+                linear.discard(name)
+            for sign, read in ONLY_READ.items():
+                if hasattr(layer, sign):
+                    linear.difference_update(f"{name}.{each}" for each in read)
+        others, names = set(map(_short, layers.keys() - linear)), set[str]()
+        for name in linear:
+            names.add(name if _short(name) in others else _short(name))
+        return sorted(names), sorted(set(map(_short, stacked)))
     if not config.targets:
         raise InputError("model.adapter.targets is empty: name layers, or set all-linear")
     modules: list[str] = []
@@ -168,7 +173,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _short(name: str) -> str:
-    """Returns the last part of a name, or all of one that other layers end with too (0, weight)."""
+    """Returns the last part of a name, or the full name if other layers end with it (0, weight)."""
     last = name.rpartition(".")[2]
     return name if last.isdigit() or last == "weight" else last
 
@@ -186,39 +191,41 @@ def _matching(key: str, wanted: str, names: set[str]) -> list[str]:
     return found
 
 
-def _rewrite_plans(model: Any) -> None:
+def _rewrite_plans(model: PreTrainedModel) -> None:
     """Renames what adapters moved in the tensor and expert plans, and adds their matrices."""
-    from ...compat import expert_adapters
+    from ...compat.parallel_styles import register_expert_adapters
 
     tp_plan, ep_plan = dict(model.tp_plan or {}), dict(model.ep_plan or {})
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A"):
             continue
         path = INDEX.sub(".*", name)
-        a, b = f"{path}.lora_A.default.weight", f"{path}.lora_B.default.weight"
+        a, b = f"{path}.lora_A.default", f"{path}.lora_B.default"
         if inner := wrappers_of_parameters(module):
             outer = re.sub(r"(\.base_layer)+$", "", path)
             base = path + ".base_layer" * len(inner)
             for plan in (tp_plan, ep_plan):
-                for rule in [rule for rule in plan if rule.rpartition(".")[0] == outer]:
-                    plan[f"{base}.{rule.rpartition('.')[2]}"] = plan.pop(rule)
-            own, rank = f"{base}.{inner[0].parameter_name}", inner[0].r["default"]
-            if (style := tp_plan.get(own)) and style != PACKED:
-                tp_plan[a if style == "rowwise" else b] = style
-            if style := ep_plan.get(own):
-                ep_plan |= {a: style, b: expert_adapters.register(rank)}
-        elif matrix := {"colwise": b, "packed": b, "rowwise": a}.get(
-            (tp_plan.get(path) or "").partition("_")[0]
-        ):
-            style = tp_plan.pop(path)
-            tp_plan |= {f"{path}.base_layer": style, matrix.removesuffix(".weight"): style}
+                for rule in [*plan]:
+                    owner, _, last = rule.rpartition(".")
+                    if owner == outer:
+                        plan[f"{base}.{last}"] = plan.pop(rule)
+            matrix, rank = f"{base}.{inner[0].parameter_name}", inner[0].r["default"]
+            if (style := tp_plan.get(matrix)) and style != PACKED:
+                tp_plan[f"{a if style == 'rowwise' else b}.weight"] = style
+            if style := ep_plan.get(matrix):
+                ep_plan |= {f"{a}.weight": style, f"{b}.weight": register_expert_adapters(rank)}
+        else:
+            style = tp_plan.get(path) or ""
+            if style.startswith(("colwise", "packed", "rowwise")):
+                del tp_plan[path]
+                tp_plan[f"{path}.base_layer"] = style
+                tp_plan[a if style.startswith("rowwise") else b] = style
     model.tp_plan, model.ep_plan = tp_plan, ep_plan
 
 
 def proof_axes(config: AdapterConfig) -> list[str]:
     """Names adapters in the table of proven models: "lora", with the values that differ."""
-    default = AdapterConfig()
-    others = []
+    default, others = AdapterConfig(), []
     for key in ("targets", "dora", "trainable", "quantize"):  # each value needs its own proof
         if (value := getattr(config, key)) != getattr(default, key):
             others.append(f"{key} {value}")

@@ -2,20 +2,23 @@
 
 bitsandbytes' own layer keeps the scales in a Python object beside the weight, which is lost on the
 meta device, in a broadcast and in a shard. Here packed weights and scales are tensors of the
-module, bytes that every strategy broadcasts and shards like any other frozen parameter: rank 0
-reads the folder once and quantizes, and the other ranks receive 4-bit weights. bitsandbytes
-quantizes and multiplies.
-"""
+module, bytes that every strategy broadcasts and shards like any frozen parameter; rank 0 quantizes,
+and bitsandbytes multiplies."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import require
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+    from transformers import PreTrainedModel
 
 BLOCK, NESTED = 64, 256  # weights that share a scale; scales that share a second scale
 
@@ -45,7 +48,7 @@ class Linear4bit(nn.Linear):
         self.register_buffer("nested", nested, persistent=False)
         self.register_buffer("offset", offset, persistent=False)
 
-    def _state(self) -> Any:
+    def _state(self) -> QuantState:
         from bitsandbytes.functional import QuantState
 
         code, nested_code = _codes(self.nested.device)
@@ -75,17 +78,15 @@ def _codes(device: torch.device) -> tuple[Tensor, Tensor]:
     return get_4bit_type("nf4", device), create_dynamic_map().to(device)
 
 
-def quantize(model: Any) -> None:
-    """Replaces the frozen linear layers of `model`, but for the output layer, as bitsandbytes does.
-
-    Raises:
-        InputError: bitsandbytes is not installed.
-    """
+def quantize(model: PreTrainedModel) -> None:
+    """Replaces the frozen linear layers of `model`, but for the output layer, like bitsandbytes.
+    Raises InputError if that is not installed."""
     require("bitsandbytes", "model.adapter.quantize")
     head = model.get_output_embeddings()
 
-    def is_chosen(layer: Any) -> bool:
-        return type(layer) is nn.Linear and layer is not head and not layer.weight.requires_grad
+    def is_chosen(layer: nn.Module) -> bool:
+        is_linear = type(layer) is nn.Linear and layer is not head
+        return is_linear and not layer.weight.requires_grad
 
     replace_layers(model, is_chosen, Linear4bit)
 
@@ -95,7 +96,9 @@ def dequantize(model: nn.Module) -> None:
     replace_layers(model, lambda layer: isinstance(layer, Linear4bit), Linear4bit.dequantized)
 
 
-def replace_layers(model: nn.Module, chosen: Any, make: Any) -> None:
+def replace_layers(
+    model: nn.Module, chosen: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]
+) -> None:
     """Replaces each layer of `model` for which `chosen(layer)` by `make(layer)`."""
     for parent in [*model.modules()]:
         for name, child in [*parent.named_children()]:

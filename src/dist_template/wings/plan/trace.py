@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.fake import LiveBytes, fake_tensors
+from ...compat.torch import LiveBytes, fake_tensors
 from ...compat.transformers import cast_experts
 from ...errors import InputError
 from ...model.flops import Size, find_experts, text_config

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...parallel import data_parallel_size
-from ...text.model.architecture_keys import EXTRA
+from ...text.model.causal_lm import EXTRA
 from .shrink_model import dropouts, shrink_architecture
 from .shrink_strategy import num_stages, shrink_strategy, with_sizes
 
