@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ..parallel import pipeline_of
@@ -74,3 +74,13 @@ def has_validation(module: Any, data: Any) -> bool:
 def build_config(module: Any, data: Any) -> Any:
     """Returns the model's transformers configuration; None for another model."""
     return module.build_config(data) if hasattr(module, "build_config") else None
+
+
+def data_of(trainer: Trainer) -> Any:
+    """Returns the data module of a trainer; Lightning sets the attribute when it attaches one."""
+    return getattr(trainer, "datamodule", None)
+
+
+def callbacks_of(trainer: Trainer) -> list[Any]:
+    """Returns the callbacks of a trainer; Lightning's connectors set the attribute."""
+    return getattr(trainer, "callbacks", [])
