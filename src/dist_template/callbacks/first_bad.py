@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from ..parallel import pipeline_of
 Call = tuple[str, Tensor, Tensor]
 
 
-def first_bad(trainer: Any, module: nn.Module, batches: list[Any]) -> dict[str, Any] | None:
+def first_bad(trainer: L.Trainer, module: nn.Module, batches: list[Any]) -> dict[str, Any] | None:
     """Searches the weights, then the outputs of modules whose inputs are finite. Collective.
 
     Returns:
@@ -46,7 +47,7 @@ def _agreed(own: tuple[str, str] | None) -> dict[str, Any] | None:
     return {"what": first[0], "module": first[1], "ranks": ranks}
 
 
-def weights_are_finite(trainer: Any, module: nn.Module) -> bool:
+def weights_are_finite(trainer: L.Trainer, module: nn.Module) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
     device = trainer.strategy.root_device  # offloaded ones are in host memory
@@ -68,7 +69,7 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
     return ("weight", names[bad[0]]) if bad else None
 
 
-def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str] | None:
+def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[str, str] | None:
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
     pipeline = pipeline_of(trainer.strategy)

@@ -28,11 +28,11 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Sampler
 
 from ..compat.lightning import batch_progress
-from ..model.any_module import metrics_of
+from ..model.any_module import callbacks_of, metrics_of
 from .equal_work import assign, shared_out
 
 PADDING = -1  # a number that stands for no row: its labels are ignored
@@ -196,7 +196,8 @@ class ConsumedSamples(Callback):
     ) -> ConsumedSamples:
         """Returns a new counter for this `fit`, inserted as the trainer's first callback."""
         counter = cls(global_batch_size, samples_per_batch, batch_progress(trainer).total.processed)
-        trainer.callbacks = [counter, *(c for c in trainer.callbacks if not isinstance(c, cls))]
+        others = [each for each in callbacks_of(trainer) if not isinstance(each, cls)]
+        trainer.callbacks = [counter, *others]
         return counter
 
     def value(self, trainer: Trainer) -> int:
@@ -227,7 +228,7 @@ class ConsumedSamples(Callback):
         now = self.position(trainer)
         self.jumps = with_jumps(self.jumps, (jump for jump in jumps if jump[0] >= now))
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the count, after the trainer's counters and before the first batch is read."""
         if not self._loaded:
             return

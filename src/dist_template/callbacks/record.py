@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from .. import weights
 from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
-from ..model.any_module import network_of, size_of, typed_attribute
+from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
@@ -67,7 +67,7 @@ class Record(Callback):
                 logger.resume(trainer.global_step)
 
 
-def write_facts(folder: Path, trainer: Any, module: Any) -> None:
+def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Writes `facts.json` on rank 0, when the model is on its device. Collective.
 
     Unknown values are null: a custom model or datamodule may lack what is read here.
@@ -77,7 +77,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
         return
     model = network_of(module)
     balancer = typed_attribute(module, "balancer", Balancer)
-    data, size = trainer.datamodule, size_of(trainer, module)
+    data, size = data_of(trainer), size_of(trainer, module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
     balance, pipeline = {}, pipeline_of(trainer.strategy)
     if balancer:
@@ -124,7 +124,7 @@ def _data(data: Any) -> dict[str, Any]:
     return facts | (data.statistics() if hasattr(data, "statistics") else {})
 
 
-def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
+def _machine(trainer: L.Trainer, hosts: list[str]) -> dict[str, Any]:
     device = trainer.strategy.root_device
     is_cuda = device.type == "cuda"
     name, memory = device.type, memory_limit()
@@ -134,7 +134,7 @@ def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
     tflops, source = peak(name, str(trainer.precision)) or (None, None)
     return {
         "world_size": trainer.world_size,
-        "data_parallel_size": getattr(trainer.datamodule, "world_size", None),
+        "data_parallel_size": getattr(data_of(trainer), "world_size", None),
         "hosts": hosts,
         "device": name,
         "memory_gib": memory / GIB,  # of one device; of a CPU, for all processes of the host

@@ -25,7 +25,7 @@ from ..cluster.signals import isolate_worker
 from ..compat.epochs import make_fit_resumable
 from ..compat.lightning import weigh_uneven_batches
 from ..errors import InputError
-from ..model.any_module import owns_order
+from ..model.any_module import callbacks_of, data_of, owns_order
 from ..project import has_command_line
 from .checkpoint import LastCheckpoint
 from .global_order import ConsumedSamples, GlobalOrder, Jump
@@ -61,9 +61,9 @@ class SampleOrder(Callback):
         self._wrapped: list[tuple[Any, str]] = []
         self._first: list[int] | None = None  # checksums of the first batches, of another's loader
 
-    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        self._trainer = trainer
-        if owns_order(trainer.datamodule):
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer: Any = trainer
+        if owns_order(data_of(trainer)):
             return
         make_fit_resumable(trainer)
         weigh_uneven_batches(trainer)
@@ -75,8 +75,8 @@ class SampleOrder(Callback):
             if has_command_line() and isinstance(trainer.val_check_interval, int):
                 # The command line counts optimizer steps, Lightning batches.
                 trainer.val_check_interval *= trainer.accumulate_grad_batches
-        owner: Any = trainer.datamodule or pl_module
-        kind = L.LightningDataModule if trainer.datamodule else L.LightningModule
+        owner: Any = data_of(trainer) or pl_module
+        kind = L.LightningDataModule if data_of(trainer) else L.LightningModule
         orders = {"train": self._train, "val": self._evaluation, "test": self._evaluation}
         for stage_name, order in orders.items():
             name = f"{stage_name}_dataloader"
@@ -129,7 +129,7 @@ class SampleOrder(Callback):
 
     def _compare(self) -> None:
         """Refuses another order than that of the checkpoint, once both are known."""
-        last = (c for c in self._trainer.callbacks if isinstance(c, LastCheckpoint))
+        last = (c for c in callbacks_of(self._trainer) if isinstance(c, LastCheckpoint))
         accepted = [key for callback in last for key in {*callback.accept_changes} & OF_AN_ORDER]
         before = {key: self._loaded[key] for key in self._settings if key in self._loaded}
         compare(self._trainer.ckpt_path, before, self._settings, accepted)
@@ -155,7 +155,7 @@ class SampleOrder(Callback):
         return _like(loader, sampler, drop_last=False, batch_size=even or size)
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Compares the ranks' first batches of a loader that is not sharded here.
 

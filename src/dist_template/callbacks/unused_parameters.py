@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import lightning as L
 from lightning.pytorch import Callback
 
 from ..compat.lightning import accumulates, needs_every_gradient
@@ -23,7 +24,7 @@ class UnusedParameters(Callback):
 
     _checks = False
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._needs_all = needs_every_gradient(trainer.strategy)
         self._checks = trainer.is_global_zero or self._needs_all
         self._reached: set[str] = set()
@@ -39,7 +40,9 @@ class UnusedParameters(Callback):
     def _add(self, name: str, parameter: Any) -> None:
         self._reached.add(name)
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
         if not self._checks or accumulates(trainer):
             return
         self._checks = False

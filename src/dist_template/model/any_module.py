@@ -6,7 +6,7 @@ and LightningDataModule trains as well: only this file distinguishes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -97,3 +97,13 @@ def build_config(module: L.LightningModule, data: L.LightningDataModule) -> PreT
     """Returns the model's transformers configuration; None for another model."""
     build = getattr(module, "build_config", None)
     return build(data) if build else None
+
+
+def data_of(trainer: L.Trainer) -> Any:
+    """Returns the data module of a trainer; Lightning sets the attribute when it attaches one."""
+    return getattr(trainer, "datamodule", None)
+
+
+def callbacks_of(trainer: L.Trainer) -> list[Any]:
+    """Returns the callbacks of a trainer; Lightning's connectors set the attribute."""
+    return getattr(trainer, "callbacks", [])
