@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks.replicas import Replicas, checksum
-from dist_template.checkpoint import commit
+from dist_template.checkpoint import manifest
 from dist_template.layout import local_shard
 from dist_template.project import Project
 from dist_template.wings.rehearse.record import RunRecord
@@ -71,7 +71,7 @@ def assert_refused(guarded: Train, run: RunRecord, strategy: str, name: str, ste
         assert answer.startswith(f"Ended: training stopped: replicas differ after step {step}: "), answer[:500]
         assert "exit code 65" in answer and "replicas.ignore" in answer
         assert tensor in answer and "of rank 1 is not that of rank 0" in answer
-    assert commit.newest(guarded.run_folder(strategy, name) / "checkpoints") is None, "nothing is saved"
+    assert manifest.newest(guarded.run_folder(strategy, name) / "checkpoints") is None, "nothing is saved"
 
 
 PLANTS = {
@@ -162,7 +162,7 @@ def train(tmp_path: Path, strategy: str, *more: str) -> RunRecord:
 @pytest.mark.parametrize("strategy", tiers(["ddp", "zero2", "zero3", "fsdp2"], daily=["ddp"]))
 def test_what_ranks_hold_differently_by_nature_is_not_compared(tmp_path: Path, strategy: str) -> None:
     run = train(tmp_path, strategy).check()
-    assert commit.newest(run.run / "checkpoints") is not None
+    assert manifest.newest(run.run / "checkpoints") is not None
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_template.callbacks.checkpoint import BestCheckpoint, outdated
-from dist_template.checkpoint import commit, formats, manifest
+from dist_template.checkpoint import commit, formats, manifest, plain
 from dist_template.checkpoint.optimizer import by_name
 from dist_template.errors import InputError
 from tests.support.formats import (
@@ -39,7 +39,7 @@ def committed(folder: Path, step: int = 1, write: Callable[[Path], object] | Non
     """A checkpoint of `step`, as `commit.save` makes it of what `write` puts into the folder."""
     path = folder / manifest.name(step)
     aside = commit.begin(path)
-    write(aside) if write else (aside / formats.FILE).write_bytes(bytes(1000))
+    write(aside) if write else (aside / plain.FILE).write_bytes(bytes(1000))
     commit.finish(path, {"step": step, **about}, None)
     return path
 
@@ -51,7 +51,7 @@ def write(aside: Path, kind: str) -> None:
     step(model, optimizer)
     state = by_name(optimizer.state_dict(), sum(NAMES, []))
     if kind == "file":
-        write_file(aside / formats.FILE, model, optimizer)
+        write_file(aside / plain.FILE, model, optimizer)
     elif kind == "distributed":
         write_distributed(aside, model.state_dict(), state, REST)
     else:
@@ -67,74 +67,74 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_every_changed_bit_and_every_truncation_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    assert commit.verify(checkpoint) is None and commit.agreed(checkpoint) == checkpoint
+    assert manifest.damage(checkpoint) is None and manifest.agreed(checkpoint) == checkpoint
     draw = random.Random(0)
     for number in range(50):
         copy = shutil.copytree(checkpoint, tmp_path / str(number) / checkpoint.name)
         done = corrupt(copy, draw)
-        assert commit.verify(copy), done
+        assert manifest.damage(copy), done
         with pytest.raises(InputError, match="is damaged: its "):
-            commit.agreed(copy)
+            manifest.agreed(copy)
 
 
 def test_without_the_hashes_a_changed_bit_is_loaded_without_an_error(tmp_path: Path) -> None:
     """Why the manifest exists: torch checks no hash when it reads."""
     path = committed(tmp_path, write=lambda aside: write(aside, "file"))
     before = {name: tensor.clone() for name, tensor in formats.read_full(path)["state_dict"].items()}
-    file = path / formats.FILE
+    file = path / plain.FILE
     content = bytearray(file.read_bytes())
     place = content.find(before["first.weight"].numpy().tobytes())
     content[place + 2] ^= 1
     file.write_bytes(content)
     assert not torch.equal(formats.read_full(path)["state_dict"]["first.weight"], before["first.weight"])
     assert manifest.torn(path) is None, "its size is right"
-    assert "CRC-32" in str(commit.verify(path))
+    assert "CRC-32" in str(manifest.damage(path))
 
 
 def test_a_changed_manifest_is_refused(checkpoint: Path) -> None:
     content = json.loads((checkpoint / manifest.MANIFEST).read_text())
     (checkpoint / manifest.MANIFEST).write_text(json.dumps(content | {"step": 2}, indent=1) + "\n")
-    assert commit.verify(checkpoint) == "its manifest.json is damaged"
+    assert manifest.damage(checkpoint) == "its manifest.json is damaged"
     (checkpoint / manifest.MANIFEST).unlink()
-    assert commit.verify(checkpoint) == "it has no manifest.json"
+    assert manifest.damage(checkpoint) == "it has no manifest.json"
     with pytest.raises(InputError, match="no manifest"):
-        commit.agreed(checkpoint)
+        manifest.agreed(checkpoint)
 
 
 def test_the_file_in_a_checkpoint_is_verified_too(tmp_path: Path) -> None:
     path = committed(tmp_path)
-    assert commit.agreed(path / formats.FILE) == path
-    (path / formats.FILE).write_bytes(bytes(999) + b"1")
+    assert manifest.agreed(path / plain.FILE) == path
+    (path / plain.FILE).write_bytes(bytes(999) + b"1")
     with pytest.raises(InputError, match="is damaged"):
-        commit.agreed(path / formats.FILE)
+        manifest.agreed(path / plain.FILE)
 
 
 def test_a_file_of_another_library_is_read_as_it_is(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "lightning.ckpt")
-    assert commit.agreed(tmp_path / "lightning.ckpt") == tmp_path / "lightning.ckpt"
+    assert manifest.agreed(tmp_path / "lightning.ckpt") == tmp_path / "lightning.ckpt"
 
 
 def test_the_newest_that_is_not_torn_is_used_and_the_others_are_named(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2, 3)]
-    (paths[2] / formats.FILE).write_bytes(bytes(999))
+    (paths[2] / plain.FILE).write_bytes(bytes(999))
     (tmp_path / "step00000009.ckpt").mkdir()
     shutil.copytree(paths[0], tmp_path / ".step00000010.ckpt.tmp")
     said = (
         r"step00000009.ckpt \(it has no manifest.json\), step00000003.ckpt \(its checkpoint.pt has 999 bytes of 1000\)"
     )
     with pytest.warns(UserWarning, match=said + ".*step00000002.ckpt is used"):
-        assert commit.newest(tmp_path) == paths[1]
+        assert manifest.newest(tmp_path) == paths[1]
 
 
 def test_a_folder_of_checkpoints_means_its_newest_valid_one(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2)]
-    (paths[1] / formats.FILE).write_bytes(bytes(999) + b"1")
-    assert commit.newest(tmp_path) == paths[1], "its sizes are right"
+    (paths[1] / plain.FILE).write_bytes(bytes(999) + b"1")
+    assert manifest.newest(tmp_path) == paths[1], "its sizes are right"
     with pytest.warns(UserWarning, match="are skipped: step00000002.ckpt .*CRC-32"):
-        assert commit.agreed(tmp_path) == paths[0]
-    (paths[0] / formats.FILE).unlink()
+        assert manifest.agreed(tmp_path) == paths[0]
+    (paths[0] / plain.FILE).unlink()
     with pytest.raises(InputError, match="damaged checkpoints only"):
-        commit.agreed(tmp_path)
+        manifest.agreed(tmp_path)
 
 
 def test_the_best_checkpoint_is_the_last_choice(tmp_path: Path) -> None:
@@ -151,16 +151,16 @@ def test_remnants_of_a_killed_save_are_ignored_and_deleted(tmp_path: Path) -> No
     (aside / "half").write_bytes(b"ha")
     assert manifest.found(tmp_path) == []
     path = committed(tmp_path, 3)
-    assert sorted(file.name for file in path.iterdir()) == [formats.FILE, manifest.MANIFEST]
+    assert sorted(file.name for file in path.iterdir()) == [plain.FILE, manifest.MANIFEST]
     commit.begin(tmp_path / manifest.name(4))
     commit.clear(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    (committed(tmp_path, 3) / formats.FILE).unlink()
+    (committed(tmp_path, 3) / plain.FILE).unlink()
     path = committed(tmp_path, 3)
-    assert commit.verify(path) is None and list(tmp_path.iterdir()) == [path]
+    assert manifest.damage(path) is None and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_disks_refusal_is_returned_and_other_errors_are_raised() -> None:
@@ -186,7 +186,7 @@ def test_a_refused_write_leaves_what_was_there_and_nothing_else(tmp_path: Path) 
     commit.begin(tmp_path / manifest.name(2))
     with pytest.raises(commit.SaveError, match="rank 0: no space"):
         commit.finish(tmp_path / manifest.name(2), {"step": 2}, "rank 0: no space")
-    assert list(tmp_path.iterdir()) == [path] and commit.verify(path) is None
+    assert list(tmp_path.iterdir()) == [path] and manifest.damage(path) is None
 
 
 # ---- which are kept ------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_the_newest_are_kept_and_one_in_each_period(tmp_path: Path, monkeypatch:
 
 def test_a_torn_one_does_not_count_as_kept(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2, 3)]
-    (paths[1] / formats.FILE).unlink()
+    (paths[1] / plain.FILE).unlink()
     assert steps(outdated(paths[2], keep=2)) == [2]
 
 
@@ -219,7 +219,7 @@ def test_checkpoints_of_later_steps_are_deleted_after_a_rollback(tmp_path: Path)
 def test_the_one_just_written_is_never_outdated(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2)]
     for path in paths:
-        (path / formats.FILE).unlink()
+        (path / plain.FILE).unlink()
     assert steps(outdated(paths[1], keep=1)) == [1]
 
 
@@ -251,9 +251,9 @@ def quick(flags: list[str]) -> list[str]:
 
 def flip(path: Path) -> None:
     """One bit in the middle of a DDP or single-device checkpoint."""
-    content = bytearray((path / formats.FILE).read_bytes())
+    content = bytearray((path / plain.FILE).read_bytes())
     content[len(content) // 2] ^= 1
-    (path / formats.FILE).write_bytes(content)
+    (path / plain.FILE).write_bytes(content)
 
 
 def test_an_interrupted_run_resumes_from_its_newest_valid_checkpoint(
@@ -269,7 +269,7 @@ def test_an_interrupted_run_resumes_from_its_newest_valid_checkpoint(
     assert "resumes from its newest" in shown
     kept = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
     assert kept == ["step00000004.ckpt", "step00000006.ckpt"]
-    assert commit.verify(only_run(tmp_path) / "checkpoints" / kept[0]) is None, "it was written again"
+    assert manifest.damage(only_run(tmp_path) / "checkpoints" / kept[0]) is None, "it was written again"
     assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0, "a relaunch of what is done"
     assert sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir()) == kept
 
@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_in_one_sentence(
     capfd.readouterr()
     assert run("fit", *quick, f"--ckpt_path={path}") == 2
     assert "is damaged: its checkpoint.pt is not what was written" in capfd.readouterr().err
-    (path / formats.FILE).write_bytes(b"")
+    (path / plain.FILE).write_bytes(b"")
     assert run("fit", *quick, f"--ckpt_path={path}") == 2
     assert "has 0 bytes of" in capfd.readouterr().err
 
@@ -293,7 +293,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
 ) -> None:
     monkeypatch.setenv("DIST_RUN_ID", "job")
     assert main(["fit", *quick, "--trainer.max_steps=2"]) == 0
-    (newest(only_run(tmp_path)) / formats.FILE).unlink()
+    (newest(only_run(tmp_path)) / plain.FILE).unlink()
     with pytest.warns(UserWarning, match="there is no other"):
         assert main(["fit", *quick, "--trainer.max_steps=4"]) == 2
     error = capfd.readouterr().err

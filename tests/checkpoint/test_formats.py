@@ -12,6 +12,8 @@ import torch
 
 from dist_template.checkpoint.formats import format_of, read_full
 from dist_template.checkpoint.optimizer import by_name, numbered
+from dist_template.checkpoint.plain import PlainFormat
+from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.cli.run import check_checkpoint
 from dist_template.errors import InputError
 from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step, write_distributed, write_file, write_zero
@@ -115,7 +117,7 @@ def test_part_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
     if checkpoint.is_file():
         checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
     else:
-        (checkpoint / ("latest" if format_of(checkpoint) == "zero" else ".metadata")).unlink()
+        (checkpoint / ("latest" if format_of(checkpoint) is ZeroFormat else ".metadata")).unlink()
     with pytest.raises(InputError, match="is incomplete"):
         check_checkpoint(checkpoint)
 
@@ -127,4 +129,4 @@ def test_a_missing_rank_is_noticed(checkpoint: Path) -> None:
         with pytest.raises(InputError, match="cannot be read"):
             read_full(checkpoint)
     else:
-        assert format_of(checkpoint) == "file", "only one file has one part"
+        assert format_of(checkpoint) is PlainFormat, "only one file has one part"

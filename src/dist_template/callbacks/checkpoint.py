@@ -15,9 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from .. import weights
 from ..checkpoint import commit, manifest
 from ..checkpoint.asynchronous import BackgroundSaver
+from ..checkpoint.formats import use_every_format
 from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
-from ..checkpoint.resume import use_every_format
 from ..compat.lightning import accumulates
 from ..errors import Ended, Exit, InputError, check_least
 from ..observe.loggers.wandb import WandB
@@ -74,11 +74,11 @@ class LastCheckpoint(Checkpoint):
 
     def newest(self) -> Path | None:
         """Returns the newest valid checkpoint in the folder, for `ckpt_path` of any Trainer."""
-        return commit.newest(self.folder)
+        return manifest.newest(self.folder)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)
-        use_every_format(trainer, pl_module)
+        use_every_format(trainer.strategy)
         callbacks = trainer.callbacks
         if not any(isinstance(callback, ParameterNames) for callback in callbacks):
             callbacks = [ParameterNames(), *callbacks]
@@ -224,7 +224,7 @@ def _failure(path: Path, error: commit.SaveError) -> str:
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         mount = next(one for one in (folder, *folder.parents) if one.is_mount())
         free_gib = shutil.disk_usage(folder).free / GIB
-        newest = commit.newest(path.parent)
+        newest = manifest.newest(path.parent)
         valid = f"the newest valid checkpoint is {newest}" if newest else "no checkpoint is valid"
         sentence = (
             f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free on the file system at"

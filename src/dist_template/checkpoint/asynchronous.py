@@ -13,17 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import Strategy
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from .. import weights
 from ..compat.lightning import checkpoint_of, timeout_of
-from . import commit, sharded, zero
+from . import commit
+from .formats import format_for
 
 
 class BackgroundSaver:
@@ -33,7 +33,7 @@ class BackgroundSaver:
         strategy: Any, without state on NVMe. Its timeout also limits the save's collectives.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         device = strategy.root_device
         has_gpu = device.type == "cuda"  # memory can be pinned only for a GPU
         self._stager = DefaultStager(
@@ -48,10 +48,9 @@ class BackgroundSaver:
         choose = partial(torch.cuda.set_device, device) if has_gpu else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", choose)
         self._save: Future[None] | None = None
-        timeout = timeout_of(strategy)
-        self._group: Any = None
+        self._group: commit.Group = None
         if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = dist.new_group(backend="gloo", timeout=timeout_of(strategy))
 
     def start(self, trainer: L.Trainer, path: Path) -> None:
         """Copies the present state, and starts to write it as `path`. Collective.
@@ -60,8 +59,10 @@ class BackgroundSaver:
         """
         assert self._save is None
         path = Path(weights.broadcast(str(path)))
-        write = self._copy(trainer, checkpoint_of(trainer))
-        self._save = self._thread.submit(self._write, path, commit.describe(trainer), write)
+        format, checkpoint = format_for(trainer.strategy), checkpoint_of(trainer)
+        write = format.stage(checkpoint, self._stager.stage, self._group)
+        entries = commit.training_entries(trainer)
+        self._save = self._thread.submit(self._write, path, entries, write)
 
     def wait(self) -> None:
         """Waits until the checkpoint is committed. Collective.
@@ -87,24 +88,10 @@ class BackgroundSaver:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _copy(self, trainer: Any, checkpoint: dict[str, Any]) -> Callable[[Path], object]:
-        """Copies this rank's part of `checkpoint`. Returns what writes the copy into a folder."""
-        strategy: Any = trainer.strategy
-        stage: Any = self._stager.stage
-        if hasattr(strategy, "deepspeed_engine"):
-            without_frozen = strategy.exclude_frozen_parameters
-            return zero.staged(strategy.deepspeed_engine, checkpoint, without_frozen, stage)
-        if isinstance(strategy, ModelParallelStrategy):  # MeshStrategy
-            tensors, rest = sharded.split(checkpoint)
-            copy = stage({"tensors": tensors, "rest": rest})
-            return lambda folder: sharded.write(copy["tensors"], copy["rest"], folder, self._group)
-        if strategy.is_global_zero:
-            copy = stage(checkpoint)
-            return lambda folder: strategy.checkpoint_io.save_checkpoint(copy, folder)
-        return lambda folder: None  # rank 0 has everything, and writes it
-
-    def _write(self, path: Path, about: dict[str, Any], write: Callable[[Path], object]) -> None:
+    def _write(
+        self, path: Path, entries: dict[str, object], write: Callable[[Path], object]
+    ) -> None:
         """Runs in the thread, like commit.save. It must not start a collective of another group."""
         temporary = commit.begin(path, self._group)
         failure = commit.disk_error(lambda: write(temporary))
-        commit.finish(path, about, failure, self._group)
+        commit.finish(path, entries, failure, self._group)

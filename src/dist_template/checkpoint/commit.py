@@ -1,4 +1,4 @@
-"""Writes checkpoints so that a kill leaves the one before valid; verifies them before loading.
+"""Writes checkpoints so that a kill leaves the one before valid; manifest.py verifies them.
 
     step00000040.ckpt/          a checkpoint: manifest.json and the files that the strategy wrote
     best-step00000040.ckpt/     the same
@@ -22,7 +22,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import lightning as L
 import torch.distributed as dist
@@ -33,20 +33,20 @@ from torch.utils.serialization import config as serialization
 from .. import weights
 from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import checkpoint_of
-from ..errors import InputError, reason
+from ..errors import reason
 from . import manifest
 from .identity import KEY
 from .manifest import FORMAT, MANIFEST, Files, crc32
+
+Group = dist.ProcessGroup | None  # of the ranks that save; None: all
+T = TypeVar("T")
 
 
 class SaveError(Exception):
     """No checkpoint was committed, on any rank; the folder still holds the ones before."""
 
 
-# ---- writing -------------------------------------------------------------------------------------
-
-
-def save(trainer: L.Trainer, path: Path, **notes: Any) -> None:
+def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     """Commits the present state as `path`, with `notes` in its manifest. Collective.
 
     Raises:
@@ -56,22 +56,24 @@ def save(trainer: L.Trainer, path: Path, **notes: Any) -> None:
     checkpoint = checkpoint_of(trainer)
     temporary = begin(path)
     failure = disk_error(lambda: trainer.strategy.save_checkpoint(checkpoint, temporary))
-    finish(path, describe(trainer) | notes, failure)
+    finish(path, training_entries(trainer) | notes, failure)
 
 
-def describe(trainer: L.Trainer) -> dict[str, Any]:
+def training_entries(trainer: L.Trainer) -> dict[str, object]:
     """Returns the entries of a manifest that describe the training."""
-    callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
-    found = [vars(each)[KEY] for each in callbacks if KEY in vars(each)]  # of LastCheckpoint
+    settings = {}
+    callbacks: list[L.Callback] = trainer.callbacks  # ty: ignore[missing-attribute]
+    for each in callbacks:
+        settings = vars(each).get(KEY, settings)  # LastCheckpoint has them
     return {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
-        KEY: found[0] if found else {},
+        KEY: settings,
     }
 
 
-def begin(path: Path, group: Any = None) -> Path:
+def begin(path: Path, group: Group = None) -> Path:
     """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`.
 
     Raises:
@@ -83,20 +85,22 @@ def begin(path: Path, group: Any = None) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    if _rank(group) == 0:
+    if weights.rank(group) == 0:
         failure = disk_error(create)
     _agree(temporary, failure, None, group)
     return temporary
 
 
-def finish(path: Path, about: dict[str, Any], failure: str | None, group: Any = None) -> None:
+def finish(
+    path: Path, entries: dict[str, object], failure: str | None, group: Group = None
+) -> None:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
     Each rank flushes and hashes a part of the files.
 
     Args:
         path: The checkpoint.
-        about: Entries of the manifest other than the files.
+        entries: Entries of the manifest other than the files.
         failure: Why this rank could not write its files, as `disk_error` returns it.
         group: The ranks that have written files. None: all.
 
@@ -106,15 +110,16 @@ def finish(path: Path, about: dict[str, Any], failure: str | None, group: Any = 
     temporary = _hidden(path, "tmp")
     # A network file system may list a new file late, but not to the rank that wrote it.
     files = sorted(set().union(*_agree(temporary, failure, _files(temporary), group)))
+    assigned = files[weights.rank(group) :: weights.world_size(group)]
     hashes: Files = {}
-    failure = disk_error(lambda: _flush_and_hash(temporary, _assigned(files, group), hashes))
+    failure = disk_error(lambda: _flush_and_hash(temporary, assigned, hashes))
     of_all: Files = {}
     for of_rank in _agree(temporary, failure, hashes, group):
         of_all |= of_rank
-    known = {file: of_all[file] for file in files}
-    about = {"format": FORMAT, **about, "time": time.time(), "files": known}
-    if _rank(group) == 0:
-        failure = disk_error(lambda: _commit(temporary, path, about))
+    entries = {"format": FORMAT, **entries, "time": time.time()}
+    entries["files"] = {file: of_all[file] for file in files}
+    if weights.rank(group) == 0:
+        failure = disk_error(lambda: _commit(temporary, path, entries))
     _agree(temporary, failure, None, group)
 
 
@@ -131,7 +136,7 @@ def disk_error(write: Callable[[], object]) -> str | None:
         return None
     except (OSError, RuntimeError, CheckpointException) as error:
         # torch's distributed format raises a CheckpointException with the errors of all ranks.
-        failures = getattr(error, "failures", {_rank(None): (error, None)})
+        failures = getattr(error, "failures", {weights.rank(): (error, None)})
         sentences = []
         for rank, (cause, _) in failures.items():
             if isinstance(cause, OSError):
@@ -156,8 +161,8 @@ def _flush_and_hash(folder: Path, files: list[str], hashes: Files) -> None:
         hashes[file] = [(folder / file).stat().st_size, crc32(folder / file)]
 
 
-def _commit(temporary: Path, path: Path, about: dict[str, Any]) -> None:
-    (temporary / MANIFEST).write_text(manifest.rendered(about), encoding="utf-8")
+def _commit(temporary: Path, path: Path, entries: dict[str, object]) -> None:
+    (temporary / MANIFEST).write_text(manifest.rendered(entries), encoding="utf-8")
     _flush(temporary / MANIFEST)
     for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
         _flush(folder)
@@ -201,86 +206,20 @@ def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
-def verify(path: Path) -> str | None:
-    """Reads every byte of a checkpoint. Returns why it is not valid, or None if it is."""
-    return manifest.damage(path)
-
-
-def newest(folder: Path) -> Path | None:
-    """Returns the newest checkpoint that is not torn, and warns of newer ones that it skips."""
-    skipped = []
-    for path in manifest.found(folder):
-        if (why := manifest.torn(path)) is None:
-            _warn_of(skipped, path)
-            return path
-        skipped.append(f"{path.name} ({why})")
-    _warn_of(skipped, None)
-    return None
-
-
-def agreed(path: Path) -> Path:
-    """Returns the checkpoint that all ranks load, verified by all ranks together. Collective.
-
-    Args:
-        path: A checkpoint; one of another library has no manifest and is not verified. Or a folder
-            of checkpoints: the newest valid one is returned.
-
-    Raises:
-        InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
-    """
-    path, candidates = weights.broadcast(manifest.meant(path))
-    skipped: list[str] = []
-    for candidate in candidates:
-        own = manifest.damage(candidate, rank=_rank(None), ranks=_world_size(None))
-        why = next(filter(None, weights.from_all_ranks(own)), None)
-        if why is None:
-            _warn_of(skipped, candidate)
-            return candidate
-        skipped.append(f"{candidate.name} ({why})")
-    if not candidates:
-        return path
-    if candidates == [path]:
-        found = f"checkpoint {str(path)!r} is damaged: {why}"
-        raise InputError(f"{found}; give another, or `last` for the newest valid one")
-    found = f"{path} holds damaged checkpoints only: {', '.join(skipped)}"
-    raise InputError(f"{found}; move it away to start a new run")
-
-
-def _warn_of(skipped: list[str], loaded: Path | None) -> None:
-    if skipped:
-        instead = f"{loaded} is used" if loaded else "there is no other"
-        rank_zero_warn(f"damaged checkpoints are skipped: {', '.join(skipped)}; {instead}")
-
-
-# ---- ranks ---------------------------------------------------------------------------------------
-
-
-def _rank(group: Any) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def _world_size(group: Any) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def _assigned(files: list[str], group: Any) -> list[str]:
-    """Returns the files that this rank flushes and hashes."""
-    return files[_rank(group) :: _world_size(group)]
-
-
-def _agree(temporary: Path, failure: str | None, value: Any, group: Any) -> list[Any]:
+def _agree(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
     """Returns every rank's `value`, once all ranks have come here.
 
     Raises:
         SaveError: on all ranks, if one has a failure. Rank 0 deletes the temporary folder.
     """
-    answers = weights.from_all_ranks((failure, value), group)
-    failures = [why for why, _ in answers if why]
+    values = []
+    failures = []
+    for of_rank, result in weights.from_all_ranks((failure, value), group):
+        values.append(result)
+        if of_rank:
+            failures.append(of_rank)
     if failures:
-        if _rank(group) == 0:
+        if weights.rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(failures[0])
-    return [value for _, value in answers]
+    return values

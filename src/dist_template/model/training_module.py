@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import weights
-from ..checkpoint.frozen import describe, exclude_frozen
+from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..layout import clip_by_norm
 from ..parallel import pipeline_of
 from ..parallel.blocks import BlockConfig
@@ -104,7 +104,7 @@ class TrainingModule(L.LightningModule):
             return model
         model = add_adapters(model, self.adapter)
         name = getattr(self, "pretrained", None) or type(model).__name__
-        self.frozen_base = describe(model, name)
+        self.frozen_base = hash_frozen(model, name)
         if self.adapter.quantize:
             quantize(model)
         return model

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
-from ..checkpoint.frozen import REFERENCE, describe, exclude_frozen
+from ..checkpoint.frozen import REFERENCE, exclude_frozen, hash_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
 from ..records import write_atomically
@@ -74,7 +74,7 @@ def _place_copy(module: Any) -> None:
 
     def build() -> nn.Module:
         model = module.build_model(module.data).requires_grad_(False)
-        setattr(module, REFERENCE, describe(model, type(model).__name__))
+        setattr(module, REFERENCE, hash_frozen(model, type(model).__name__))
         return model
 
     strategy = module.trainer.strategy

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ....checkpoint.commit import agreed
+from ....checkpoint.manifest import agreed
 from ....cli.run import check_checkpoint
 from ....cluster import subprocess_launcher
 from ....errors import Ended, Exit, InputError
