@@ -12,37 +12,43 @@ without restrictions."""
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from .. import weights
 from ..errors import InputError
-from .frozen import refuse_another_base
+from ..layout import full_shape
+from .frozen import KEY, REFERENCE
 from .manifest import agreed
-from .optimizer import State, is_fitting, report_missing_moments, starts_anew
-from .plain import PlainFormat
-from .protocol import Checkpoint, CheckpointFormat, Opened, Shapes, shapes_of
+from .optimizer import ANEW, State, report_missing_moments
+from .plain import FILE, PlainFormat
+from .protocol import Checkpoint, CheckpointFormat, Opened, Shapes
 from .scatter import load_weights
-from .sharded import ShardedFormat
+from .sharded import META, ShardedFormat
 from .zero import ZeroFormat
 
-FORMATS: tuple[type[CheckpointFormat], ...] = (PlainFormat, ShardedFormat, ZeroFormat)
 T = TypeVar("T")
 
 
 def format_of(path: Path) -> type[CheckpointFormat] | None:
     """Returns the format of a checkpoint; None if `path` is not one, or is incomplete."""
-    for format in FORMATS:
-        if format.is_at(path):
-            return format
+    file = path / FILE if path.is_dir() else path
+    if file.is_file():
+        return PlainFormat if zipfile.is_zipfile(file) else None
+    if (path / ".metadata").is_file() and (path / META).is_file():
+        return ShardedFormat
+    if (path / "latest").is_file() and any(path.glob("*/*_model_states.pt")):
+        return ZeroFormat
     return None
 
 
@@ -78,8 +84,8 @@ def verified(
             frozen base, or is another model's.
     """
     path = agreed(path)
-    shapes = {}
-    for of_rank in weights.from_all_ranks(shapes_of(module.state_dict(keep_vars=True))):
+    shapes: Shapes = {}
+    for of_rank in weights.from_all_ranks(_shapes_of(module)):
         shapes |= of_rank  # in a pipeline, each rank has its stages'
 
     def check() -> Opened:
@@ -90,6 +96,8 @@ def verified(
 
     opened = weights.broadcast(_on_rank_zero(check))
     assert opened is not None
+    is_fit = module.trainer.state.fn == TrainerFn.FITTING
+    opened.with_optimizer = is_fit and not getattr(module, ANEW, False)
     return opened
 
 
@@ -117,7 +125,7 @@ def read_full(
     path = Path(path)
     opened, saved = _opened(path, module)
     if module is not None:
-        _refuse_other_shapes(path, saved, shapes_of(module.state_dict(keep_vars=True)))
+        _refuse_other_shapes(path, saved, _shapes_of(module))
     return opened.format.read(path, optimizer)
 
 
@@ -129,8 +137,28 @@ def _opened(
     if format is None:
         raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
     metadata, shapes = format.header(path, weights_only)
-    refuse_another_base(path, metadata, module)
+    for key in (REFERENCE, KEY):
+        saved, present = metadata.get(key), getattr(module, key, None)
+        if not saved or not present or saved["sha256"] == present["sha256"]:
+            continue
+        how = "with another reference for data.source Preferences: restore model.pretrained, or"
+        if key == KEY:
+            how = (
+                f"on {saved['name']} with SHA-256 {saved['sha256'][:12]}, and {present['name']} has"
+                f" {present['sha256'][:12]} now: restore model.pretrained, or with"
+                " model.architecture"
+            )
+        raise InputError(f"checkpoint {str(path)!r} was trained {how} the seed, of its run")
     return Opened(path, format, metadata, weights_only), shapes
+
+
+def _shapes_of(module: nn.Module) -> Shapes:
+    """Returns the unsharded shape of each tensor in the state dict."""
+    shapes = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            shapes[name] = tuple(full_shape(value))
+    return shapes
 
 
 def _refuse_other_shapes(path: Path, saved: Shapes, present: Shapes) -> None:
@@ -175,16 +203,16 @@ def load(format: CheckpointFormat, path: Path, weights_only: bool | None = None)
     Raises:
         InputError: see `verified`.
     """
-    module = format.module
+    module = cast(L.LightningModule, format.strategy.lightning_module)
     opened = verified(path, module, weights_only=weights_only)
     if format.reads(opened):
         return format.load(opened)
     full = _on_rank_zero(lambda: opened.format.read(opened.path, True)) or {}
     full_weights = full.get("state_dict", {})
     load_weights(module, full_weights)
-    if is_fitting(module):
+    if module.trainer.state.fn == TrainerFn.FITTING:
         states: list[State] = []
-        if not starts_anew(module):
+        if opened.with_optimizer:
             states = full.get("optimizer_states", [])
         meta_states = weights.broadcast([_on_meta(state) for state in states])
         if not meta_states:
@@ -222,7 +250,7 @@ class EveryFormat(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        module = self._format.module
+        module = cast(L.LightningModule, self._format.strategy.lightning_module)
         renames = is_overridden("on_load_checkpoint", module)
         is_strict = module.strict_loading and not renames
         return self._format.load(verified(Path(path), module, is_strict, weights_only))

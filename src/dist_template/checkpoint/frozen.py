@@ -7,14 +7,10 @@ some, such as the bias of a mixture's routers."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from ..errors import InputError
 
 KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
 REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
@@ -52,23 +48,3 @@ def exclude_frozen(module: nn.Module, start: str = "") -> None:
 
     module.register_state_dict_post_hook(drop)
     module.register_load_state_dict_post_hook(accept)
-
-
-def refuse_another_base(path: Path, metadata: Mapping[str, Any], module: nn.Module | None) -> None:
-    """Checks that adapters are loaded on the frozen weights with which they were trained.
-
-    Raises:
-        InputError: the checkpoint's `metadata` and `module` have different hashes.
-    """
-    for key in (REFERENCE, KEY):
-        saved, present = metadata.get(key), getattr(module, key, None)
-        if not saved or not present or saved["sha256"] == present["sha256"]:
-            continue
-        how = "with another reference for data.source Preferences: restore model.pretrained, or"
-        if key == KEY:
-            how = (
-                f"on {saved['name']} with SHA-256 {saved['sha256'][:12]}, and {present['name']} has"
-                f" {present['sha256'][:12]} now: restore model.pretrained, or with"
-                " model.architecture"
-            )
-        raise InputError(f"checkpoint {str(path)!r} was trained {how} the seed, of its run")

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import InputError
@@ -30,20 +30,6 @@ ANEW = "starts_optimizer_anew"  # a module's attribute: an accepted other class 
 KERNELS = {"fused", "foreach", "capturable", "differentiable"}
 # Entries of a torch scheduler's state with one value per parameter group.
 PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
-
-
-def is_fitting(module: L.LightningModule) -> bool:
-    return module.trainer.state.fn == TrainerFn.FITTING
-
-
-def starts_anew(module: L.LightningModule) -> bool:
-    """Returns whether the checkpoint's optimizer state is not loaded."""
-    return getattr(module, ANEW, False)
-
-
-def is_sent(value: object) -> bool:
-    """Returns whether `value`, of a state on the meta device, is a tensor that follows later."""
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def is_by_name(state: State) -> bool:
@@ -169,7 +155,7 @@ class ParameterNames(Callback):
                 " which training cannot continue: give --trainer.callbacks that callback again,"
                 " on one device or under DDP"
             )
-        if starts_anew(pl_module):
+        if getattr(pl_module, ANEW, False):
             checkpoint["optimizer_states"] = []
         self._loaded = checkpoint
         self._fit_to(trainer, pl_module)

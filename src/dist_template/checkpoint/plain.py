@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch.utils.serialization import config
 
 from ..errors import InputError
 from .optimizer import by_name, is_by_name
-from .protocol import Checkpoint, CheckpointFormat, Copy, Opened, Shapes, shapes_of
+from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .untrusted import reading
 
 FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
@@ -26,13 +24,12 @@ class PlainFormat(CheckpointFormat[Strategy]):
     written_by = "one process or DDP"
 
     @staticmethod
-    def is_at(path: Path) -> bool:
-        return zipfile.is_zipfile(file_in(path))
-
-    @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
         checkpoint = _content(path, weights_only)
-        shapes = shapes_of(checkpoint["state_dict"])
+        shapes = {}
+        for name, tensor in checkpoint["state_dict"].items():
+            if isinstance(tensor, torch.Tensor):
+                shapes[name] = tuple(tensor.shape)
         for key in LARGE:
             checkpoint.pop(key, None)
         return checkpoint, shapes
@@ -54,9 +51,7 @@ class PlainFormat(CheckpointFormat[Strategy]):
         with config.patch(PINNED):  # ty: ignore[missing-attribute]
             torch.save(checkpoint, path / FILE)
 
-    def stage(
-        self, checkpoint: Checkpoint, copy: Copy, group: dist.ProcessGroup | None
-    ) -> Callable[[Path], object]:
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
         if not self.strategy.is_global_zero:
             return lambda folder: None  # rank 0 has everything, and writes it
         copied = copy(checkpoint)
@@ -72,19 +67,15 @@ class PlainFormat(CheckpointFormat[Strategy]):
         return {"optimizer_states": [], **opened.format.read(opened.path, True)}
 
 
-def file_in(path: Path) -> Path:
-    """Returns the file of a checkpoint: `path` itself, or the file in the folder."""
-    return path / FILE if path.is_dir() else path
-
-
 def _content(path: Path, weights_only: bool | None = None, mmap: bool = True) -> Checkpoint:
     """Returns Lightning's dict.
 
     Raises:
         InputError: it cannot be read, or has no weights.
     """
+    file = path / FILE if path.is_dir() else path
     with reading(path, PlainFormat.written_by, trusted=weights_only is False):
-        content = torch.load(file_in(path), "cpu", mmap=mmap, weights_only=weights_only)
+        content = torch.load(file, "cpu", mmap=mmap, weights_only=weights_only)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
     return content

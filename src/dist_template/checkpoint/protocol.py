@@ -1,4 +1,4 @@
-"""What a checkpoint format answers for: how it is recognised, read, written, copied and loaded.
+"""What a checkpoint format answers for: how it is read, written, copied and loaded.
 
 plain.py, sharded.py and zero.py are the three formats. A strategy holds the format that it writes;
 formats.py knows all three."""
@@ -9,65 +9,47 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-import lightning as L
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from ..layout import full_shape
 from .optimizer import State
 
 Checkpoint = dict[str, Any]  # Lightning's dict; formats.read_full describes an unsharded one
 Shapes = dict[str, tuple[int, ...]]  # of unsharded weights, by name
-S = TypeVar("S", bound=Strategy)
 Copy = Callable[[Any], Any]  # copies the tensors in nested containers to host memory
-
-
-def shapes_of(state_dict: Mapping[str, object]) -> Shapes:
-    """Returns the unsharded shape of each tensor."""
-    tensors = {}
-    for name, value in state_dict.items():
-        if isinstance(value, Tensor):
-            tensors[name] = tuple(full_shape(value))
-    return tensors
+Group = dist.ProcessGroup | None  # of the ranks that write; None: all
+S = TypeVar("S", bound=Strategy)
 
 
 @dataclass
 class Opened:
-    """A checkpoint whose format, frozen base and shapes were checked (formats.verified)."""
+    """A checkpoint that formats.verified has checked."""
 
     path: Path
     format: type[CheckpointFormat]
     metadata: Checkpoint  # without weights and optimizer state
     weights_only: bool | None  # False: classes of the user's own may be unpickled
+    with_optimizer: bool = False  # whether training continues with its optimizer state
 
 
 class CheckpointFormat(ABC, Generic[S]):
-    """One format on the disk, and what the strategy that writes it does with it."""
+    """One format on the disk, and what the strategy that writes it does with it.
+
+    `save`, `stage`, `load` and `set_optimizer_state` are collective.
+    """
 
     written_by: str  # for messages
 
     def __init__(self, strategy: S) -> None:
         self.strategy = strategy
 
-    @property
-    def module(self) -> L.LightningModule:
-        return cast(L.LightningModule, self.strategy.lightning_module)
-
-    @staticmethod
-    @abstractmethod
-    def is_at(path: Path) -> bool:
-        """Returns whether `path` is a checkpoint of this format, with all of its parts."""
-
     @staticmethod
     @abstractmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
-        """Reads the entries other than weights and optimizer state, and the weights' shapes.
-
-        `weights_only=False` lets a user's own classes be unpickled.
-        """
+        """Reads all but weights and optimizer state, and the shapes of the weights."""
 
     @staticmethod
     @abstractmethod
@@ -76,33 +58,25 @@ class CheckpointFormat(ABC, Generic[S]):
 
     @abstractmethod
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
-        """Writes Lightning's `checkpoint` into the folder `path`. Collective."""
+        """Writes Lightning's `checkpoint` into the folder `path`."""
 
     @abstractmethod
-    def stage(
-        self, checkpoint: Checkpoint, copy: Copy, group: dist.ProcessGroup | None
-    ) -> Callable[[Path], object]:
-        """Copies this rank's part of `checkpoint` with `copy`. Collective.
-
-        Returns a function that writes the copy into a folder; its collectives are in `group`.
-        """
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
+        """Copies this rank's part; returns a function that writes the copy into a folder."""
 
     @abstractmethod
     def reads(self, opened: Opened) -> bool:
-        """Returns whether `load` reads this checkpoint. Otherwise rank 0 reads it and sends the
-        full tensors: weights by scatter.load_weights, moments by `set_optimizer_state`."""
+        """Returns whether `load` reads it. Else rank 0 reads it and sends the full tensors."""
 
     @abstractmethod
     def load(self, opened: Opened) -> Checkpoint:
-        """Loads a checkpoint that it `reads`; returns Lightning's entries. Collective."""
+        """Loads a checkpoint that it `reads`; returns Lightning's entries."""
 
     def set_optimizer_state(
         self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
     ) -> None:
-        """Sets every rank's shards of optimizer state. Collective.
+        """Sets every rank's shards of optimizer state from the full tensors of rank 0.
 
-        Args:
-            full_weights: The full weights, on rank 0; {} on other ranks.
-            meta_states: The state of each optimizer, with tensors on the meta device.
-            states: The same with values, on rank 0; [] on other ranks.
+        `meta_states` has each optimizer's state, with tensors on the meta device; `states` has the
+        values on rank 0, and is empty on other ranks, like `full_weights`.
         """

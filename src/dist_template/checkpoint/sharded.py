@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
@@ -29,17 +28,8 @@ from torch.optim import Optimizer
 from .. import weights
 from ..compat.lightning import torch_optimizer
 from ..compat.torch import read_unsharded, tree_map
-from .optimizer import (
-    State,
-    by_name_from_flat,
-    groups_of,
-    is_fitting,
-    is_sent,
-    merge,
-    starts_anew,
-    without_moments,
-)
-from .protocol import Checkpoint, CheckpointFormat, Copy, Opened, Shapes
+from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
+from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .scatter import copy_shard
 from .untrusted import DataReader, reading
 
@@ -49,10 +39,6 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups d
 
 class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
     written_by = "MeshStrategy"
-
-    @staticmethod
-    def is_at(path: Path) -> bool:
-        return (path / ".metadata").is_file() and (path / META).is_file()
 
     @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
@@ -82,9 +68,7 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
     def save(self, checkpoint: Checkpoint, path: Path) -> None:
         write(*_split(checkpoint), path)
 
-    def stage(
-        self, checkpoint: Checkpoint, copy: Copy, group: dist.ProcessGroup | None
-    ) -> Callable[[Path], object]:
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
         tensors, rest = _split(checkpoint)
         copied = copy({"tensors": tensors, "rest": rest})
         return lambda folder: write(copied["tensors"], copied["rest"], folder, group)
@@ -96,7 +80,7 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
         """Loads a checkpoint of any mesh: torch reads the parts that each rank needs."""
         module = cast(nn.Module, self.strategy.model)
         optimizers = []
-        if is_fitting(self.module) and not starts_anew(self.module):
+        if opened.with_optimizer:
             optimizers = [torch_optimizer(each) for each in self.strategy.optimizers]
         state: Checkpoint = {"state_dict": get_model_state_dict(module)}
         for index, optimizer in enumerate(optimizers):
@@ -118,9 +102,10 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
     def set_optimizer_state(
         self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
     ) -> None:
+        module = cast(nn.Module, self.strategy.model)
         for index, meta in enumerate(meta_states):
             optimizer = self.strategy.optimizers[index]
-            groups = groups_of(self.module, optimizer)
+            groups = groups_of(module, optimizer)
             missing = without_moments(meta, groups)
             self.strategy.optimizer_state(optimizer)  # creates moments, as torch's first step does
             parameters: dict[str, nn.Parameter] = {}  # in a pipeline, of this rank's stages
@@ -135,7 +120,7 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
                     shard = None
                     if name in parameters:
                         shard = optimizer.state[parameters[name]][key]
-                    if is_sent(value):
+                    if isinstance(value, Tensor) and value.is_meta:
                         copy_shard(shard, full.get(key), value)
                     elif shard is not None:
                         shard.copy_(value)
@@ -146,9 +131,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
-def write(
-    tensors: Checkpoint, rest: Checkpoint, path: Path, group: dist.ProcessGroup | None = None
-) -> None:
+def write(tensors: Checkpoint, rest: Checkpoint, path: Path, group: Group = None) -> None:
     """Writes both into the folder `path`. Collective over `group`; None: the default group.
 
     With a group, all tensors are in host memory."""

@@ -13,7 +13,7 @@ import io
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from .. import weights
 from ..compat import deepspeed as compat
 from ..layout import full_shape
-from .optimizer import State, is_fitting, is_sent, merge, starts_anew, without_moments
-from .protocol import Checkpoint, CheckpointFormat, Copy, Opened, Shapes
+from .optimizer import State, merge, without_moments
+from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .scatter import tensor_from_rank_zero
 from .untrusted import reading
 
@@ -40,10 +40,6 @@ TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning nam
 
 class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
     written_by = "ZeroStrategy"
-
-    @staticmethod
-    def is_at(path: Path) -> bool:
-        return (path / "latest").is_file() and any(path.glob("*/*_model_states.pt"))
 
     @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
@@ -80,9 +76,7 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
         """
         self._collect(checkpoint, path, lambda state: state)(path)
 
-    def stage(
-        self, checkpoint: Checkpoint, copy: Copy, group: dist.ProcessGroup | None
-    ) -> Callable[[Path], object]:
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
         return self._collect(checkpoint, Path("folder"), copy)
 
     def _collect(self, checkpoint: Checkpoint, path: Path, copy: Copy) -> Callable[[Path], object]:
@@ -112,13 +106,13 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
 
     def reads(self, opened: Opened) -> bool:
         """DeepSpeed reads its files for training, on as many ranks, with ZeRO-3 as before."""
-        if opened.format is not ZeroFormat or starts_anew(self.module):
+        if opened.format is not ZeroFormat or not opened.with_optimizer:
             return False
         names = [file.name for file in _folder(opened.path).iterdir()]
         ranks = [name for name in names if name.endswith("_optim_states.pt")]
         is_stage_3 = "mp_rank_00_model_states.pt" not in names
-        is_same = is_stage_3 == self.strategy.zero_stage_3
-        return is_fitting(self.module) and is_same and len(ranks) == self.strategy.world_size
+        has_same_ranks = len(ranks) == self.strategy.world_size
+        return has_same_ranks and is_stage_3 == self.strategy.zero_stage_3
 
     def load(self, opened: Opened) -> Checkpoint:
         with _reading(opened.path):
@@ -128,8 +122,9 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
         self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
     ) -> None:
         """Sets the engine's fp32 weights too."""
+        module = cast(nn.Module, self.strategy.lightning_module)
         parameters = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 parameters[name] = parameter
         engine = self.strategy.deepspeed_engine
@@ -140,7 +135,7 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
             for name, parameter in parameters.items():
                 full = states[0]["state"].get(name, {}) if states else {}
                 for key, value in meta["state"].get(name, {}).items():
-                    if is_sent(value):
+                    if isinstance(value, Tensor) and value.is_meta:
                         _set(engine, parameter, key, full.get(key))
 
 
@@ -159,7 +154,7 @@ def _create_state(zero: Any, parameters: dict[str, nn.Parameter], meta: State) -
         values = saved or next(iter(states.values()), {})
         moments, steps = {}, {}
         for key, value in values.items():
-            if is_sent(value):
+            if isinstance(value, Tensor) and value.is_meta:
                 moments[key] = torch.zeros_like(flat)
             else:
                 steps[key] = value.clone().to(flat.device) if is_torchs else int(value)
