@@ -57,9 +57,7 @@ class Replicas(Callback):
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
-        self._positions: dict[int, int] | None = (
-            None  # digest of a replica: its position in a check
-        )
+        self._positions: dict[int, int] | None = None  # digest of a replica: position
         self._first_step, self._pending = 0, list(STEPS)
         self._has_warned = False
 
