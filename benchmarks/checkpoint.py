@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dist_template.checkpoint import commit, manifest
-from dist_template.checkpoint.asynchronous import BackgroundSaver
+from dist_template.checkpoint.commit import BackgroundSaver
 from tests.support.runs import Workers
 
 from . import ROOT

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dist_template.callbacks.checkpoint import LastCheckpoint
-from dist_template.checkpoint import asynchronous, commit, manifest, sharded
-from dist_template.checkpoint.formats import read_full
-from dist_template.checkpoint.plain import FILE
+from dist_template.checkpoint import commit, manifest, sharded
+from dist_template.checkpoint.formats import FILE, read_full
 from dist_template.wings.rehearse.compare import first_difference
 from dist_template.wings.rehearse.interventions import KillAt
 from dist_template.wings.rehearse.record import RunRecord
@@ -241,9 +240,9 @@ def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread(), device)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options: list[StagingOptions] = []
-    monkeypatch.setattr(asynchronous, "DefaultStager", options.append)
+    monkeypatch.setattr(commit, "DefaultStager", options.append)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        saver = asynchronous.BackgroundSaver(SimpleNamespace(root_device=device))
+        saver = commit.BackgroundSaver(SimpleNamespace(root_device=device))
         thread = saver._thread.submit(threading.current_thread).result()
         assert chosen == ([(thread, device)] if device.type == "cuda" else [])
         chosen.clear()

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_template.callbacks.checkpoint import BestCheckpoint, outdated
-from dist_template.checkpoint import commit, formats, manifest, plain
+from dist_template.checkpoint import commit, formats, manifest
 from dist_template.checkpoint.optimizer import by_name
 from dist_template.errors import InputError
 from tests.support.formats import (
@@ -39,7 +39,7 @@ def committed(folder: Path, step: int = 1, write: Callable[[Path], object] | Non
     """A checkpoint of `step`, as `commit.save` makes it of what `write` puts into the folder."""
     path = folder / manifest.name(step)
     aside = commit.begin(path)
-    write(aside) if write else (aside / plain.FILE).write_bytes(bytes(1000))
+    write(aside) if write else (aside / formats.FILE).write_bytes(bytes(1000))
     commit.finish(path, {"step": step, **about}, None)
     return path
 
@@ -51,7 +51,7 @@ def write(aside: Path, kind: str) -> None:
     step(model, optimizer)
     state = by_name(optimizer.state_dict(), sum(NAMES, []))
     if kind == "file":
-        write_file(aside / plain.FILE, model, optimizer)
+        write_file(aside / formats.FILE, model, optimizer)
     elif kind == "distributed":
         write_distributed(aside, model.state_dict(), state, REST)
     else:
@@ -81,7 +81,7 @@ def test_without_the_hashes_a_changed_bit_is_loaded_without_an_error(tmp_path: P
     """Why the manifest exists: torch checks no hash when it reads."""
     path = committed(tmp_path, write=lambda aside: write(aside, "file"))
     before = {name: tensor.clone() for name, tensor in formats.read_full(path)["state_dict"].items()}
-    file = path / plain.FILE
+    file = path / formats.FILE
     content = bytearray(file.read_bytes())
     place = content.find(before["first.weight"].numpy().tobytes())
     content[place + 2] ^= 1
@@ -103,10 +103,10 @@ def test_a_changed_manifest_is_refused(checkpoint: Path) -> None:
 
 def test_the_file_in_a_checkpoint_is_verified_too(tmp_path: Path) -> None:
     path = committed(tmp_path)
-    assert manifest.agreed(path / plain.FILE) == path
-    (path / plain.FILE).write_bytes(bytes(999) + b"1")
+    assert manifest.agreed(path / formats.FILE) == path
+    (path / formats.FILE).write_bytes(bytes(999) + b"1")
     with pytest.raises(InputError, match="is damaged"):
-        manifest.agreed(path / plain.FILE)
+        manifest.agreed(path / formats.FILE)
 
 
 def test_a_file_of_another_library_is_read_as_it_is(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_file_of_another_library_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_the_newest_that_is_not_torn_is_used_and_the_others_are_named(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2, 3)]
-    (paths[2] / plain.FILE).write_bytes(bytes(999))
+    (paths[2] / formats.FILE).write_bytes(bytes(999))
     (tmp_path / "step00000009.ckpt").mkdir()
     shutil.copytree(paths[0], tmp_path / ".step00000010.ckpt.tmp")
     said = (
@@ -128,11 +128,11 @@ def test_the_newest_that_is_not_torn_is_used_and_the_others_are_named(tmp_path: 
 
 def test_a_folder_of_checkpoints_means_its_newest_valid_one(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2)]
-    (paths[1] / plain.FILE).write_bytes(bytes(999) + b"1")
+    (paths[1] / formats.FILE).write_bytes(bytes(999) + b"1")
     assert manifest.newest(tmp_path) == paths[1], "its sizes are right"
     with pytest.warns(UserWarning, match="are skipped: step00000002.ckpt .*CRC-32"):
         assert manifest.agreed(tmp_path) == paths[0]
-    (paths[0] / plain.FILE).unlink()
+    (paths[0] / formats.FILE).unlink()
     with pytest.raises(InputError, match="damaged checkpoints only"):
         manifest.agreed(tmp_path)
 
@@ -151,14 +151,14 @@ def test_remnants_of_a_killed_save_are_ignored_and_deleted(tmp_path: Path) -> No
     (aside / "half").write_bytes(b"ha")
     assert manifest.found(tmp_path) == []
     path = committed(tmp_path, 3)
-    assert sorted(file.name for file in path.iterdir()) == [plain.FILE, manifest.MANIFEST]
+    assert sorted(file.name for file in path.iterdir()) == [formats.FILE, manifest.MANIFEST]
     commit.begin(tmp_path / manifest.name(4))
     commit.clear(tmp_path)
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    (committed(tmp_path, 3) / plain.FILE).unlink()
+    (committed(tmp_path, 3) / formats.FILE).unlink()
     path = committed(tmp_path, 3)
     assert manifest.damage(path) is None and list(tmp_path.iterdir()) == [path]
 
@@ -207,7 +207,7 @@ def test_the_newest_are_kept_and_one_in_each_period(tmp_path: Path, monkeypatch:
 
 def test_a_torn_one_does_not_count_as_kept(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2, 3)]
-    (paths[1] / plain.FILE).unlink()
+    (paths[1] / formats.FILE).unlink()
     assert steps(outdated(paths[2], keep=2)) == [2]
 
 
@@ -219,7 +219,7 @@ def test_checkpoints_of_later_steps_are_deleted_after_a_rollback(tmp_path: Path)
 def test_the_one_just_written_is_never_outdated(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2)]
     for path in paths:
-        (path / plain.FILE).unlink()
+        (path / formats.FILE).unlink()
     assert steps(outdated(paths[1], keep=1)) == [1]
 
 
@@ -251,9 +251,9 @@ def quick(flags: list[str]) -> list[str]:
 
 def flip(path: Path) -> None:
     """One bit in the middle of a DDP or single-device checkpoint."""
-    content = bytearray((path / plain.FILE).read_bytes())
+    content = bytearray((path / formats.FILE).read_bytes())
     content[len(content) // 2] ^= 1
-    (path / plain.FILE).write_bytes(content)
+    (path / formats.FILE).write_bytes(content)
 
 
 def test_an_interrupted_run_resumes_from_its_newest_valid_checkpoint(
@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_in_one_sentence(
     capfd.readouterr()
     assert run("fit", *quick, f"--ckpt_path={path}") == 2
     assert "is damaged: its checkpoint.pt is not what was written" in capfd.readouterr().err
-    (path / plain.FILE).write_bytes(b"")
+    (path / formats.FILE).write_bytes(b"")
     assert run("fit", *quick, f"--ckpt_path={path}") == 2
     assert "has 0 bytes of" in capfd.readouterr().err
 
@@ -293,7 +293,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(
 ) -> None:
     monkeypatch.setenv("DIST_RUN_ID", "job")
     assert main(["fit", *quick, "--trainer.max_steps=2"]) == 0
-    (newest(only_run(tmp_path)) / plain.FILE).unlink()
+    (newest(only_run(tmp_path)) / formats.FILE).unlink()
     with pytest.warns(UserWarning, match="there is no other"):
         assert main(["fit", *quick, "--trainer.max_steps=4"]) == 2
     error = capfd.readouterr().err

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.checkpoint.formats import format_of, read_full
+from dist_template.checkpoint.formats import PlainFormat, format_of, read_full
 from dist_template.checkpoint.optimizer import by_name, numbered
-from dist_template.checkpoint.plain import PlainFormat
 from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.cli.run import check_checkpoint
 from dist_template.errors import InputError

@@ -23,7 +23,7 @@ from trainer_dev.data import DataModule
 from dist_template.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from dist_template.callbacks.preemption import TIME_IS_UP, Preemption
 from dist_template.checkpoint import manifest
-from dist_template.checkpoint.formats import EveryFormat
+from dist_template.checkpoint.formats import PlainFormat
 from dist_template.compat.loop import lighten
 from dist_template.errors import Ended
 from dist_template.text.sources.documents import TextFiles
@@ -173,7 +173,7 @@ class Trainings:
             use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[last, best, Preemption(), *stop],
             **options,
         )  # fmt: skip
-        trainer.strategy.checkpoint_io = EveryFormat(trainer.strategy)
+        trainer.strategy.checkpoint_io = PlainFormat(trainer.strategy)
         lighten(trainer)
         data = self.data()
         batches: Any = [{"labels": label} for label in range(3)]

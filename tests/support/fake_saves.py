@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dist_template.checkpoint import commit, formats, manifest, plain, sharded, zero
+from dist_template.checkpoint import commit, formats, manifest, sharded, zero
 
 RANKS = 2
 LOST = 17  # exit code of a rank that outlives the killed one
@@ -37,7 +37,7 @@ class FakeDdp:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], folder: Path) -> None:
         if dist.get_rank() == 0:
-            torch.save(checkpoint, folder / plain.FILE)
+            torch.save(checkpoint, folder / formats.FILE)
 
     @staticmethod
     def load(path: Path) -> torch.Tensor:

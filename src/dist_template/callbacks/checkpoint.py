@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from .. import weights
 from ..checkpoint import commit, manifest
-from ..checkpoint.asynchronous import BackgroundSaver
 from ..checkpoint.formats import use_every_format
 from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
@@ -68,7 +67,7 @@ class LastCheckpoint(Checkpoint):
         self.accept_changes = accept_changes
         self.fixed_settings: dict[str, object] = {}  # for the manifest
         self.saved_step = 0  # there is nothing to save before the first step
-        self._saver: BackgroundSaver | None = None
+        self._saver: commit.BackgroundSaver | None = None
         self._pending: Path | None = None  # what it saves
 
     def newest(self) -> Path | None:
@@ -122,7 +121,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             commit.clear(self.folder)
         if self.asynchronous:
-            self._saver = BackgroundSaver(trainer.strategy)
+            self._saver = commit.BackgroundSaver(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Any, *args: object, **kwargs: object) -> None:
         # A checkpoint has no accumulated gradients, so it can only be written after a full step.

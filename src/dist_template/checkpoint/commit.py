@@ -21,24 +21,31 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import lightning as L
+import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.serialization import config as serialization
 
 from .. import weights
 from ..cluster.watchdog import WATCHDOG
-from ..compat.lightning import checkpoint_of
+from ..compat.lightning import checkpoint_of, timeout_of
 from ..errors import reason
 from . import manifest
+from .formats import format_for
 from .identity import KEY
 from .manifest import FORMAT, MANIFEST, Files, crc32
+from .protocol import Group
 
-Group = dist.ProcessGroup | None  # of the ranks that save; None: all
+Entries = dict[str, object]  # of a manifest
 T = TypeVar("T")
 
 
@@ -52,14 +59,21 @@ def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     Raises:
         SaveError: on all ranks, if a disk refused a write of one of them.
     """
-    path = Path(weights.broadcast(str(path)))
-    checkpoint = checkpoint_of(trainer)
-    temporary = begin(path)
-    failure = disk_error(lambda: trainer.strategy.save_checkpoint(checkpoint, temporary))
-    finish(path, training_entries(trainer) | notes, failure)
+    path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
+    entries = training_entries(trainer) | notes
+    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder))
 
 
-def training_entries(trainer: L.Trainer) -> dict[str, object]:
+def write_into(
+    path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None
+) -> None:
+    """Commits what all ranks `write` into a temporary folder as `path`. Collective in `group`."""
+    temporary = begin(path, group)
+    failure = disk_error(lambda: write(temporary))
+    finish(path, entries, failure, group)
+
+
+def training_entries(trainer: L.Trainer) -> Entries:
     """Returns the entries of a manifest that describe the training."""
     settings = {}
     callbacks: list[L.Callback] = trainer.callbacks  # ty: ignore[missing-attribute]
@@ -91,9 +105,7 @@ def begin(path: Path, group: Group = None) -> Path:
     return temporary
 
 
-def finish(
-    path: Path, entries: dict[str, object], failure: str | None, group: Group = None
-) -> None:
+def finish(path: Path, entries: Entries, failure: str | None, group: Group = None) -> None:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
     Each rank flushes and hashes a part of the files.
@@ -161,7 +173,7 @@ def _flush_and_hash(folder: Path, files: list[str], hashes: Files) -> None:
         hashes[file] = [(folder / file).stat().st_size, crc32(folder / file)]
 
 
-def _commit(temporary: Path, path: Path, entries: dict[str, object]) -> None:
+def _commit(temporary: Path, path: Path, entries: Entries) -> None:
     (temporary / MANIFEST).write_text(manifest.rendered(entries), encoding="utf-8")
     _flush(temporary / MANIFEST)
     for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
@@ -223,3 +235,75 @@ def _agree(temporary: Path, failure: str | None, value: T, group: Group) -> list
             shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(failures[0])
     return values
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+class BackgroundSaver:
+    """Saves one checkpoint at a time: training waits for a copy, which a thread writes.
+
+    The thread does what `save` does, over a process group of its own: collectives that two threads
+    start in one group would be paired with each other, and the ranks would abort. torch's
+    `dcp.async_save` covers only the distributed format, and neither hashes nor commits; its stager,
+    which copies to pinned memory and reuses that memory, is used here. All ranks create the saver
+    together.
+
+    Args:
+        strategy: Any, without state on NVMe. Its timeout also limits the save's collectives.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        device = strategy.root_device
+        has_gpu = device.type == "cuda"  # memory can be pinned only for a GPU
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=has_gpu,
+                use_non_blocking_copy=has_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+            )
+        )
+        # A thread starts on GPU 0; each rank's would take half a gigabyte there.
+        choose = partial(torch.cuda.set_device, device) if has_gpu else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", choose)
+        self._save: Future[None] | None = None
+        self._group: Group = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timeout_of(strategy))
+
+    def start(self, trainer: L.Trainer, path: Path) -> None:
+        """Copies the present state, and starts to write it as `path`. Collective.
+
+        Call `wait` before the next start.
+        """
+        assert self._save is None
+        path = Path(weights.broadcast(str(path)))
+        format, checkpoint = format_for(trainer.strategy), checkpoint_of(trainer)
+        write = format.stage(checkpoint, self._stager.stage, self._group)
+        entries = training_entries(trainer)
+        self._save = self._thread.submit(write_into, path, entries, write, self._group)
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is committed. Collective.
+
+        Raises:
+            SaveError: on all ranks, if a disk refused a write of one of them.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
+
+    def abandon(self) -> None:
+        """Waits for the write after training has failed; its errors are ignored."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.exception()
+
+    def close(self) -> None:
+        """Frees memory, thread and process group."""
+        self.abandon()
+        self._thread.shutdown()
+        self._stager.close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)

@@ -5,7 +5,7 @@
     folder with .metadata       ShardedFormat  MeshStrategy: torch's format, the rest in meta.pt
     folder with latest          ZeroFormat     ZeroStrategy: DeepSpeed's partitions with the rest
 
-Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `EveryFormat`, and by
+Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `PlainFormat`, and by
 the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
 (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle
 without restrictions."""
@@ -13,7 +13,7 @@ without restrictions."""
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -24,19 +24,24 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.utils.serialization import config
 
 from .. import weights
 from ..errors import InputError
 from ..layout import full_shape
 from .frozen import KEY, REFERENCE
 from .manifest import agreed
-from .optimizer import ANEW, State, report_missing_moments
-from .plain import FILE, PlainFormat
-from .protocol import Checkpoint, CheckpointFormat, Opened, Shapes
+from .optimizer import ANEW, State, by_name, is_by_name, report_missing_moments
+from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
 from .scatter import load_weights
 from .sharded import META, ShardedFormat
+from .untrusted import reading
 from .zero import ZeroFormat
 
+FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
+# Entries with the size of the weights; the third is the callback WeightAveraging's.
+LARGE = ("state_dict", "optimizer_states", "current_model_state")
+PINNED = {"save.use_pinned_memory_for_d2h": True}  # copies from a GPU to pageable memory are slow
 T = TypeVar("T")
 
 
@@ -85,7 +90,7 @@ def verified(
     """
     path = agreed(path)
     shapes: Shapes = {}
-    for of_rank in weights.from_all_ranks(_shapes_of(module)):
+    for of_rank in weights.from_all_ranks(_shapes(module.state_dict(keep_vars=True))):
         shapes |= of_rank  # in a pipeline, each rank has its stages'
 
     def check() -> Opened:
@@ -125,7 +130,7 @@ def read_full(
     path = Path(path)
     opened, saved = _opened(path, module)
     if module is not None:
-        _refuse_other_shapes(path, saved, _shapes_of(module))
+        _refuse_other_shapes(path, saved, _shapes(module.state_dict(keep_vars=True)))
     return opened.format.read(path, optimizer)
 
 
@@ -152,10 +157,10 @@ def _opened(
     return Opened(path, format, metadata, weights_only), shapes
 
 
-def _shapes_of(module: nn.Module) -> Shapes:
-    """Returns the unsharded shape of each tensor in the state dict."""
+def _shapes(state_dict: Mapping[str, object]) -> Shapes:
+    """Returns the unsharded shape of each tensor."""
     shapes = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in state_dict.items():
         if isinstance(value, Tensor):
             shapes[name] = tuple(full_shape(value))
     return shapes
@@ -232,31 +237,84 @@ def _on_meta(state: State) -> State:
     return {"state": entries, "param_groups": state["param_groups"]}
 
 
-class EveryFormat(TorchCheckpointIO):
-    """Writes Lightning's single file, into a folder if there is one; reads any format."""
+# ---- one file ------------------------------------------------------------------------------------
 
-    def __init__(self, strategy: Strategy) -> None:
-        super().__init__()
-        self._format = PlainFormat(strategy)
+
+class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
+    """Lightning's dict in one file, and the CheckpointIO by which Lightning reads and writes it.
+
+    Reads any format; writes into a folder if there is one.
+    """
+
+    written_by = "one process or DDP"
+
+    @staticmethod
+    def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
+        checkpoint = _content(path, weights_only)
+        shapes = _shapes(checkpoint["state_dict"])
+        for key in LARGE:
+            checkpoint.pop(key, None)
+        return checkpoint, shapes
+
+    @staticmethod
+    def read(path: Path, optimizer: bool) -> Checkpoint:
+        checkpoint = _content(path)
+        names = checkpoint.get("parameter_names")
+        states = checkpoint.pop("optimizer_states", [])
+        if optimizer and states and is_by_name(states[0]):  # a user has saved read_full's result
+            checkpoint["optimizer_states"] = states
+        elif optimizer and states and names:
+            pairs = zip(states, names, strict=True)
+            checkpoint["optimizer_states"] = [by_name(state, known) for state, known in pairs]
+        return checkpoint
+
+    def save(self, checkpoint: Checkpoint, path: Path) -> None:
+        # Lightning's way would copy it in memory, then to /tmp.
+        with config.patch(PINNED):  # ty: ignore[missing-attribute]
+            torch.save(checkpoint, path / FILE)
+
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
+        if not self.strategy.is_global_zero:
+            return lambda folder: None  # rank 0 has everything, and writes it
+        copied = copy(checkpoint)
+        return lambda folder: self.strategy.checkpoint_io.save_checkpoint(copied, folder)
+
+    def reads(self, opened: Opened) -> bool:
+        return True
+
+    def load(self, opened: Opened) -> Checkpoint:
+        """Returns the full checkpoint on every rank; Lightning loads what is in it."""
+        if opened.format is PlainFormat:
+            return _content(opened.path, opened.weights_only, mmap=False)  # the file may be deleted
+        return {"optimizer_states": [], **opened.format.read(opened.path, True)}
 
     def save_checkpoint(
         self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None
     ) -> None:
         if Path(path).is_dir():
-            self._format.save(checkpoint, Path(path))
+            self.save(checkpoint, Path(path))
         else:
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        module = cast(L.LightningModule, self._format.strategy.lightning_module)
-        renames = is_overridden("on_load_checkpoint", module)
-        is_strict = module.strict_loading and not renames
-        return self._format.load(verified(Path(path), module, is_strict, weights_only))
+        module = cast(L.LightningModule, self.strategy.lightning_module)
+        is_strict = module.strict_loading and not is_overridden("on_load_checkpoint", module)
+        return self.load(verified(Path(path), module, is_strict, weights_only))
+
+
+def _content(path: Path, weights_only: bool | None = None, mmap: bool = True) -> Checkpoint:
+    """Returns Lightning's dict; refuses a file without weights."""
+    file = path / FILE if path.is_dir() else path
+    with reading(path, PlainFormat.written_by, trusted=weights_only is False):
+        content = torch.load(file, "cpu", mmap=mmap, weights_only=weights_only)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
+    return content
 
 
 def use_every_format(strategy: Strategy) -> None:
     """Lets `strategy` read and write folders if it would use Lightning's single file."""
     if type(strategy.checkpoint_io) is TorchCheckpointIO:
-        strategy.checkpoint_io = EveryFormat(strategy)
+        strategy.checkpoint_io = PlainFormat(strategy)

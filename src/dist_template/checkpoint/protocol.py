@@ -1,7 +1,7 @@
 """What a checkpoint format answers for: how it is read, written, copied and loaded.
 
-plain.py, sharded.py and zero.py are the three formats. A strategy holds the format that it writes;
-formats.py knows all three."""
+formats.py (one file), sharded.py and zero.py have the three. A strategy holds the format that it
+writes; formats.py knows all of them."""
 
 from __future__ import annotations
 

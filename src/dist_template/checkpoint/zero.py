@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -43,8 +44,8 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
 
     @staticmethod
     def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
-        with _reading(path):
-            main = _load(_model_files(path)[0])
+        with _reading(path) as files:
+            main = _load(files.get_model_state_files(_folder(path))[0])
         found: Shapes = {}
         for group in (*main["param_shapes"], main.get("frozen_param_shapes") or {}):
             found |= {name: tuple(shape) for name, shape in group.items()}
@@ -57,13 +58,12 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
     @staticmethod
     def read(path: Path, optimizer: bool) -> Checkpoint:
         out = contextlib.redirect_stdout(io.StringIO())
-        with _reading(path), out, contextlib.redirect_stderr(io.StringIO()):
-            from deepspeed.utils import zero_to_fp32
-
-            files = _model_files(path)
-            main, models = _load(files[0]), zero_to_fp32.parse_model_states(files)
-            ranks = zero_to_fp32.get_optim_files(str(_folder(path)))
-            partitions = Partitions(models, [_load(rank)["optimizer_state_dict"] for rank in ranks])
+        with _reading(path) as files, out, contextlib.redirect_stderr(io.StringIO()):
+            models = files.get_model_state_files(_folder(path))
+            main, ranks = _load(models[0]), []
+            for file in files.get_optim_files(_folder(path)):
+                ranks.append(_load(file)["optimizer_state_dict"])
+            partitions = Partitions(files.parse_model_states(models), ranks)
             checkpoint = _lightnings(main)
             checkpoint["state_dict"] = partitions.weights(main["module"])
             if optimizer and (state := partitions.optimizer_state()) is not None:
@@ -108,7 +108,7 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
         """DeepSpeed reads its files for training, on as many ranks, with ZeRO-3 as before."""
         if opened.format is not ZeroFormat or not opened.with_optimizer:
             return False
-        names = [file.name for file in _folder(opened.path).iterdir()]
+        names = [file.name for file in Path(_folder(opened.path)).iterdir()]
         ranks = [name for name in names if name.endswith("_optim_states.pt")]
         is_stage_3 = "mp_rank_00_model_states.pt" not in names
         has_same_ranks = len(ranks) == self.strategy.world_size
@@ -140,14 +140,20 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
 
 
 def _create_state(zero: Any, parameters: dict[str, nn.Parameter], meta: State) -> None:
-    """Creates every moment, as torch does in the first step, and sets the groups' settings.
-
-    Raises:
-        InputError: the checkpoint's optimizer did not have one of the parameters.
-    """
+    """Creates every moment, as torch does in the first step, and sets the groups' settings."""
     without_moments(meta, [list(parameters)])
+    names_of = {id(parameter): name for name, parameter in parameters.items()}
     states, is_torchs = meta["state"], type(zero.optimizer).__module__.startswith("torch.")
-    for group, names, flat in _flat_groups(zero, parameters):
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in sub-groups
+        groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
+    elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with fp32 gradients
+        groups, flats = zero.bf16_groups, zero.fp32_groups_flat_partition
+    else:
+        groups, flats = zero.bit16_groups, zero.single_partition_of_fp32_groups
+    for index, (members, flat) in enumerate(zip(groups, flats, strict=True)):
+        names = [names_of[id(parameter)] for parameter in members]
+        number = getattr(zero, "sub_group_to_group_id", {}).get(index, index)
+        group = zero.optimizer.param_groups[number]
         group.update(merge(meta, names, group))
         # DeepSpeed has one flat tensor, and one count of steps, for all parameters of a group.
         saved = next((states[name] for name in names if name in states), None)
@@ -162,23 +168,6 @@ def _create_state(zero: Any, parameters: dict[str, nn.Parameter], meta: State) -
         if not is_torchs:
             group |= steps  # where FusedAdam keeps the count
     compat.link_optimizer_state(zero)
-
-
-def _flat_groups(
-    zero: Any, parameters: dict[str, nn.Parameter]
-) -> Iterator[tuple[dict[str, Any], list[str], Tensor]]:
-    """Yields each parameter group, its parameters' names, and this rank's flat partition."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in sub-groups
-        groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
-    elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with fp32 gradients
-        groups, flats = zero.bf16_groups, zero.fp32_groups_flat_partition
-    else:
-        groups, flats = zero.bit16_groups, zero.single_partition_of_fp32_groups
-    group_of = getattr(zero, "sub_group_to_group_id", {})
-    for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
-        number = group_of.get(index, index)
-        yield zero.optimizer.param_groups[number], [names[id(each)] for each in group], flat
 
 
 def _set(engine: Any, parameter: Any, key: str | None, full: Tensor | None) -> None:
@@ -274,27 +263,23 @@ class Partitions:
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Generator[None]:
-    """Allows the classes in DeepSpeed's files, whose unpickling only sets attributes."""
+def _reading(path: Path) -> Generator[ModuleType]:
+    """Yields deepspeed.utils.zero_to_fp32. Allows the classes in DeepSpeed's files, whose
+    unpickling only sets attributes."""
     if not torch.cuda.is_available():  # else DeepSpeed warns that there is no other accelerator
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils import zero_to_fp32
     from deepspeed.utils.tensor_fragment import fragment_address
 
     classes: list[type] = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
     with reading(path, ZeroFormat.written_by, classes):
-        yield
+        yield zero_to_fp32
 
 
-def _folder(path: Path) -> Path:
-    return path / (path / "latest").read_text(encoding="utf-8").strip()
-
-
-def _model_files(path: Path) -> list[str]:
-    from deepspeed.utils import zero_to_fp32
-
-    return zero_to_fp32.get_model_state_files(str(_folder(path)))
+def _folder(path: Path) -> str:
+    return str(path / (path / "latest").read_text(encoding="utf-8").strip())
 
 
 def _load(file: str) -> dict[str, Any]:
