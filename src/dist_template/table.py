@@ -23,15 +23,17 @@ class Table:
     note: str = ""
 
     def as_text(self) -> str:
-        lines = []
+        texts, widths = [], [0] * len(self.head)
         for row in (self.head, *self.rows):
-            cells = (" ".join(cell.split()) for cell in row)
-            lines.append([cell if len(cell) <= CELL else f"{cell[: CELL - 1]}…" for cell in cells])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = [self.title]
-        for line in lines:
-            texts.append(in_columns(line, widths))
-        return "\n".join(filter(None, [*texts, self.note]))
+            texts.append([_truncated(cell) for cell in row])
+            widths = list(map(max, widths, map(len, texts[-1])))
+        lines = [in_columns(cells, widths) for cells in texts]
+        return "\n".join(filter(None, [self.title, *lines, self.note]))
+
+
+def _truncated(cell: str) -> str:
+    line = " ".join(cell.split())
+    return line if len(line) <= CELL else f"{line[: CELL - 1]}…"
 
 
 def in_columns(cells: Iterable[str], widths: Iterable[int]) -> str:

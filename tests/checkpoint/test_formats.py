@@ -63,6 +63,23 @@ def test_every_format_reads_as_the_same_weights_moments_and_counters(
             assert torch.equal(back["state"][number][key], value), (number, key)
 
 
+def test_a_header_has_the_shapes_and_the_entries_of_the_whole(checkpoint: Path) -> None:
+    """They are compared with the module's before anything is loaded."""
+    found, full = format_of(checkpoint), read_full(checkpoint)
+    assert found is not None
+    metadata, shapes = found.header(checkpoint, None)
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in full["state_dict"].items()}
+    assert {key: metadata[key] for key in REST} == REST
+    assert not {"state_dict", "optimizer_states", "module", "optimizer"} & metadata.keys()
+
+
+def test_another_models_checkpoint_is_refused_by_its_header(checkpoint: Path) -> None:
+    other = Tiny()
+    other.second = torch.nn.Linear(5, 8)
+    with pytest.raises(InputError, match=r"another model's: its second.weight is \(7, 5\), here it is \(8, 5\)"):
+        read_full(checkpoint, other)
+
+
 def test_training_goes_on_as_if_it_had_not_stopped(checkpoint: Path, trained: tuple[Tiny, torch.optim.AdamW]) -> None:
     full = read_full(checkpoint)
     model = Tiny()

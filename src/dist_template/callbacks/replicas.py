@@ -142,16 +142,29 @@ class Replicas(Callback):
         figures = {}
         for digest in digests:
             if digest in held:
-                figures[digest] = figures_of(*held[digest])
+                figures[digest] = _figures_of(*held[digest])
         ranks = weights.from_all_ranks(figures)
-        found = [_difference(digest, ranks) for digest in digests]
-        found.sort(key=lambda each: (" of " in each.name, each.name))  # moments last
-        first, size = found[0], max(each.size for each in found)
+        size, found = 0.0, []
+        for digest in digests:
+            by_sum: dict[int, list[int]] = {}
+            for rank, of_rank in enumerate(ranks):
+                if digest in of_rank:
+                    by_sum.setdefault(of_rank[digest].checksum, []).append(rank)
+            usual = max(by_sum.values(), key=len)  # the first of equally many
+            others = sorted(set().union(*by_sum.values()) - set(usual))
+            tensor = ranks[usual[0]][digest]
+            for rank in others:
+                sums = ranks[rank][digest].column_sums
+                distance = math.dist(sums, tensor.column_sums) / (tensor.norm or 1.0)
+                size = max(size, distance if math.isfinite(distance) else math.inf)
+            is_moment = " of " in tensor.name  # they come last
+            found.append((is_moment, tensor.name, usual, others))
+        _, name, usual, others = min(found)
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         sentence = (
-            f"replicas differ after step {trainer.global_step}: {first.name} of rank"
-            f" {rank_ranges(first.others)} is not that of rank {rank_ranges(first.usual)} (by"
-            f" {size:.1g} of its norm){more}."
+            f"replicas differ after step {trainer.global_step}: {name} of rank"
+            f" {rank_ranges(others)} is not that of rank {rank_ranges(usual)} (by {size:.1g} of its"
+            f" norm){more}."
         )
         causes = (
             " Code that depends on the rank, a gradient that is not summed over the ranks, or"
@@ -232,32 +245,10 @@ class Figures(NamedTuple):
     column_sums: list[float]
 
 
-def figures_of(name: str, tensor: Tensor) -> Figures:
+def _figures_of(name: str, tensor: Tensor) -> Figures:
     square, sums = 0.0, torch.zeros(COLUMNS, dtype=torch.float64)
     for part in local_shard(tensor).detach().reshape(-1).split(CHUNK):
         part = nn.functional.pad(part.double(), (0, -len(part) % COLUMNS)).view(-1, COLUMNS)
         square += float(part.square().sum())
         sums += part.sum(0).cpu()
     return Figures(name, int(checksum(tensor)), math.sqrt(square), sums.tolist())
-
-
-class Difference(NamedTuple):
-    name: str
-    usual: list[int]  # ranks with the usual value
-    others: list[int]
-    size: float  # relative to the norm; infinite for what is not a number
-
-
-def _difference(digest: int, ranks: list[dict[int, Figures]]) -> Difference:
-    """Compares one tensor's figures on all ranks that hold it."""
-    held = {rank: figures[digest] for rank, figures in enumerate(ranks) if digest in figures}
-    by_sum: dict[int, list[int]] = {}
-    for rank, figures in held.items():
-        by_sum.setdefault(figures.checksum, []).append(rank)
-    usual = max(by_sum.values(), key=len)  # the first of equally many
-    others = [rank for rank in held if rank not in usual]
-    first, size = held[usual[0]], 0.0
-    for rank in others:
-        distance = math.dist(held[rank].column_sums, first.column_sums) / (first.norm or 1.0)
-        size = max(size, distance if math.isfinite(distance) else math.inf)
-    return Difference(first.name, usual, others, size)

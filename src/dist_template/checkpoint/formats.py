@@ -92,15 +92,9 @@ def verified(
     shapes: Shapes = {}
     for of_rank in weights.from_all_ranks(_shapes(module.state_dict(keep_vars=True))):
         shapes |= of_rank  # in a pipeline, each rank has its stages'
-
-    def check() -> Opened:
-        opened, saved = _opened(path, module, weights_only)
-        if is_strict:
-            _refuse_other_shapes(path, saved, shapes)
-        return opened
-
-    opened = weights.broadcast(_on_rank_zero(check))
-    assert opened is not None
+    expected = shapes if is_strict else None
+    opened = _on_rank_zero(lambda: _opened(path, module, expected, weights_only))
+    opened = cast(Opened, weights.broadcast(opened))
     is_fit = module.trainer.state.fn == TrainerFn.FITTING
     opened.with_optimizer = is_fit and not getattr(module, ANEW, False)
     return opened
@@ -127,34 +121,40 @@ def read_full(
         InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another
             model than `module`.
     """
-    path = Path(path)
-    opened, saved = _opened(path, module)
+    expected = None
     if module is not None:
-        _refuse_other_shapes(path, saved, _shapes(module.state_dict(keep_vars=True)))
-    return opened.format.read(path, optimizer)
+        expected = _shapes(module.state_dict(keep_vars=True))
+    opened = _opened(Path(path), module, expected)
+    return opened.format.read(opened.path, optimizer)
 
 
 def _opened(
-    path: Path, module: nn.Module | None, weights_only: bool | None = None
-) -> tuple[Opened, Shapes]:
-    """Returns the checkpoint and the shapes of its weights; refuses another frozen base."""
+    path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None
+) -> Opened:
+    """Opens a checkpoint that was trained on `module`'s frozen base and has these shapes."""
     format = format_of(path)
     if format is None:
         raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
-    metadata, shapes = format.header(path, weights_only)
+    metadata, saved = format.header(path, weights_only)
     for key in (REFERENCE, KEY):
-        saved, present = metadata.get(key), getattr(module, key, None)
-        if not saved or not present or saved["sha256"] == present["sha256"]:
+        then, now = metadata.get(key), getattr(module, key, None)
+        if not then or not now or then["sha256"] == now["sha256"]:
             continue
         how = "with another reference for data.source Preferences: restore model.pretrained, or"
         if key == KEY:
             how = (
-                f"on {saved['name']} with SHA-256 {saved['sha256'][:12]}, and {present['name']} has"
-                f" {present['sha256'][:12]} now: restore model.pretrained, or with"
-                " model.architecture"
+                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, and {now['name']} has"
+                f" {now['sha256'][:12]} now: restore model.pretrained, or with model.architecture"
             )
         raise InputError(f"checkpoint {str(path)!r} was trained {how} the seed, of its run")
-    return Opened(path, format, metadata, weights_only), shapes
+    if shapes is not None and saved != shapes:
+        names = [name for name in saved | shapes if saved.get(name) != shapes.get(name)]
+        here, there = shapes.get(names[0], "missing"), saved.get(names[0], "missing")
+        raise InputError(
+            f"checkpoint {str(path)!r} is another model's: its {names[0]} is {there}, here it is"
+            f" {here} ({len(names)} such differences); give the --config list of its run"
+        )
+    return Opened(path, format, metadata, weights_only)
 
 
 def _shapes(state_dict: Mapping[str, object]) -> Shapes:
@@ -164,16 +164,6 @@ def _shapes(state_dict: Mapping[str, object]) -> Shapes:
         if isinstance(value, Tensor):
             shapes[name] = tuple(full_shape(value))
     return shapes
-
-
-def _refuse_other_shapes(path: Path, saved: Shapes, present: Shapes) -> None:
-    names = [name for name in saved | present if saved.get(name) != present.get(name)]
-    if names:
-        here, there = present.get(names[0], "missing"), saved.get(names[0], "missing")
-        raise InputError(
-            f"checkpoint {str(path)!r} is another model's: its {names[0]} is {there}, here it is"
-            f" {here} ({len(names)} such differences); give the --config list of its run"
-        )
 
 
 def _on_rank_zero(read: Callable[[], T]) -> T | None:

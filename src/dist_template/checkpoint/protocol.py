@@ -75,8 +75,6 @@ class CheckpointFormat(ABC, Generic[S]):
     def set_optimizer_state(
         self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
     ) -> None:
-        """Sets every rank's shards of optimizer state from the full tensors of rank 0.
+        """Sets every rank's shards of each optimizer's state from the full tensors of rank 0.
 
-        `meta_states` has each optimizer's state, with tensors on the meta device; `states` has the
-        values on rank 0, and is empty on other ranks, like `full_weights`.
-        """
+        `meta_states` has tensors on the meta device, on every rank; the others are rank 0's."""

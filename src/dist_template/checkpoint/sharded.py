@@ -90,7 +90,7 @@ class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
             entries = set(reader.read_metadata().state_dict_metadata)
             for index, optimizer in enumerate(optimizers):
                 prefix = f"optimizer_{index}"
-                _drop_missing_moments(module, optimizer, state[prefix], f"{prefix}.", entries)
+                _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
             loaded = _contiguous(state)
             dcp.load(loaded, storage_reader=reader)
         state = tree_map(_placed_like, loaded, state)
@@ -154,21 +154,15 @@ def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
 def _drop_missing_moments(
     module: nn.Module, optimizer: Optimizer, state: State, prefix: str, entries: set[str]
 ) -> None:
-    """Removes parameters without state in the checkpoint from `state` and `optimizer`.
-
-    Raises:
-        InputError: the checkpoint's optimizer did not have one of the parameters.
-    """
+    """Removes parameters without state in the checkpoint from `state` and `optimizer`."""
     saved: dict[str, set[str]] = {"state": set(), "param_groups": set()}
     for entry in state:
-        if prefix + entry in entries:
+        if f"{prefix}.{entry}" in entries:
             part, _, rest = entry.partition(".")
             saved[part].add(rest.rpartition(".")[0])
-    groups = [{"params": saved["param_groups"]}]
-    named = {"state": dict.fromkeys(saved["state"]), "param_groups": groups}
-    missing = without_moments(named, groups_of(module, optimizer))
+    named = {"state": saved["state"], "param_groups": [{"params": saved["param_groups"]}]}
     parameters = dict(module.named_parameters())
-    for name in missing:
+    for name in without_moments(named, groups_of(module, optimizer)):
         for field in optimizer.state.pop(parameters[name], {}):
             state.pop(f"state.{name}.{field}", None)
 

@@ -35,11 +35,7 @@ def reading(
 ) -> Generator[None]:
     """Inside, torch.load creates only tensors, plain types and `classes`, for libraries too.
 
-    Args:
-        path: The checkpoint, for messages.
-        written_by: What wrote it, for messages.
-        classes: Other classes that may be unpickled.
-        trusted: Whether the user has allowed any class.
+    `path` and `written_by` name the checkpoint in messages; `trusted` allows any class.
 
     Raises:
         InputError: the checkpoint is damaged, or names another class.
