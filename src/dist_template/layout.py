@@ -102,16 +102,12 @@ def clip_by_norm(
     max_norm: float | None,
     norm_of: Callable[[list[nn.Parameter]], Tensor] | None = None,
 ) -> Tensor | None:
-    """Scales all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0
-    only measures.
+    """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it.
 
     Lightning's clipping (2.6.6) refuses a fused AdamW under bf16-mixed, does not return the norm,
     and fails for parameters on different meshes.
 
-    Args:
-        parameters: Of this rank.
-        max_norm: The largest norm.
-        norm_of: Returns the joint norm, where other ranks have other parameters (a pipeline).
+    `norm_of` returns the joint norm where other ranks have other parameters (a pipeline).
 
     Returns:
         () the norm before clipping, on the gradients' device. None where no parameter has a

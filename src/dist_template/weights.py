@@ -1,7 +1,4 @@
-"""Communication of ranks about weights: gathers full (unsharded) ones, and exchanges plain values.
-
-Shared parameters are found, separated and tied again here, too.
-"""
+"""Gathers unsharded weights, exchanges plain values between ranks, and ties shared parameters."""
 
 from __future__ import annotations
 

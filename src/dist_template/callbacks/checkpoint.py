@@ -199,16 +199,12 @@ def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path
     must not load them.
     """
     steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
-    valid = []  # the newest first
-    for path in steps:
-        if manifest.step_of(path) <= manifest.step_of(saved) and not manifest.torn(path):
-            valid.append(path)
+    now = manifest.step_of(saved)  # below, the newest is first
+    valid = [path for path in steps if manifest.step_of(path) <= now and not manifest.torn(path)]
     kept = {saved, *valid[:keep]}
     if keep_every_hours:
-        first = {}  # of each period
-        for path in valid:
-            first[manifest.read(path)["time"] // (keep_every_hours * 3600)] = path
-        kept |= set(first.values())
+        period = keep_every_hours * 3600
+        kept |= set({manifest.read(path)["time"] // period: path for path in valid}.values())
     return [path for path in steps if path not in kept]
 
 

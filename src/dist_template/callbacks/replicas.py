@@ -5,9 +5,8 @@ and routers, a pipeline two of a tied embedding. Copies start equal and are step
 gradients. A gradient that is not reduced, code that depends on the rank, or damaged memory makes
 them different models, and neither the loss nor the norm shows it.
 
-    before a comparison    a checksum of each tensor is computed on the device
-    one all-reduce         the largest and the smallest checksum of the ranks that hold a tensor
-    one read on the host   where they differ, ranks exchange what names the tensor and the ranks
+A checksum of each tensor is computed on the device; one all-reduce has the largest and the smallest
+of the ranks that hold it, and one read on the host says whether they differ.
 """
 
 from __future__ import annotations
@@ -139,11 +138,8 @@ class Replicas(Callback):
         self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]
     ) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
-        figures = {}
-        for digest in digests:
-            if digest in held:
-                figures[digest] = _figures_of(*held[digest])
-        ranks = weights.from_all_ranks(figures)
+        known = [digest for digest in digests if digest in held]
+        ranks = weights.from_all_ranks({digest: _figures_of(*held[digest]) for digest in known})
         size, found = 0.0, []
         for digest in digests:
             by_sum: dict[int, list[int]] = {}
@@ -236,7 +232,7 @@ def _word_weights(device: torch.device) -> Tensor:
 
 
 class Figures(NamedTuple):
-    """Of a rank's shard of one tensor. The distance of two tensors' `column_sums` is about the
+    """Describes a rank's shard of one tensor. The distance of two `column_sums` is about the
     tensors' distance if their differences have random signs, and larger otherwise."""
 
     name: str

@@ -76,9 +76,8 @@ def write_into(
 def training_entries(trainer: L.Trainer) -> Entries:
     """Returns the entries of a manifest that describe the training."""
     settings = {}
-    callbacks: list[L.Callback] = trainer.callbacks  # ty: ignore[missing-attribute]
-    for each in callbacks:
-        settings = vars(each).get(KEY, settings)  # LastCheckpoint has them
+    for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
+        settings = vars(callback).get(KEY, settings)  # LastCheckpoint has them
     return {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
@@ -108,13 +107,8 @@ def begin(path: Path, group: Group = None) -> Path:
 def finish(path: Path, entries: Entries, failure: str | None, group: Group = None) -> None:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
-    Each rank flushes and hashes a part of the files.
-
-    Args:
-        path: The checkpoint.
-        entries: Entries of the manifest other than the files.
-        failure: Why this rank could not write its files, as `disk_error` returns it.
-        group: The ranks that have written files. None: all.
+    Each rank flushes and hashes a part of the files. `entries` are the manifest's, other than the
+    files; `failure` is why this rank could not write its files, as `disk_error` returns it.
 
     Raises:
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
@@ -219,22 +213,14 @@ def _hidden(path: Path, suffix: str) -> Path:
 
 
 def _agree(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
-    """Returns every rank's `value`, once all ranks have come here.
-
-    Raises:
-        SaveError: on all ranks, if one has a failure. Rank 0 deletes the temporary folder.
-    """
-    values = []
-    failures = []
-    for of_rank, result in weights.from_all_ranks((failure, value), group):
-        values.append(result)
-        if of_rank:
-            failures.append(of_rank)
-    if failures:
+    """Returns every rank's `value`, once all ranks have come here; if one has a failure, raises
+    SaveError on all ranks. Rank 0 deletes the temporary folder then."""
+    answers = weights.from_all_ranks((failure, value), group)
+    if failures := [why for why, _ in answers if why]:
         if weights.rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(failures[0])
-    return values
+    return [result for _, result in answers]
 
 
 # ---- in the background ---------------------------------------------------------------------------
@@ -256,14 +242,9 @@ class BackgroundSaver:
     def __init__(self, strategy: Strategy) -> None:
         device = strategy.root_device
         has_gpu = device.type == "cuda"  # memory can be pinned only for a GPU
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=has_gpu,
-                use_non_blocking_copy=has_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-            )
-        )
+        options = StagingOptions(use_shared_memory=False, use_async_staging=False)
+        options.use_pinned_memory = options.use_non_blocking_copy = has_gpu
+        self._stager = DefaultStager(options)
         # A thread starts on GPU 0; each rank's would take half a gigabyte there.
         choose = partial(torch.cuda.set_device, device) if has_gpu else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", choose)
@@ -278,9 +259,8 @@ class BackgroundSaver:
         Call `wait` before the next start.
         """
         assert self._save is None
-        path = Path(weights.broadcast(str(path)))
-        format, checkpoint = format_for(trainer.strategy), checkpoint_of(trainer)
-        write = format.stage(checkpoint, self._stager.stage, self._group)
+        path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
+        write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
         entries = training_entries(trainer)
         self._save = self._thread.submit(write_into, path, entries, write, self._group)
 

@@ -159,11 +159,8 @@ def _opened(
 
 def _shapes(state_dict: Mapping[str, object]) -> Shapes:
     """Returns the unsharded shape of each tensor."""
-    shapes = {}
-    for name, value in state_dict.items():
-        if isinstance(value, Tensor):
-            shapes[name] = tuple(full_shape(value))
-    return shapes
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
+    return {name: tuple(full_shape(tensor)) for name, tensor in tensors.items()}
 
 
 def _on_rank_zero(read: Callable[[], T]) -> T | None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from itertools import filterfalse
 from pathlib import Path
 
 import lightning as L
@@ -81,31 +82,28 @@ def compare(
         InputError: one differs that is not accepted, and the samples or the function depend on it;
             or an accepted key does not exist.
     """
-    saved, present = _model_key(before), _model_key(now)
-    if saved and present:  # an export of the checkpoint has its fields under model.pretrained
-        before = {MODEL.sub(present, key): value for key, value in before.items()}
+    starts = [next((m[0] for key in side if (m := MODEL.match(key))), "") for side in (before, now)]
+    if all(starts):  # an export of the checkpoint has its fields under model.pretrained
+        before = {MODEL.sub(starts[1], key): value for key, value in before.items()}
     if unknown := {*accept} - {*before, *now, *OF_AN_ORDER}:
         raise InputError(f"{ACCEPT} has {min(unknown)}, which is no setting here: remove it")
     changed = []
     for key in before | now:
         old, new = before.get(key), now.get(key)
-        is_field = saved and present and MODEL.match(key) and (old or new)
+        is_field = all(starts) and MODEL.match(key) and (old or new)
         if old != new and (is_field or key in before and key in now):
             changed.append(key)
     if any(map(WIDTH.fullmatch, changed)):
-        changed = [key for key in changed if not MODEL.match(key)]
-    fixed = [key for key in changed if not PRINTED.fullmatch(key)]
+        changed = list(filterfalse(MODEL.match, changed))
+    fixed = list(filterfalse(PRINTED.fullmatch, changed))
     if {before.get("optimizer"), now.get("optimizer")} == SAME_STATE:
         fixed.remove("optimizer")
     if types := [key for key in fixed if MODEL.sub("", key) == "model_type"]:
-        fixed = types + [key for key in fixed if not MODEL.match(key)]  # other fields follow
-    refused = []
-    for key in fixed:
-        if key not in accept:
-            refused.append(f"{key} {before.get(key)}, now {now.get(key)}")
-    if refused:
+        fixed = [*types, *filterfalse(MODEL.match, fixed)]  # other fields follow
+    refused = [key for key in fixed if key not in accept]
+    if values := [f"{key} {before.get(key)}, now {now.get(key)}" for key in refused]:
         raise InputError(
-            f"{str(path)!r} was trained with {'; '.join(refused)}: restore what it was, or train on"
+            f"{str(path)!r} was trained with {'; '.join(values)}: restore what it was, or train on"
             f" with the change by --{ACCEPT} '[{', '.join(fixed)}]'"
         )
     effective = []
@@ -118,11 +116,3 @@ def compare(
             effective.append(key)
         rank_zero_only(print)(line)
     return effective
-
-
-def _model_key(settings: dict[str, object]) -> str:
-    """Returns the key of the model's configuration, `model.architecture.` or `model.pretrained.`"""
-    for key in settings:
-        if found := MODEL.match(key):
-            return found[0]
-    return ""

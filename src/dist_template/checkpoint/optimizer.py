@@ -33,10 +33,8 @@ PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 
 
 def is_by_name(state: State) -> bool:
-    for group in state["param_groups"]:
-        if any(isinstance(parameter, str) for parameter in group["params"]):
-            return True
-    return False
+    names = sum((list(group["params"]) for group in state["param_groups"]), [])
+    return any(isinstance(name, str) for name in names)
 
 
 def by_name(numbered: State, names: list[str]) -> State:
@@ -79,11 +77,7 @@ def _settings(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def numbered(named: State, groups: list[list[str]], settings: list[State]) -> State:
-    """Returns the state for `Optimizer.load_state_dict`, with these groups of names and settings.
-
-    Raises:
-        InputError: the checkpoint's optimizer did not have one of the parameters.
-    """
+    """Returns the state for `Optimizer.load_state_dict`, with these groups of names and settings."""
     without_moments(named, groups)
     merged: list[State] = []
     state: dict[int, object] = {}
@@ -147,7 +141,7 @@ class ParameterNames(Callback):
     ) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        callbacks: list[Callback] = trainer.callbacks  # ty: ignore[missing-attribute]
+        callbacks = trainer.callbacks  # ty: ignore[missing-attribute]
         averages = any(isinstance(each, WeightAveraging) for each in callbacks)
         if "averaging_state" in checkpoint and not averages:
             raise InputError(
@@ -201,11 +195,7 @@ def groups_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _fit_schedule(schedule: State, count: int) -> None:
-    """Changes a scheduler's state to `count` groups: some entries have a value per group.
-
-    Raises:
-        InputError: the values differ between groups, and the number of groups has changed.
-    """
+    """Changes a scheduler's state to `count` groups: some entries have a value per group."""
     schedule.setdefault("lr_lambdas", [])  # LambdaLR reads it from another class's state too
     for key in PER_GROUP & schedule.keys():
         values = schedule[key]

@@ -23,8 +23,7 @@ def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
     """Moves `module` to the meta device; returns its weights on rank 0, {} on other ranks."""
     full = {}
     if weights.is_rank_zero():
-        for name, tensor in weights.named_tensors(module).items():
-            full[name] = tensor.detach()
+        full = {name: each.detach() for name, each in weights.named_tensors(module).items()}
     with weights.kept_ties(module):
         module.to("meta")
     return full
@@ -52,11 +51,10 @@ def load_weights(module: nn.Module, full: dict[str, Tensor]) -> None:
     stage of a pipeline. `full` of other ranks is ignored.
     """
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    metas = {}
-    for name, tensor in full.items():
-        if isinstance(tensor, Tensor):
-            metas[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    for name, meta in weights.broadcast(metas).items():
+    values = {name: tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
+    options = {name: (tensor.shape, tensor.dtype) for name, tensor in values.items()}
+    for name, (shape, dtype) in weights.broadcast(options).items():
+        meta = torch.empty(shape, dtype=dtype, device="meta")
         copy_shard(tensors.get(name), full.get(name), meta)
 
 

@@ -60,9 +60,8 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
         out = contextlib.redirect_stdout(io.StringIO())
         with _reading(path) as files, out, contextlib.redirect_stderr(io.StringIO()):
             models = files.get_model_state_files(_folder(path))
-            main, ranks = _load(models[0]), []
-            for file in files.get_optim_files(_folder(path)):
-                ranks.append(_load(file)["optimizer_state_dict"])
+            main, optims = _load(models[0]), files.get_optim_files(_folder(path))
+            ranks = [_load(file)["optimizer_state_dict"] for file in optims]
             partitions = Partitions(files.parse_model_states(models), ranks)
             checkpoint = _lightnings(main)
             checkpoint["state_dict"] = partitions.weights(main["module"])
@@ -123,10 +122,7 @@ class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
     ) -> None:
         """Sets the engine's fp32 weights too."""
         module = cast(nn.Module, self.strategy.lightning_module)
-        parameters = {}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                parameters[name] = parameter
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         engine = self.strategy.deepspeed_engine
         for name, parameter in parameters.items():
             _set(engine, parameter, None, full_weights.get(name))
@@ -190,16 +186,10 @@ def _set(engine: Any, parameter: Any, key: str | None, full: Tensor | None) -> N
 
 
 class Partitions:
-    """The content of all ranks' files, joined to full tensors.
-
-    Args:
-        models: DeepSpeed's parsed model states.
-        ranks: Each rank's optimizer state.
-    """
+    """Joins DeepSpeed's parsed model states, and each rank's optimizer state, to full tensors."""
 
     def __init__(self, models: list[Any], ranks: list[dict[str, Any]]) -> None:
-        self.models = models
-        self.ranks = ranks
+        self.models, self.ranks = models, ranks
         self.is_stage_3 = "fp32_flat_groups" in ranks[0]
         written = ranks[0]["partition_count"]
         expected = max(written) if isinstance(written, list) else written
@@ -230,10 +220,7 @@ class Partitions:
             return None
         numbers = sorted(flat)
         shapes = self.models[0].param_shapes  # of each group; under ZeRO-3 of each sub-group
-        state: dict[str, dict[str, Any]] = {}
-        for group in shapes:
-            for name in group:
-                state[name] = {}
+        state: dict[str, dict[str, Any]] = {name: {} for group in shapes for name in group}
         for key, value in flat[numbers[0]].items():
             if isinstance(value, Tensor) and value.ndim:
                 parts = [[base["state"][number][key] for number in numbers] for base in bases]
@@ -245,9 +232,7 @@ class Partitions:
                     state[name][key] = torch.tensor(float(flat[number][key]))
         groups = []
         for group in bases[0]["param_groups"]:
-            names: list[str] = []
-            for number in group["params"]:
-                names += shapes[number]
+            names = [name for number in group["params"] for name in shapes[number]]
             if "step" in group:  # where DeepSpeed's FusedAdam keeps it
                 for name in names:
                     state[name]["step"] = torch.tensor(float(group["step"]))
