@@ -70,7 +70,7 @@ def assert_refused(guarded: Train, run: RunRecord, strategy: str, name: str, ste
     for answer in run.answers.values():
         assert answer.startswith(f"Ended: training stopped: replicas differ after step {step}: "), answer[:500]
         assert "exit code 65" in answer and "replicas.ignore" in answer
-        assert tensor in answer and "of rank 1 is not that of rank 0" in answer
+        assert tensor in answer and "of rank 1 differs from rank 0" in answer
     assert manifest.newest(guarded.run_folder(strategy, name) / "checkpoints") is None, "nothing is saved"
 
 
@@ -114,7 +114,7 @@ def test_shards_of_hsdp_are_compared_between_replicas(guarded: Train, name: str)
     """Rank 1 has the other shard: rank 3 holds the same as it."""
     run = guarded("hsdp", name, partial(flip_a_bit, 1, name, rank=3), EVERY)
     for answer in run.answers.values():
-        assert f"after step 1: model.{name} of rank 3 is not that of rank 1" in answer, answer[:500]
+        assert f"after step 1: model.{name} of rank 3 differs from rank 1" in answer, answer[:500]
 
 
 # ---- what is no fault ----------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_a_buffer_of_the_checkpoint_is_named_and_may_be_listed(tmp_path: Path, i
     if not ends:
         run.check()
         return
-    assert all("own_loss of rank 1 is not that of rank 0" in answer for answer in run.answers.values()), run.answers
+    assert all("own_loss of rank 1 differs from rank 0" in answer for answer in run.answers.values()), run.answers
 
 
 # ---- the checksum --------------------------------------------------------------------------------

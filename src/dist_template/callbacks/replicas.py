@@ -159,7 +159,7 @@ class Replicas(Callback):
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         sentence = (
             f"replicas differ after step {trainer.global_step}: {name} of rank"
-            f" {rank_ranges(others)} is not that of rank {rank_ranges(usual)} (by {size:.1g} of its"
+            f" {rank_ranges(others)} differs from rank {rank_ranges(usual)} (by {size:.1g} of its"
             f" norm){more}."
         )
         causes = (

@@ -77,7 +77,7 @@ def _settings(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def numbered(named: State, groups: list[list[str]], settings: list[State]) -> State:
-    """Returns the state for `Optimizer.load_state_dict`, with these groups of names and settings."""
+    """Returns the state for `Optimizer.load_state_dict`, in these groups of names and settings."""
     without_moments(named, groups)
     merged: list[State] = []
     state: dict[int, object] = {}
