@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dist_template.checkpoint import commit, manifest
-from dist_template.checkpoint.asynchronous import BackgroundSaver
+from dist_template.checkpoint.commit import BackgroundSaver
 from tests.support.runs import Workers
 
 from . import ROOT
@@ -137,7 +137,7 @@ class Saves(Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         if self.left:
             self.arm = self.left.pop(0)
-            self.path = self.folder / manifest.name(trainer.global_step)  # commit.verify compares the two
+            self.path = self.folder / manifest.name(trainer.global_step)  # manifest.damage compares the two
             trainer.strategy.barrier()
             self.clock.start()
             self.arms[self.arm](self.path)
@@ -151,7 +151,7 @@ class Saves(Callback):
         self.times[self.arm].append((self.sample.cpu_s + self.clock.stop().cpu_s, self.sample.wall_s))
         trainer.strategy.barrier()
         if trainer.is_global_zero:
-            assert self.arm in self.by_hand or commit.verify(self.path) is None
+            assert self.arm in self.by_hand or manifest.damage(self.path) is None
             shutil.rmtree(self.path)
             os.sync()  # no arm pays for what another has not flushed
         self.arm = ""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dist_template.checkpoint.formats import format_of, read_full
+from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.errors import InputError
 from dist_template.wings.ship.export import command as export
 from tests.support.formats import write_distributed
@@ -144,7 +145,7 @@ def test_deepspeeds_own_folder_measures_and_exports_as_it_was_trained(
         workers.run(["fit", *flags, *zero], tmp_path / "fit").check()
     trained = logged(only_run(tmp_path), "eval/loss")[4]
     path = newest(only_run(tmp_path))
-    assert format_of(path) == "zero"
+    assert format_of(path) is ZeroFormat
     assert run("validate", *flags, "--run.name=one", f"--ckpt_path={path}") == 0
     (measured,) = logged(only_run(tmp_path, "one"), "eval/loss").values()
     assert measured == pytest.approx(trained, rel=1e-6)

@@ -16,9 +16,9 @@ from tests.support.kill_points import COMMITTED, EXIT_CODE, crash, points
 
 
 def check_newest(strategy: type[FakeDdp], folder: Path, step: int) -> None:
-    newest = commit.newest(folder)
+    newest = manifest.newest(folder)
     assert newest is not None and newest.name == manifest.name(step)
-    assert commit.verify(newest) is None
+    assert manifest.damage(newest) is None
     assert torch.equal(strategy.load(newest), weight_of(step))
 
 

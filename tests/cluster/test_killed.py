@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_template.checkpoint import commit
+from dist_template.checkpoint import manifest
 from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Exit
 from tests.support.injury import Step, Training, kill
@@ -28,7 +28,7 @@ def lives(training: Training) -> list[list[Step]]:
 
 
 def newest(root: Path, run_id: str) -> Path:
-    path = commit.newest(root / "runs" / "default" / run_id / "checkpoints")
+    path = manifest.newest(root / "runs" / "default" / run_id / "checkpoints")
     assert path is not None
     return path
 

@@ -85,6 +85,8 @@ FUNCTIONS = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "self",
     "transformers.masking_utils:find_packed_sequence_indices": "position_ids",
     "transformers.integrations.moe:_grouped_mm": "input weight offs",
+    "transformers.distributed.sharding_utils:DtensorShardOperation": "param",
+    "transformers.distributed.sharding_utils:DtensorShardOperation.shard_tensor": "self source tensor_idx device dtype",
     "transformers.distributed.mixin:apply_fully_sharded_data_parallelism": "model mesh_manager fsdp_plan ep_plan",
 }
 

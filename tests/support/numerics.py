@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks.numerics import Numerics
-from dist_template.checkpoint import commit
+from dist_template.checkpoint import manifest
 from dist_template.checkpoint.manifest import step_of
 from dist_template.errors import Ended, Exit
 from dist_template.layout import local_shard
@@ -154,7 +154,7 @@ def is_finite(weights: dict[str, Tensor]) -> bool:
 
 def newest(run: Path) -> Path:
     """The newest checkpoint."""
-    path = commit.newest(run / "checkpoints")
+    path = manifest.newest(run / "checkpoints")
     assert path is not None
     return path
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from ..checkpoint import commit
+from ..checkpoint import manifest
 from ..errors import Ended, InputError, first_line
 from ..model.any_module import results_of
 from ..observe.diagnosis.finding import Finding
@@ -135,7 +135,7 @@ class Summary(Callback):
 
 def _has_checkpoint(trainer: Any) -> bool:
     savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
-    return any(commit.newest(saver.folder) for saver in savers)
+    return any(manifest.newest(saver.folder) for saver in savers)
 
 
 def _is_launched(trainer: Any) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import commit, manifest
+from ..checkpoint import manifest
 from ..checkpoint.formats import format_of
 from ..cluster.launch import RUN_ID
 from ..cluster.watchdog import START_TIMEOUT_S
@@ -176,7 +176,7 @@ def _last_writes(settings: Any) -> dict[Path, float]:
     found: dict[Path, float] = {}
     for run in sorted(RunConfig(**vars(settings.run)).parent.glob("*")):
         folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
-        if path := commit.newest(folder):
+        if path := manifest.newest(folder):
             found[run] = manifest.read(path)["time"]
     return found
 
@@ -238,7 +238,7 @@ def can_resume(folder: Path) -> bool:
     """
     if not manifest.found(folder):
         return False
-    if commit.newest(folder) is None:
+    if manifest.newest(folder) is None:
         raise InputError(
             f"the checkpoints of this run, in {folder}, are all damaged: {_damages(folder)};"
             " move the folder away, or set another run.name"

@@ -17,7 +17,7 @@ from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
 from ..callbacks.unused_parameters import UnusedParameters
 from ..callbacks.watchdog import Watchdog
-from ..checkpoint.resume import use_every_format
+from ..checkpoint.formats import use_every_format
 from ..cluster.fingerprint import SameEnvironment
 from ..cluster.redaction import redacted
 from ..compat.lightning import limit_threads
@@ -47,7 +47,7 @@ def complete(
     ddp.complete(given.get("strategy"), trainer.strategy)
     if trainer.num_devices > 1:
         limit_threads(trainer.num_devices)  # Lightning does so in rank 0, for some strategies
-    use_every_format(trainer, module)
+    use_every_format(trainer.strategy)
     precision = trainer.strategy.precision_plugin
     if type(precision) is HalfPrecision:
         trainer.strategy.precision_plugin = HalfParameters(precision.precision)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import replaced
 
@@ -81,6 +82,17 @@ def without_search() -> Any:
     from transformers import masking_utils
 
     return replaced(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
+
+
+def shard_for(target: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of `full` with the placements of `target`, interleaved ones too.
+
+    The module is internal; torch's `distribute_tensor` does not know interleaved shards."""
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    shard = DtensorShardOperation(target).shard_tensor(full)
+    assert shard is not None  # it is None for single experts only
+    return shard
 
 
 TOKENS = 13  # of a row on the meta device; no other size of a model is likely to be this number

@@ -27,7 +27,6 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -35,10 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
-from ..checkpoint import sharded
-from ..checkpoint.commit import agreed
-from ..checkpoint.formats import format_of
-from ..checkpoint.resume import load_foreign
+from ..checkpoint import formats, scatter, sharded
 from ..compat.lightning import set_mesh, start_process_group
 from ..layout import refuse_scalars
 from .mesh_sizes import ADDING, MeshSizes, Size
@@ -112,6 +108,7 @@ class MeshStrategy(ModelParallelStrategy):
         self.pp_stages_per_rank = pp_stages_per_rank
         self.pp_layers = pp_layers
         self.pipeline: Pipeline | None = None
+        self.format = sharded.ShardedFormat(self)
         self.fsdp_plan = fsdp_plan
         self.tp_plan = tp_plan
         self.ep_plan = ep_plan
@@ -187,7 +184,7 @@ class MeshStrategy(ModelParallelStrategy):
         if not self.shards:
             return model
         refuse_scalars(model, "FSDP2")
-        full = weights.take(model)
+        full = scatter.move_to_meta(model)
         try_rank(model, self)
         division = divide(model, self) if self.mesh_sizes.pp > 1 else None
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
@@ -195,7 +192,8 @@ class MeshStrategy(ModelParallelStrategy):
             shard_by_plan(model, self)
         else:
             shard_by_blocks(model, self)
-        weights.fill(model, full, torch.device("cpu") if self.cpu_offload else self.root_device)
+        device = torch.device("cpu") if self.cpu_offload else self.root_device
+        scatter.materialize(model, full, device)
         if division is not None:
             self.pipeline = Pipeline(model, division, self)
         return model
@@ -270,15 +268,10 @@ class MeshStrategy(ModelParallelStrategy):
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        sharded.save(checkpoint, Path(weights.broadcast(str(filepath))))
+        self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        assert self.model is not None and self.lightning_module is not None
-        path = agreed(Path(checkpoint_path))
-        if format_of(path) != "distributed":
-            return load_foreign(self, path)
-        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return sharded.load(path, self.model, self.optimizers if is_fit else [], weights_only)
+        return formats.load(self.format, Path(checkpoint_path), weights_only)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import weights
+from ..checkpoint import scatter
 from ..errors import reason
 from . import random_rank
 from .blocks import BlockConfig, wrap_blocks
@@ -42,7 +43,7 @@ def place(build: Callable[[], nn.Module], strategy: Any, blocks: BlockConfig) ->
     wrap_blocks(model, blocks)
     if hasattr(strategy, "shard"):
         return strategy.shard(model)
-    weights.spread(model, strategy.root_device)
+    scatter.broadcast_weights(model, strategy.root_device)
     return model
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import weights
-from ..checkpoint.frozen import describe, exclude_frozen
+from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
@@ -89,7 +89,7 @@ class TextModule(TrainingModule):
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             name = getattr(self, "pretrained", None) or type(model).__name__
-            self.frozen_base = describe(model, name)
+            self.frozen_base = hash_frozen(model, name)
             if self.adapter.quantize and quantized:
                 quantize(model)
         return model

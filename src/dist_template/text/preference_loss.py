@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
 from ..callbacks.global_order import eval_batches
-from ..checkpoint.frozen import describe, exclude_frozen
+from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
 from ..records import write_atomically
@@ -65,7 +65,7 @@ def add_reference(module: Any) -> None:
 
         def build() -> nn.Module:
             model = module.build_model(module.data).requires_grad_(False)
-            module.frozen_reference = describe(model, type(model).__name__)
+            module.frozen_reference = hash_frozen(model, type(model).__name__)
             return model
 
         # Lightning warns of modules in eval mode, in which only the reference's passes are

@@ -87,7 +87,7 @@ class DocumentScores(Callback):
         import pandas as pd
 
         columns = dict(zip(("sample", "source", "text", "end"), self.documents, strict=True))
-        columns["nats"], columns["tokens"] = sum(by_rank.values())
+        columns["nats"], columns["tokens"] = np.sum([*by_rank.values()], axis=0)
         tokenizer = self.data.text_tokenizer.backend_tokenizer.to_str().encode()
         columns["tokenizer"] = hashlib.sha256(tokenizer).hexdigest()
         texts = [text.encode() for text in self.documents.texts]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
-from ....checkpoint.commit import agreed
+from ....checkpoint.manifest import agreed
 from ....cli.fit import WithoutTrainer
 from ....cli.run import check_checkpoint
 from ....cluster import subprocess_launcher

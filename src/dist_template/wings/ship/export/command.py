@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from ....checkpoint.commit import agreed
+from ....checkpoint.manifest import agreed
 from ....cli.fit import WithoutTrainer
 from ....cli.run import check_checkpoint, newest_checkpoint
 from ....errors import InputError, is_disk_full, reason, require

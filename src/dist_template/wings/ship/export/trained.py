@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import yaml
 
-from ....checkpoint.commit import agreed
 from ....checkpoint.formats import format_of, read_full
 from ....checkpoint.frozen import exclude_frozen
-from ....checkpoint.manifest import meant
+from ....checkpoint.manifest import agreed, resolve
 from ....cli.config_file import read, rename_old_classes
 from ....cli.fit import WithoutTrainer
 from ....cli.run import check_checkpoint, fill_placeholders
@@ -73,7 +72,7 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     if not path.exists():
         why = "does not exist: give the folder of a run, a checkpoint, or a Hugging Face folder"
         raise InputError(f"{key} {name!r} {why}")
-    is_checkpoint = bool(meant(path)[1] or format_of(path))
+    is_checkpoint = bool(resolve(path)[1] or format_of(path))
     run = run_of(path) if is_checkpoint else newest(path)
     if run is None:
         raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
