@@ -17,9 +17,8 @@ import yaml
 
 from dist_template.cluster.site import Site
 from dist_template.errors import Exit
-from dist_template.wings.launch.command import main, parser, write
+from dist_template.wings.launch.command import main, parse, write
 from dist_template.wings.launch.job import describe
-from dist_template.wings.launch.targets import ON_HOSTS, target
 from tests.support.injury import OF_A_LAUNCHER
 from tests.support.launched import ENVIRONMENT, LAUNCHERS, STEPS, Launched, site, two
 from tests.support.line import main as main_of_line
@@ -44,8 +43,8 @@ def rendered(capsys: pytest.CaptureFixture[str], tmp_path: Path, *argv: str) -> 
     main(["launch", "--dry-run", *given], OURS)
     text = capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before and "\n# would run: " in text
-    own, flags = parser().parse_known_args(given)
-    files = target(own.on).render(describe(OURS, own.verb, flags, own.on in ON_HOSTS))
+    own, to, flags = parse(given)
+    files = to.render(describe(OURS, own.verb, flags, to.on_hosts))
     assert all(content in text for content in files.values())
     return files
 
