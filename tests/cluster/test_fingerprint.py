@@ -99,7 +99,7 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
-        rendezvous._connect(strategy(here, free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
+        rendezvous.connect(strategy(here, free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
@@ -139,14 +139,14 @@ def other_on_rank_1(folder: Path) -> None:
 
 def time_it(folder: Path) -> None:
     """A prelude: writes down how long the rendezvous and the comparison took."""
-    connect = rendezvous._connect
+    connect = rendezvous.connect
 
     def timed(*args: Any) -> None:
         started = time.perf_counter()
         connect(*args)
         (folder / f"took{os.environ['RANK']}").write_text(str(time.perf_counter() - started))
 
-    rendezvous._connect = timed  # ty: ignore[invalid-assignment]
+    rendezvous.connect = timed  # ty: ignore[invalid-assignment]
 
 
 @pytest.fixture

@@ -99,7 +99,7 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
                 read()
             except InputError as error:
                 assert len(str(error)) < 1_000 and "\n" not in str(error), error
-        run_lock._refusal(tmp_path / name, run_lock._read(tmp_path / "lock.json") or {}, run_lock._own())
+        run_lock.refusal(tmp_path / name, run_lock.read(tmp_path / "lock.json") or {}, run_lock.this_process())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_lock, "LEASE_S", 0.0)
