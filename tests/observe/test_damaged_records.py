@@ -18,7 +18,7 @@ from dist_template.observe.history.run import read_run
 from dist_template.observe.report.evaluation import newest
 from dist_template.observe.report.results import attempts, steps
 from dist_template.wings.launch import command as launch
-from dist_template.wings.setup.upgrade import _tracked
+from dist_template.wings.setup.upgrade import read_record
 from dist_template.wings.ship.promote.registry import Registry
 
 GOOD = {
@@ -80,7 +80,7 @@ def readers(folder: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: launch._read(folder / "launch")
     yield lambda: Registry(folder).versions()
     yield lambda: Registry(folder).roll_back()
-    yield lambda: _tracked(folder)
+    yield lambda: read_record(folder)
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -220,20 +220,6 @@ def test_data_that_is_not_prepared_and_a_run_that_was_not_launched(
     assert "give a run that `launch` has started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("memory", "is_warned"), [("1MB", True), ("100GB", False)])
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_a_device_that_is_too_small_gets_a_warning(
-    memory: str, is_warned: bool, strategy: str, flags: list[str], tmp_path: Path, capsys: Any
-) -> None:
-    """plan counts; that it does not know of a GPU is no reason to refuse a run."""
-    where = site(tmp_path, device_memory=memory, devices_per_node=2)
-    of_strategy = f"--config={PROJECT}/configs/strategy/{strategy}.yaml"
-    assert run("launch", "--on=torchrun", "--dry-run", *flags, where, of_strategy) == Exit.DONE
-    printed = capsys.readouterr().out
-    found = re.findall(r"^warning: `plan` counts \d\.\d GB for a device, which has 0\.0", printed, re.MULTILINE)
-    assert len(found) == is_warned and "is not checked" not in printed
-
-
 def test_units_of_memory_and_time() -> None:
     assert (
         Site(device_memory="80GB").memory_bytes == 80 * 10**9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class Status(TypedDict):
@@ -23,12 +23,12 @@ class Verdict(TypedDict):
     by: int  # the rank that prints the sentence
 
 
-def find_stalled(statuses: Mapping[int, Status], silent: list[int]) -> Verdict:
+def find_stalled(statuses: Mapping[int, Mapping[str, Any]], silent: list[int]) -> Verdict:
     """Names the stalled rank: one that does not answer, else those with the least progress which do
     not wait for another rank.
 
     Args:
-        statuses: Of the ranks that answer.
+        statuses: `Status` of the ranks that answer.
         silent: The ranks that do not.
     """
     least = min(status["beats"] for status in statuses.values())

@@ -6,18 +6,13 @@ import re
 import shlex
 import sys
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...cluster.launch import RUN_ID
 from ...cluster.site import Site, host_name
 from ...errors import InputError, reason, require
 from ...project import Project
-
-if TYPE_CHECKING:
-    from ...cli.fit import CLI
-    from ...cli.limits import Machine
 
 PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
 
@@ -129,8 +124,6 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         where = trainer["strategy"], machine.world_size, project.folder.parent
         for note in proven.notes(config, cli.model, data, *where):
             print(note, flush=True)
-        if site.memory_bytes:
-            _compare_memory(cli, machine, site.memory_bytes)
     return Job(
         project.package,
         verb,
@@ -143,28 +136,6 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         machine.accelerator,
         data,
     )
-
-
-def _compare_memory(cli: CLI, machine: Machine, memory: int) -> None:
-    """Warns if a device has less than `plan` counts, which no GPU has calibrated."""
-    from ..plan import candidates, estimate, planner
-
-    given, trainer = cli.config.fit.trainer.strategy, vars(cli.config_init.fit.trainer)
-    candidate = candidates.Candidate("", str(given), {})
-    if not isinstance(given, str):
-        arguments = vars(given.init_args)
-        candidate = replace(candidate, kind=type(trainer["strategy"]), arguments=arguments)
-    where = estimate.Machine(machine.num_nodes, machine.devices, memory, 0, 0, 0, 0)
-    try:
-        made = planner.Planner(cli.model, data := cli.datamodule, trainer, machine)
-        sizes = (data.micro_batch_size, cli.model.blocks.checkpointing)
-        needed = made.option(candidate, where, *sizes).total()
-    except Exception as error:
-        print(f"cluster.device_memory is not checked: {reason(error)}", flush=True)
-        return
-    if needed > memory:
-        text = f"`plan` counts {needed / 1e9:.1f} GB for a device, which has {memory / 1e9:.1f}"
-        print(f"warning: {text} (cluster.device_memory)", flush=True)
 
 
 def _slots(site: Site) -> dict[str, int | None]:

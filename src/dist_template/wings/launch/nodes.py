@@ -9,12 +9,14 @@ import subprocess
 import time
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from ...cluster.signals import STOP
 from ...errors import Ended, Exit, InputError
 from .job import Job, exports
 from .targets import Record, Target
 
+Process = subprocess.Popen[str]
 RUNNING, NO_ANSWER = "running", "no answer"
 ANSWER_S = 60.0  # for a host to log in and start Python, or to signal a process
 # Prints when process $1 was started, and of which boot: a number alone may be another process's.
@@ -110,7 +112,7 @@ def arguments(job: Job) -> list[str]:
     return [*job.arguments, f"--preemption.max_time={time}"]
 
 
-def wait(job: Job, nodes: list[subprocess.Popen[str]], folder: Path) -> None:
+def wait(job: Job, nodes: list[Process], folder: Path) -> None:
     """Waits for all nodes. When one has exited, the others have OTHERS_S; then they are killed.
 
     The nodes of an elastic run may exit while others train on, until one has finished."""
@@ -125,7 +127,7 @@ def wait(job: Job, nodes: list[subprocess.Popen[str]], folder: Path) -> None:
         time.sleep(0.1)
 
 
-def send_signal(job: Job, nodes: list[subprocess.Popen[str]], folder: Path, number: int) -> None:
+def send_signal(job: Job, nodes: list[Process], folder: Path, number: int) -> None:
     """Sends a signal to the nodes' processes, and ends the connection to a host that is lost."""
     for node, line in zip(nodes, _send(job.hosts, job.site.ssh, folder, number), strict=True):
         has_no_process = number == signal.SIGKILL and not line.endswith(RUNNING)
@@ -137,10 +139,10 @@ def _on_node(hosts: list[str], ssh: str, node: int, command: str) -> list[str]:
     return [*shlex.split(ssh), hosts[node], command] if hosts else ["bash", "-c", command]
 
 
-def _start(words: list[str], **streams: int) -> subprocess.Popen[str]:
+def _start(words: list[str], **streams: Any) -> Process:
     """Starts a process in its own session: Ctrl-C reaches the nodes by `_send` alone."""
-    own = {"stdin": subprocess.DEVNULL, **streams}
-    return subprocess.Popen(words, text=True, errors="replace", start_new_session=True, **own)
+    streams |= {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
+    return subprocess.Popen(words, start_new_session=True, **streams)
 
 
 def _probe(job: Job, node: int) -> None:
@@ -166,7 +168,7 @@ def _probe(job: Job, node: int) -> None:
         raise InputError(f"{host} is not ready: {why}; edit cluster.hosts, ssh or port")
 
 
-def _show(job: Job, node: int, process: subprocess.Popen[str]) -> None:
+def _show(job: Job, node: int, process: Process) -> None:
     """Writes a node's output into its log, and prints it after the name of its host."""
     prefix = f"{job.hosts[node]}: " if job.nodes > 1 else ""
     with (job.files / f"node-{node}.log").open("a", encoding="utf-8", buffering=1) as log:

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from string import Template
+from typing import Any
 
 import yaml
 
@@ -112,7 +113,7 @@ def _check_secrets(job: Job) -> None:
         raise InputError(f"{secrets[0]} has a secret, which the manifest would show; {what}")
 
 
-def _completed(value: object, of_pods: Mapping[str, object]) -> object:
+def _completed(value: Any, of_pods: Mapping[str, object]) -> Any:
     """Returns `value` without null fields, and with the further fields of pods."""
     if isinstance(value, list):
         return [_completed(item, of_pods) for item in value]
