@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dist_template.errors import Exit
+from dist_template.errors import Exit, InputError
 from dist_template.wings.launch import nodes
-from dist_template.wings.launch.command import withdraw, write
+from dist_template.wings.launch.command import require_end, withdraw, write
 from dist_template.wings.launch.job import Job, describe
 from dist_template.wings.launch.targets import target
 from tests.support.launched import LONG, Launched, site
@@ -142,11 +143,20 @@ def test_slurm_is_asked_about_the_earlier_job(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     slurm: Any = target("slurm")
-    for found, code, is_active in (("7 RUNNING", "0", True), ("", "0", False), ("slurm_load_jobs error", "1", False)):
+    monkeypatch.setenv("CODE", "0")
+    for found, is_active in (("7 RUNNING", True), ("", False)):
         monkeypatch.setenv("FOUND", found)
-        monkeypatch.setenv("CODE", code)
         assert slurm.is_active(record(id="7"), tmp_path) is is_active
     assert "--jobs=7" in (tmp_path / "called").read_text() and not slurm.is_active(record(), tmp_path)
+    (tmp_path / "launch.json").write_text(json.dumps(record(on="slurm", id="7")))
+    job: Any = SimpleNamespace(run=tmp_path, files=tmp_path, site=SimpleNamespace(options={}))
+    monkeypatch.setenv("FOUND", "7 RUNNING")
+    with pytest.raises(InputError, match="is running, as `launch --on slurm` has started it"):
+        require_end(job)
+    monkeypatch.setenv("CODE", "1")
+    with pytest.raises(InputError, match="squeue fails"):
+        slurm.is_active(record(id="7"), tmp_path)
+    require_end(job)  # nothing answers about the earlier launch: it does not block this one
 
 
 # ---- a second launch of a run ---------------------------------------------------------------------------------------

@@ -112,7 +112,14 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
             raise InputError(
                 f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all"
             )
-        devices = _devices([slots[host] for host in hosts[:nodes]], site, trainer["devices"])
+        sizes = [slots[host] for host in hosts[:nodes]]
+        if len(set(sizes)) > 1:
+            raise InputError(f"the hosts have {sizes} slots; include as many of each")
+        given = site.devices_per_node or (sizes or [None])[0] or trainer["devices"]
+        if not str(given).isdigit() or int(given) < 1:
+            why = "give cluster.devices_per_node, the devices of one node"
+            raise InputError(f"trainer.devices is {given!r}; {why}")
+        devices = int(given)
     machine = Machine.described({**trainer, "devices": devices, "num_nodes": nodes})
     config = model_config(cli)
     if verb != "prepare":
@@ -124,18 +131,9 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
         where = trainer["strategy"], machine.world_size, project.folder.parent
         for note in proven.notes(config, cli.model, data, *where):
             print(note, flush=True)
-    return Job(
-        project.package,
-        verb,
-        flags,
-        site,
-        cli.run.absolute(),
-        nodes,
-        devices,
-        hosts[:nodes] if on_hosts else [],
-        machine.accelerator,
-        data,
-    )
+    hosts = hosts[:nodes] if on_hosts else []
+    run, accelerator = cli.run.absolute(), machine.accelerator
+    return Job(project.package, verb, flags, site, run, nodes, devices, hosts, accelerator, data)
 
 
 def _slots(site: Site) -> dict[str, int | None]:
@@ -167,18 +165,6 @@ def _slots(site: Site) -> dict[str, int | None]:
     except ValueError as error:
         raise InputError(f"cluster.include or exclude: {reason(error)}") from error
     return {host: len(chosen) for host, chosen in active.items()}
-
-
-def _devices(slots: list[int | None], site: Site, default: int | str) -> int:
-    """Returns the processes of each node."""
-    if len(set(slots)) > 1:
-        raise InputError(f"the hosts have {slots} slots; include as many of each")
-    of_hosts = slots[0] if slots else None
-    given = site.devices_per_node or of_hosts or default
-    if not str(given).isdigit() or int(given) < 1:
-        why = "give cluster.devices_per_node, the devices of one node"
-        raise InputError(f"trainer.devices is {given!r}; {why}")
-    return int(given)
 
 
 def project_file(name: str) -> str:

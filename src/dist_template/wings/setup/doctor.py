@@ -84,13 +84,9 @@ def read(flags: list[str], project: Project) -> Where:
         if re.fullmatch("stage|(fsdp|dp_replicate|tp|ep|cp|pp)_size", name):
             chosen.append(f"{name}={value}")
     chosen.append(f"on {trainer.num_nodes} x {trainer.devices} devices, {trainer.precision or 32}")
-    return Where(
-        project.folder.parent,
-        Path(cli.config_init.run.root),
-        Path(getattr(data, "cache_dir", Where.cache)),
-        getattr(data, "num_workers", 0),
-        " ".join(chosen),
-    )
+    root, cache = Path(cli.config_init.run.root), Path(getattr(data, "cache_dir", Where.cache))
+    workers = getattr(data, "num_workers", 0)
+    return Where(project.folder.parent, root, cache, workers, " ".join(chosen))
 
 
 def check_versions(where: Where) -> Findings:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from abc import ABC, abstractmethod
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TypedDict
 
-from ....errors import InputError
+from ....errors import InputError, first_line
 from ....plugins import registered
 from ..job import Job
 
@@ -48,7 +49,7 @@ class Target(ABC):
 
     @abstractmethod
     def is_active(self, record: Record, folder: Path) -> bool:
-        """Returns whether the launch waits or runs; False if nothing answers about it."""
+        """Returns whether the job waits or runs. InputError counts as False: nothing answers."""
 
     @abstractmethod
     def status(self, record: Record, folder: Path) -> str:
@@ -60,10 +61,24 @@ class Target(ABC):
 
     def logs(self, record: Record, folder: Path) -> str:
         """Returns the output of the run: by default, of all `*.log` files in the folder."""
-        texts = []
-        for file in sorted(folder.glob("*.log")):
-            texts.append(f"{file}:\n{file.read_text(encoding='utf-8')}")
-        return "\n".join(texts)
+        files = sorted(folder.glob("*.log"))
+        return "\n".join(f"{file}:\n{file.read_text(encoding='utf-8')}" for file in files)
+
+
+def ask(*words: str) -> str:
+    """Returns what a scheduler's command prints.
+
+    Raises:
+        InputError: the command is not installed here, or it fails.
+    """
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        what = f"there is no {words[0]} on this machine"
+        raise InputError(f"{what}; start it where {words[0]} is, or give --dry-run") from error
+    if done.returncode:
+        raise InputError(f"{words[0]} fails: {first_line(done.stderr)}")
+    return done.stdout.rstrip()
 
 
 def target(name: str) -> Target:

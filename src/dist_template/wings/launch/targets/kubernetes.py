@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from string import Template
@@ -18,9 +17,9 @@ from typing import Any
 import yaml
 
 from ....cluster.redaction import redacted, redacted_command
-from ....errors import InputError, first_line
+from ....errors import InputError
 from ..job import Job
-from . import Record, Target, ray
+from . import Record, Target, ask, ray
 
 FILE, LABEL = "kubernetes.yaml", "dist-template/run"
 WORKDIR = PurePosixPath("/app")  # of the project's Dockerfile
@@ -54,27 +53,24 @@ class Kubernetes(Target):
         return [["kubectl", "apply", "--filename", str(job.files / FILE)]]
 
     def submit(self, job: Job, folder: Path) -> str:
-        _kubectl("apply", "--filename", str(folder / FILE))
+        ask(*self.commands(job)[0])
         return _name(job)
 
     def is_active(self, record: Record, folder: Path) -> bool:
         """Returns whether the run has pods that have not ended."""
         ended = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
-        try:
-            pods = _kubectl("get", "pods", f"--selector={LABEL}={record['id']}", ended, "-o=name")
-        except InputError:
-            return False
-        return bool(pods)
+        selector = f"--selector={LABEL}={record['id']}"
+        return ask("kubectl", "get", "pods", selector, ended, "-o=name") != ""
 
     def status(self, record: Record, folder: Path) -> str:
-        return _kubectl("get", "pods", f"--selector={LABEL}={record['id']}")
+        return ask("kubectl", "get", "pods", f"--selector={LABEL}={record['id']}")
 
     def logs(self, record: Record, folder: Path) -> str:
-        return _kubectl("logs", "--prefix", "--tail=-1", f"--selector={LABEL}={record['id']}")
+        return ask("kubectl", "logs", "--prefix", "--tail=-1", f"--selector={LABEL}={record['id']}")
 
     def stop(self, record: Record, folder: Path) -> str:
         """Deletes the objects; the pods save within their grace period."""
-        return _kubectl("delete", "--filename", str(folder / FILE))
+        return ask("kubectl", "delete", "--filename", str(folder / FILE))
 
 
 def _check(job: Job) -> None:
@@ -179,13 +175,3 @@ def _values(job: Job) -> dict[str, object]:
 
 def _name(job: Job) -> str:
     return "run-" + re.sub(r"[^a-z0-9]+", "-", job.run_id.lower()).strip("-")
-
-
-def _kubectl(*words: str) -> str:
-    try:
-        done = subprocess.run(["kubectl", *words], capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise InputError("kubectl is not on PATH; install it, or give --dry-run") from error
-    if done.returncode:
-        raise InputError(f"kubectl {words[0]}: {first_line(done.stderr)}")
-    return done.stdout.rstrip()

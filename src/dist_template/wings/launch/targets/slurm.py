@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
-from ....errors import InputError, first_line
+from ....errors import InputError
 from ..job import Job, exports, project_file
-from . import Record, Target
+from . import Record, Target, ask
 
 
 class Slurm(Target):
@@ -45,38 +44,39 @@ class Slurm(Target):
         """
         if "dependency" not in job.site.options:
             job.require_data()
-        return _run(*self.commands(job)[0]).partition(";")[0]
+        try:
+            return ask(*self.commands(job)[0]).partition(";")[0]
+        except InputError as error:
+            if "generic resource" in str(error):
+                why = "it has no such GPUs; give cluster.options.gres as the site spells it, or"
+                raise InputError(f"{error}: {why} trainer.accelerator cpu") from error
+            raise
 
     def is_active(self, record: Record, folder: Path) -> bool:
         """Returns whether the job is pending, running or suspended."""
-        if not record["id"]:
-            return False
         states = "--states=PENDING,RUNNING,SUSPENDED"
-        try:
-            return bool(_run("squeue", "--noheader", states, f"--jobs={record['id']}"))
-        except InputError:  # Slurm has forgotten it
-            return False
+        number = record["id"]
+        return number != "" and ask("squeue", "--noheader", states, f"--jobs={number}") != ""
 
     def status(self, record: Record, folder: Path) -> str:
         """Returns the state of the job, as long as Slurm remembers it."""
         columns = ["-o", "%i %T, %M, %R"]
-        return _run("squeue", "--noheader", "--states=all", f"--jobs={record['id']}", *columns)
+        return ask("squeue", "--noheader", "--states=all", f"--jobs={record['id']}", *columns)
 
     def stop(self, record: Record, folder: Path) -> str:
         """Lets a running job save and exit without being requeued; a pending one is cancelled."""
         number = record["id"]
-        _run("scontrol", "update", f"jobid={number}", "requeue=0")
-        _run("scancel", "--state=PENDING", number)
-        _run("scancel", "--signal=USR1", number)
+        ask("scontrol", "update", f"jobid={number}", "requeue=0")
+        ask("scancel", "--state=PENDING", number)
+        ask("scancel", "--signal=USR1", number)
         return f"job {number} was asked to save and exit"
 
 
 def _options(job: Job) -> dict[str, object]:
     """Returns the options of sbatch by their long names: the script's, then this run's."""
     site, text = job.site, Path(project_file("launch/slurm.sh")).read_text(encoding="utf-8")
-    options: dict[str, object] = dict(
-        re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE)
-    )
+    options: dict[str, object] = {}
+    options.update(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
     options["job-name"] = f"{job.run.parent.name}-{job.run_id}"
     options["output"] = f"{job.files}/slurm-%j.log"
     options |= {"nodes": job.nodes, "ntasks-per-node": job.devices, "gpus-per-node": job.devices}
@@ -103,18 +103,3 @@ def _container(job: Job) -> dict[str, str]:
         return {"SRUN_FLAGS": f"{flags} --container-workdir={job.folder}"}
     gpu = "--nv " if job.accelerator == "cuda" else ""
     return {"CONTAINER": f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"}
-
-
-def _run(*words: str) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        where = "start it where Slurm is, or give --dry-run"
-        raise InputError(f"there is no {words[0]} on this machine; {where}") from error
-    if done.returncode:
-        why = first_line(done.stderr)
-        if "generic resource" in why:
-            why += ": it has no such GPUs; give cluster.options.gres as the site spells it, or"
-            why += " trainer.accelerator cpu"
-        raise InputError(f"Slurm refuses {words[0]}: {why}")
-    return done.stdout.strip()
