@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -79,8 +80,15 @@ def test_one_table_says_which_ranks_have_what(case: str) -> None:
     assert compare({}, {}, change, {}, ignore=["packages.scipy"])[0] is not None
 
 
-def test_ranks_that_are_the_same_go_on() -> None:
+def test_equal_ranks_continue() -> None:
     assert compare({}, {}) == [None, None]
+
+
+def test_digests_depend_on_the_order_of_no_set() -> None:
+    """Each process has its own order of a set of strings."""
+    store, facts = dist.HashStore(), OWN | {"packages": {f"package-{n}": "1.0" for n in range(40)}}
+    SameEnvironment(["packages.other"]).compare(Rendezvous(store, 0, 1, 1.0), facts)
+    assert json.loads(store.get("digests/0")) == {group: machine.digest(value) for group, value in facts.items()}
 
 
 def test_spans_of_ranks_are_short() -> None:

@@ -214,7 +214,7 @@ def test_data_that_is_not_prepared_and_a_run_that_was_not_launched(
     assert main_of_line(command) == Exit.BAD_INPUT  # `run` names another run
     (launch,) = tmp_path.glob("runs/default/launched/launch*")
     found = {file.name: file.read_text() for file in launch.iterdir() if file.name != "launch.json"}
-    assert found == files, "those of the earlier launch are back"
+    assert found == files, "the earlier launch's files are back"
     capsys.readouterr()
     assert run("launch", "status", str(tmp_path)) == Exit.BAD_INPUT
     assert "give a run that `launch` has started" in capsys.readouterr().err

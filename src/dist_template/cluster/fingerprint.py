@@ -101,8 +101,8 @@ class SameEnvironment(Callback):
                 continue
             kept[group] = value
             if isinstance(value, dict):
-                ignored = {name for name in value if f"{group}.{name}" in self.ignore}
-                kept[group] = {name: value[name] for name in value.keys() - ignored}
+                names = [name for name in value if f"{group}.{name}" not in self.ignore]
+                kept[group] = {name: value[name] for name in names}
         return kept
 
 

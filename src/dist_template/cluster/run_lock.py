@@ -47,24 +47,24 @@ class RunLock:
     def take(self, folder: Path) -> str | None:
         """Locks a run's folder; for rank 0. Returns why it is refused, or None."""
         self.release()
-        path, own = folder / FILE, this_process()
+        path, claim = folder / FILE, this_process()
         folder.mkdir(parents=True, exist_ok=True)
         while True:
             with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
-                json.dump(own, file)
+                json.dump(claim, file)
                 break
             if (holder := read(path)) is None:  # released in the meantime
                 continue
-            if why := refusal(path, holder, own):
+            if why := refusal(path, holder, claim):
                 return why
             if read(path) != holder:  # another launch was faster
                 continue
-            write_atomically(path, json.dumps(own))
+            write_atomically(path, json.dumps(claim))
             time.sleep(SETTLE_S)  # of several launches that take it over at once, the last holds it
-            if read(path) == own:
+            if read(path) == claim:
                 break
         self._path, self._released = path, threading.Event()
-        threading.Thread(target=renew, args=(path, own, self._released), daemon=True).start()
+        threading.Thread(target=renew, args=(path, claim, self._released), daemon=True).start()
         return None
 
     def __enter__(self) -> None:
@@ -113,19 +113,19 @@ def read(path: Path) -> Holder | None:
     return {}
 
 
-def refusal(path: Path, holder: Holder, own: Holder) -> str | None:
+def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
     """Returns why the holder keeps the lock, after at most LEASE_S, or None."""
     process = f"process {holder.get('pid')} on {holder.get('host')}"
     sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
     sentence += f" {RUN_ID} or run.name"
     deadline = time.monotonic() + LEASE_S
-    if holder.get("machine") == own["machine"]:
-        while holder["pid"] != own["pid"] and (parent := _living_parent(holder)) is not None:
+    if holder.get("machine") == claim["machine"]:
+        while holder["pid"] != claim["pid"] and (parent := _living_parent(holder)) is not None:
             if parent == holder.get("parent") or time.monotonic() > deadline:
                 return sentence
             _wait()  # its launcher has exited: it saves and exits
         return None
-    if own["launch"] and holder.get("launch") == own["launch"]:
+    if claim["launch"] and holder.get("launch") == claim["launch"]:
         return None
     held = f"{path} is held by {process}"
     print(f"{held}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
@@ -159,12 +159,12 @@ def _modified(path: Path) -> int | None:
     return None
 
 
-def renew(path: Path, own: Holder, released: threading.Event) -> None:
+def renew(path: Path, claim: Holder, released: threading.Event) -> None:
     """Renews the file until `released`; exits if another launch has taken the lock over."""
     while not released.wait(BEAT_S):
         with suppress(OSError):  # the file server does not answer: try again
             holder = read(path)
-            if holder and holder != own and not released.is_set():
+            if holder and holder != claim and not released.is_set():
                 print(f"{path.parent} was taken over by another launch: this one exits", flush=True)
                 os._exit(Exit.BAD_INPUT)
             os.utime(path)

@@ -49,7 +49,7 @@ class Site:
     """Where a run is: `launch` and `plan` read it; `fit` ignores it.
 
     Args:
-        nodes: Number of nodes. null: those of `hosts`, else trainer.num_nodes.
+        nodes: Number of nodes. null: as many as `hosts`, else trainer.num_nodes.
         min_nodes: Of an elastic run, by torchrun only: training continues when nodes are lost, as
             long as this many are left. null: all nodes are needed.
         devices_per_node: GPUs of a node, or CPU processes. null: trainer.devices.

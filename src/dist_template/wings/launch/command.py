@@ -90,9 +90,8 @@ def parse(argv: list[str]) -> tuple[Namespace, Target, list[str]]:
 
 def show(job: Job, to: Target) -> None:
     """Prints the files and the commands of a launch, without secrets; it writes nothing."""
-    environment = {}
-    for name, text in job.site.environment.items():
-        environment[name] = HIDDEN if SECRET_VARIABLE.search(name) else redacted(text)
+    environment = redacted(job.site.environment)
+    environment |= dict.fromkeys(filter(SECRET_VARIABLE.search, environment), HIDDEN)
     site = replace(job.site, environment=environment)
     shown = replace(job, site=site, flags=redacted_command(job.flags))
     for name, text in to.render(shown).items():
@@ -104,7 +103,7 @@ def show(job: Job, to: Target) -> None:
 def require_end(job: Job) -> None:
     """Raises InputError if an earlier launch of the run is active: its files must stay in place.
 
-    A job that waits for another one, which may be that launch, is no second one."""
+    A job that depends on another one, which may be that launch, only waits for it."""
     if "dependency" in job.site.options:
         return
     try:

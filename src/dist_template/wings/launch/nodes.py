@@ -19,7 +19,7 @@ from .targets import Record, Target
 Process = subprocess.Popen[str]
 RUNNING, NO_ANSWER = "running", "no answer"
 ANSWER_S = 60.0  # for a host to log in and start Python, or to signal a process
-# Prints when process $1 was started, and of which boot: a number alone may be another process's.
+# Prints the start of process $1 and the boot's id: its number alone may be another process's.
 IDENTITY = """identity() {
   { stat=$(cat "/proc/$1/stat") && set -- ${stat##*) } &&
     echo "${20} $(cat /proc/sys/kernel/random/boot_id)"; } 2>/dev/null
@@ -34,11 +34,9 @@ class OnNodes(Target):
 
     def commands(self, job: Job) -> list[list[str]]:
         """Returns the command that starts each node."""
-        found = []
-        for node in range(job.nodes):
-            start = shlex.join(["bash", str(job.files / "node.sh"), str(node)])
-            found.append(_on_node(job.hosts, job.site.ssh, node, start))
-        return found
+        start = shlex.join(["bash", str(job.files / "node.sh")])
+        nodes = range(job.nodes)
+        return [_on_node(job.hosts, job.site.ssh, node, f"{start} {node}") for node in nodes]
 
     def submit(self, job: Job, folder: Path) -> str:
         """Starts all nodes, shows their output, forwards signals, and waits for their end.

@@ -100,7 +100,7 @@ def check_versions(where: Where) -> Findings:
 
 
 def check_packages(where: Where) -> Findings:
-    """The installed versions are those of constraints.txt; any build of torch is accepted."""
+    """The installed versions equal constraints.txt; any build of torch is accepted."""
     lock = where.project / LOCK
     if not lock.exists():
         yield WARNING, f"there is no {lock}", "run it in a checkout of the project"

@@ -85,7 +85,7 @@ def target(name: str) -> Target:
     """Creates the target that is registered as `name`.
 
     Raises:
-        InputError: there is none, or its package cannot be imported.
+        InputError: no package registers it, or its package cannot be imported.
     """
     known = registered(GROUP)
     if name not in known:

@@ -96,10 +96,8 @@ def _check_secrets(job: Job) -> None:
         if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):  # its text may be the secret
             key = f"cluster.kubernetes.secrets.{name}"
             raise InputError(f"{key} is not a reference; give SECRET/KEY")
-    secrets = []
-    for name, value in redacted(job.site.environment).items():
-        if value != job.site.environment[name]:
-            secrets.append(f"cluster.environment.{name}")
+    shown, given = redacted(job.site.environment), job.site.environment
+    secrets = [f"cluster.environment.{name}" for name in given if shown[name] != given[name]]
     references = "--cluster.kubernetes.secrets."  # checked above
     words = [word for word in job.arguments if not word.startswith(references)]
     if redacted_command(words) != words:
@@ -131,8 +129,7 @@ def _values(job: Job) -> dict[str, object]:
     """Returns the values for kubernetes.template."""
     site, kubernetes, name = job.site, job.site.kubernetes, _name(job)
     environment: dict[str, object] = {}
-    for variable, value in job.environment.items():
-        environment[variable] = {"value": str(value)}
+    environment |= {name: {"value": str(value)} for name, value in job.environment.items()}
     for variable, reference in kubernetes.secrets.items():
         secret, _, key = reference.partition("/")
         environment[variable] = {"valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
