@@ -110,7 +110,7 @@ GUARDS = {
     ),
     "two launches of one run are refused": Guard(
         "cluster/run_lock.py",
-        'if holder.get("machine") == own["machine"]:',
+        'if holder.get("machine") == claim["machine"]:',
         "if False:",
         "cluster/test_run_lock.py::test_a_second_process_is_refused_while_the_first_lives",
     ),

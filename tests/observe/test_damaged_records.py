@@ -18,7 +18,7 @@ from dist_template.observe.history.run import read_run
 from dist_template.observe.report.evaluation import newest
 from dist_template.observe.report.results import attempts, steps
 from dist_template.wings.launch import command as launch
-from dist_template.wings.setup.upgrade import _tracked
+from dist_template.wings.setup.upgrade import read_record
 from dist_template.wings.ship.promote import Registry
 
 GOOD = {
@@ -78,7 +78,7 @@ def readers(folder: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: newest(folder)
     yield lambda: launch._read(folder / "launch")
     yield lambda: Registry(folder).roll_back()
-    yield lambda: _tracked(folder)
+    yield lambda: read_record(folder)
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -97,7 +97,7 @@ def test_a_damaged_file_gives_no_traceback(name: str, tmp_path: Path) -> None:
                 read()
             except InputError as error:
                 assert len(str(error)) < 1_000 and "\n" not in str(error), error
-        run_lock._refusal(tmp_path / name, run_lock._read(tmp_path / "lock.json") or {}, run_lock._own())
+        run_lock.refusal(tmp_path / name, run_lock.read(tmp_path / "lock.json") or {}, run_lock.this_process())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_lock, "LEASE_S", 0.0)

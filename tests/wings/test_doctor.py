@@ -180,9 +180,9 @@ def test_a_problem_is_exit_code_1_and_json_has_the_environment(
 
 
 def test_it_looks_where_the_configuration_writes(flags: list[str], tmp_path: Path) -> None:
-    found = doctor._read([*flags, "--data.num_workers=3"], OURS)
+    found = doctor.read([*flags, "--data.num_workers=3"], OURS)
     assert found.root == tmp_path / "runs" and found.num_workers == 3
-    sharded = doctor._read([*flags, "--trainer.strategy=MeshStrategy", "--trainer.strategy.tp_size=2"], OURS)
+    sharded = doctor.read([*flags, "--trainer.strategy=MeshStrategy", "--trainer.strategy.tp_size=2"], OURS)
     (_, versions, _), (_, machine, _) = doctor.check_versions(sharded)
     assert f"torch {torch.__version__}, lightning 2." in versions and "MeshStrategy fsdp_size=auto" in machine
     assert DataModule().cache_dir == str(Where().cache)

@@ -33,7 +33,7 @@ def lacking() -> str:
 
 
 class Pods(TwoHosts):
-    """Two pods of a manifest: the kubelet's part, and that of the headless Service."""
+    """Two pods of a manifest, as the kubelet and the headless Service would run them."""
 
     def __init__(self, objects: list[dict[str, Any]], folder: Path) -> None:
         self.objects, self.folder, self.started = objects, folder, []

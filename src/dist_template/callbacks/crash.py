@@ -22,8 +22,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from ..cluster.environment import memory_limit
-from ..cluster.hang import locate
 from ..cluster.watchdog import WATCHDOG
+from ..compat.stacks import locate
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
 from ..observe.diagnosis.crash import RECORD, attempt, own_lines
 from ..observe.history.run import CRASHES

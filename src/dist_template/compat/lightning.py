@@ -20,7 +20,12 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies.launchers import subprocess_script as launcher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
 from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -149,6 +154,21 @@ def use_processes(
 
 
 # ---- strategies ----------------------------------------------------------------------------------
+
+
+def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -> None:
+    """Calls `function` on every rank before the strategy starts its process group.
+
+    Lightning (2.6) has no hook between the start of the ranks and that: the method of this one
+    instance is replaced. If Lightning no longer calls it, `function` is never called;
+    tests/compat/test_stacks.py."""
+    start = strategy.setup_environment
+
+    def setup_environment() -> None:
+        function()
+        start()
+
+    vars(strategy)["setup_environment"] = setup_environment
 
 
 def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
