@@ -1,0 +1,65 @@
+"""Entry points: found in installed packages and in the pyproject.toml of a project that is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from dist_template import plugins
+from dist_template.errors import InputError
+from dist_template.project import Project
+
+GROUP = "dist_template.sources"  # this library registers none
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Writes the metadata of a package, as pip does; `points` are the lines of its group."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def written(name: str, points: str) -> None:
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[{GROUP}]\n{points}\n")
+
+    return written
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The pyproject.toml of a started project with two entry points."""
+    monkeypatch.setattr("dist_template.project._program", "dist_template")
+    (tmp_path / "a_trainer").mkdir()
+    file = tmp_path / "pyproject.toml"
+    file.write_text(f'[project]\nname = "A.Trainer"\n[project.entry-points."{GROUP}"]\nb = "a_trainer.b:B"\na = "x"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    Project("a_trainer").start()
+    return file
+
+
+def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(install: Install, project: Path) -> None:
+    install("other", "ab = other:AB")
+    found = plugins.registered(GROUP)
+    assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)
+
+
+def test_a_projects_pyproject_replaces_its_older_metadata(install: Install, project: Path) -> None:
+    install("a_trainer", "a = old\nremoved = old")
+    assert {name: point.value for name, point in plugins.registered(GROUP).items()} == {"a": "x", "b": "a_trainer.b:B"}
+
+
+def test_one_name_of_two_packages_is_refused_with_both(install: Install, project: Path) -> None:
+    install("other", "b = other:B")
+    with pytest.raises(InputError, match=f"a-trainer and other both register 'b' as an entry point of {GROUP}: "):
+        plugins.registered(GROUP)
+
+
+def test_a_pyproject_that_is_not_toml_is_refused_with_its_path(project: Path) -> None:
+    project.write_text("[project\n")
+    with pytest.raises(InputError, match=rf"^{project}: .*line 1"):
+        plugins.registered(GROUP)
