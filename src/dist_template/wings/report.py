@@ -1,4 +1,4 @@
-"""`report`: writes a page about runs. `compare`: the same, and prints their differences."""
+"""`report`: writes a page about runs: findings, curves, configuration, samples."""
 
 from __future__ import annotations
 
@@ -46,3 +46,8 @@ def main(argv: list[str], project: Project) -> None:
     for folder, found in zip(runs, findings, strict=True):
         print(f"{folder}: {found[0].line if found else 'no findings'}")
     print(f"written to {output / HTML} and {MARKDOWN}")
+
+
+def compare(argv: list[str], project: Project) -> None:
+    """`compare`: writes the page about two or more runs, and prints their differences."""
+    main(argv, project)

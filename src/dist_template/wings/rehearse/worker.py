@@ -29,11 +29,12 @@ import torch  # noqa: E402
 
 from ...cli.defaults import ALWAYS_ON  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
-from ...cli.main import LIBRARY, VERBS  # noqa: E402
+from ...cli.verbs import load, verbs  # noqa: E402
 from ...cluster import signals  # noqa: E402
 from ...cluster.messages import MESSAGES  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
 from ...errors import InputError, first_line  # noqa: E402
+from ...plugins import LIBRARY  # noqa: E402
 from . import code_locations  # noqa: E402
 from .job import Job  # noqa: E402
 from .record import RunRecord  # noqa: E402
@@ -128,8 +129,7 @@ def _attempt(job: Job, rank: int) -> str:
         if job.argv[0] in ("fit", "validate", "test", "predict"):
             _RecordedCLI(job, rank)
         else:
-            module = importlib.import_module(f"{LIBRARY}.{VERBS[job.argv[0]][0]}")
-            module.main(job.argv, job.project)
+            load(verbs()[job.argv[0]])(job.argv, job.project)
         return "done"
     except SystemExit as stop:  # the parser has printed the reason
         if stop.code in (0, None):
