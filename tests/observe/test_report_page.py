@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 from dist_template.observe.history.metrics import Series
-from dist_template.observe.history.run import read_run
+from dist_template.observe.history.run import PlotlyJs, read_run
 from dist_template.observe.report import curves, files
 from dist_template.observe.report.commands import resume
 from dist_template.observe.report.differences import from_defaults
 from dist_template.observe.report.page import context
 from dist_template.observe.report.page import page as render
-from dist_template.observe.report.plotly_js import PlotlyJs
 from tests.support.runs import PROJECT, only_run, run
 from tests.support.written import HOSTILE, falling, write_run
 
@@ -260,9 +259,9 @@ def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
     stop = "tests.support.runs.StopAfter"
     with pytest.raises(RuntimeError, match="stopped by the test"):
         run("fit", *flags, "--run.report=true", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=4")
-    folder, shown = only_run(tmp_path), capfd.readouterr().out
+    folder, shown = only_run(tmp_path), capfd.readouterr().err
     assert (folder / "report.html").exists() != broken
-    assert ("there is no report: ZeroDivisionError" in shown) == broken
+    assert ("at_run_end of diagnose failed: ZeroDivisionError" in shown) == broken
     if not broken:
         page = Elements((folder / "report.html").read_text(encoding="utf-8"))
         assert "The run crashed at step 4 of 20: RuntimeError on rank 0." in page.text

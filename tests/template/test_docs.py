@@ -142,7 +142,7 @@ def test_the_reference_knows_every_slot_and_every_source(keys: set[str], referen
         "trainer.max_steps",
     } <= keys
     page = text_of(reference.PAGE)
-    for name in (*package.ALWAYS_ON, "StandardLibrary", "HubDataset", "ByteBPE", "configs/quickstart.yaml"):
+    for name in (*package.always_on(), "StandardLibrary", "HubDataset", "ByteBPE", "configs/quickstart.yaml"):
         assert name in page
 
 

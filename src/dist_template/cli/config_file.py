@@ -17,10 +17,10 @@ import yaml
 
 from ..errors import InputError
 from ..project import Project
-from .defaults import ALWAYS_ON
+from .defaults import always_on
 from .keys import refuse_misspelt
 
-TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler", *ALWAYS_ON}
+TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
 TOP_LEVEL |= OF_SOME_VERBS
@@ -43,12 +43,13 @@ def check(argv: list[str], project: Project | None = None) -> None:
     Raises:
         InputError: a file cannot be read, or a key is unknown.
     """
+    known = TOP_LEVEL | always_on().keys()
     for path, where in _given(argv[1:]):
         key = path.partition(".")[0]
         if project and "help" not in path:
             refuse_misspelt(path, where, project)
-        if key not in TOP_LEVEL:
-            near = get_close_matches(key, TOP_LEVEL, 1)
+        if key not in known:
+            near = get_close_matches(key, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ";"
             what = f"{where}{key} is not a key of this program"
             raise InputError(f"{what}{hint} see --help for every key")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import InputError
 from ..project import Project
-from .defaults import ALWAYS_ON
+from .defaults import always_on
 
 LIBRARY = __name__.partition(".")[0]
 LAZY = {LIBRARY, f"{LIBRARY}.text"}  # modules whose `PLACES` name the files of their classes
@@ -43,12 +43,10 @@ def refuse_misspelt(key: str, where: str, project: Project) -> None:
 
 
 def _sections(project: Project) -> dict[str, Place]:
-    modules = {key: f"{LIBRARY}.{place}" for key, place in ALWAYS_ON.items()}
-    modules |= {"run": f"{LIBRARY}.cli.run.RunConfig", "cluster": f"{LIBRARY}.cluster.site.Site"}
-    modules["trainer"] = "lightning.pytorch.trainer.trainer.Trainer"
-    sections = {
-        key: (path.rpartition(".")[0], path.rpartition(".")[2]) for key, path in modules.items()
-    }
+    sections = {key: (point.module, point.attr) for key, point in always_on().items()}
+    sections["run"] = f"{LIBRARY}.cli.run", "RunConfig"
+    sections["cluster"] = f"{LIBRARY}.cluster.site", "Site"
+    sections["trainer"] = "lightning.pytorch.trainer.trainer", "Trainer"
     for key, given in (("model", project.module), ("data", project.data)):
         module, _, name = given.partition(":")
         sections[key] = (resolve_name(module, project.package), name)
@@ -58,7 +56,7 @@ def _sections(project: Project) -> dict[str, Place]:
 @cache
 def _arguments(module: str, name: str) -> Arguments | None:
     """Returns what the class accepts; None if that cannot be read."""
-    file = _file_of(module)
+    file = file_of(module)
     if file is None:
         return None
     package = module if file.name == "__init__.py" else module.rpartition(".")[0]
@@ -78,9 +76,12 @@ def _arguments(module: str, name: str) -> Arguments | None:
     return None
 
 
-def _file_of(module: str) -> Path | None:
+def file_of(module: str) -> Path | None:
+    """Returns the source of a module; the packages that contain it are not imported."""
     root, *parts = module.split(".")
     spec = find_spec(root) if root else None
+    if spec and spec.origin and not parts:
+        return Path(spec.origin)
     for folder in (spec.submodule_search_locations if spec else None) or ():
         path = Path(folder, *parts)
         for file in (path.with_suffix(".py"), path / "__init__.py"):

@@ -89,7 +89,7 @@ def run(argv: list[str], project: Project) -> int:
             print(f"{start}{shortened(str(error), 2000)}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
-        from ..observe.diagnosis.crash import record_of
+        from ..observe.crash import record_of
 
         is_consequence = another_rank_is_gone(error) and not record_of(error)
         if not is_consequence or os.environ.get("TRACEBACK", "0") != "0":
@@ -140,10 +140,10 @@ def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
 
 
 def command(argv: list[str], project: Project) -> int:
-    """Runs a verb; an unexpected error is reported with a diagnosis instead of a traceback."""
+    """Runs a verb; an unexpected error is reported in a few lines instead of a traceback."""
     try:
         return run(argv, project)
     except Exception as error:
-        from ..observe.diagnosis import crash
+        from ..observe.crash import print_crash
 
-        return crash.print_crash(error)
+        return print_crash(error)

@@ -7,15 +7,12 @@ The value of an entry point is "module", whose `main(argv, project)` runs the ve
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
-from ..errors import InputError
 from ..plugins import LIBRARY, registered
 from ..project import Project
+from .keys import file_of
 
 GROUP = "dist_template.verbs"
 TRAINING = {
@@ -30,15 +27,9 @@ def verbs() -> dict[str, EntryPoint]:
     """Returns every verb: those of TRAINING, then the registered ones by name.
 
     Raises:
-        InputError: a package registers a verb of TRAINING, or two packages register one verb.
+        InputError: a verb is registered twice.
     """
-    others = registered(GROUP)
-    for verb in TRAINING:
-        if verb in others:
-            raise InputError(
-                f"{others[verb].value} is registered as the verb {verb!r}, which {LIBRARY} has:"
-                f" rename its entry point of {GROUP}"
-            )
+    others = registered(GROUP, taken=TRAINING)
     return {verb: EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP) for verb in TRAINING} | others
 
 
@@ -52,22 +43,12 @@ def help_line(verb: EntryPoint) -> str:
     """Returns one line about a verb. Its module is parsed, not imported: it may need torch."""
     if verb.name in TRAINING:
         return TRAINING[verb.name]
-    spec = _find(verb.module)
-    if spec is None or not spec.origin:
+    file = file_of(verb.module)
+    if file is None:
         return f"(not found: {verb.value})"
-    module = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    module = ast.parse(file.read_text(encoding="utf-8"))
     text = ast.get_docstring(module) if not verb.attr else None
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name == verb.attr:
             text = ast.get_docstring(node)
     return (text or "").partition("\n")[0].removeprefix(f"`{verb.name}`: ").rstrip(".")
-
-
-def _find(module: str) -> ModuleSpec | None:
-    """Finds a module without importing the packages that contain it."""
-    name, *rest = module.split(".")
-    spec = importlib.util.find_spec(name)
-    for part in rest:
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, spec.submodule_search_locations) if spec else None
-    return spec

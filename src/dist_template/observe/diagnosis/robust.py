@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..history.metrics import Series
+from ..history.metrics import MAD_TO_SIGMA, Series
 
-MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
 NUM_BINS = 30  # medians that represent a curve: enough for its shape, with 435 pairs for a trend
 
 

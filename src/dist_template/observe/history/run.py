@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -17,6 +17,7 @@ from .metrics import FILE, Metrics, is_number, read_lines, read_metrics
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS, ENVIRONMENT = "defaults.yaml", "environment.json"
 CONFIG = "config.yaml"
+PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
 OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
 

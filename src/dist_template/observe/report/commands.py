@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 from ...checkpoint import manifest
 from ...cluster.launch import RUN_ID
+from ...project import without
 from ..history.run import History
 from .results import steps
-
-
-def without(words: Iterable[str], *flags: str) -> list[str]:
-    """Returns a command line's words without these flags and their values."""
-    kept, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word.split("=")[0] in flags:
-            skip = "=" not in word
-        else:
-            kept.append(word)
-    return kept
 
 
 def checkpoints(history: History) -> list[Path]:

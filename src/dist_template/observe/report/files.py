@@ -8,10 +8,10 @@ from ...errors import require
 from ...records import write_atomically
 from ..diagnosis.engine import diagnose
 from ..diagnosis.finding import Finding
-from ..history.run import History, read_run
+from ..history.run import History, PlotlyJs, read_run
 from .markdown import markdown
 from .page import context, page
-from .plotly_js import PlotlyJs, link
+from .plotly_js import link
 
 HTML, MARKDOWN = "report.html", "report.md"
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 from ...records import write_atomically
-from ..history.run import History
-
-PlotlyJs = Literal["shared", "inline", "cdn"]
+from ..history.run import History, PlotlyJs
 
 
 def link(where: PlotlyJs, history: History, output: Path) -> str:

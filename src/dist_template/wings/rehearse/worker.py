@@ -27,7 +27,7 @@ os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is fo
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 
-from ...cli.defaults import ALWAYS_ON  # noqa: E402
+from ...cli.defaults import always_on  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
 from ...cli.verbs import load, verbs  # noqa: E402
 from ...cluster import signals  # noqa: E402
@@ -54,7 +54,7 @@ for _slow in (
     "transformers.optimization",
     f"{LIBRARY}.text.datamodule",
     f"{LIBRARY}.text.module",
-    *(f"{LIBRARY}.{path.rpartition('.')[0]}" for path in ALWAYS_ON.values()),
+    *(callback.module for callback in always_on().values()),
 ):
     with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed is an extra
         warnings.simplefilter("ignore")

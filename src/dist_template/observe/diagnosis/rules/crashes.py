@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ....cluster.hang import rank_ranges
-from ....errors import first_line
 from ....records import GIB
+from ...crash import sentence
 from ...history.run import History
 from .. import expected
 from ..finding import Cause, Change, Finding
@@ -20,13 +20,6 @@ from ..remedies import memory_use, remedies
 
 SAME_CRASH_S = 60.0  # one rank's crash breaks the collectives of the others at once
 LOSS_ROSE = 1.2  # times the lowest loss so far: training went wrong before the loss was non-finite
-
-
-def sentence(record: dict[str, Any]) -> str:
-    """Returns "rank 1 on node3, step 13, micro-batch 1, forward, in model.head: KeyError: 'x'"."""
-    module = f", in {record['module']}" if record["module"] else ""
-    error = f"{record['error']}: {first_line(record['message'])}"
-    return f"rank {record['rank']} on {record['host']}, {record['place']}{module}: {error}"
 
 
 def _last_crashes(history: History) -> list[dict[str, Any]]:

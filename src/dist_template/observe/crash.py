@@ -1,6 +1,7 @@
-"""Prints a diagnosis in place of the traceback when training crashes; crash/ has the traceback.
+"""Prints a crash in a few lines; the traceback is in crash/ of the run's folder.
 
-It does not import torch: a process that is out of memory should import as little as possible.
+callbacks/crash.py writes the records. This file does not import torch: a process that is out of
+memory should import as little as possible.
 """
 
 from __future__ import annotations
@@ -9,27 +10,23 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from ...errors import Exit, InputError, first_line, is_disk_full
-from ...project import is_users
-from ..history.run import History, read_run
-from .engine import diagnose
-from .finding import as_text
-from .rules.crashes import sentence
+from .. import hooks
+from ..errors import Exit, first_line, is_disk_full
+from ..project import is_users
 
 RECORD = "crash_record"  # attribute of an exception: path of what callbacks/crash.py recorded
-OF_MEMORY = ("out_of_memory", "memory_grows", "memory_nearly_full")
 NUM_LINES = 4  # lines of the user's code that are printed
 DISK_FULL = (
     "error: a disk is full ({}): free space, then give the same command again; the run resumes"
     " from its checkpoints"
 )
 ATTEMPT = ("DIST_JOB_STARTED", "TORCHELASTIC_RESTART_COUNT")
-LIBRARY = Path(__file__).parents[2]
+LIBRARY = Path(__file__).parents[1]
 
 
 def attempt() -> str:
@@ -57,33 +54,42 @@ def record_of(error: BaseException | None) -> Path | None:
     return None
 
 
-def print_crash(error: BaseException) -> Exit:
-    """Prints the diagnosis once for each distinct error, and returns the exit code.
+def sentence(record: dict[str, Any]) -> str:
+    """Returns "rank 1 on node3, step 13, micro-batch 1, forward, in model.head: KeyError: 'x'"."""
+    module = f", in {record['module']}" if record["module"] else ""
+    error = f"{record['error']}: {first_line(record['message'])}"
+    return f"rank {record['rank']} on {record['host']}, {record['place']}{module}: {error}"
 
-    Prints the traceback if there is no crash record, or if the diagnosis fails: no error is lost.
+
+def print_crash(error: Exception) -> Exit:
+    """Prints each distinct error once, with the texts of the hooks, and returns the exit code.
+
+    Prints the traceback if this library raised the error before training, or if the crash record
+    cannot be read: no error is lost.
     """
-    wants_traceback = os.environ.get("TRACEBACK", "0") != "0"
-    if (path := record_of(error)) is None:
-        full = DISK_FULL.format(first_line(error)) if is_disk_full(error) else ""
-        text = full or _before_training(error)
-        if wants_traceback or not text:
-            traceback.print_exception(error)
-        else:
-            print(text, file=sys.stderr, flush=True)
-        return Exit.FAILED
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        text = "\n".join(_lines(path, record)) if _is_first(path.parent, record) else ""
-        # If not one step fitted, a restart would run out of memory at the same place.
-        fitted = record["kind"] != "out_of_memory" or record["step"] > record["first_step"]
-        code = Exit.FAILED if fitted else Exit.OUT_OF_MEMORY
-    except Exception:  # any error of the diagnosis matters less than the crash
+    code, parts = Exit.FAILED, None
+    if path := record_of(error):
+        with suppress(Exception):  # any error of this report matters less than the crash
+            record = json.loads(path.read_text(encoding="utf-8"))
+            own = [f"    {line}" for line in record["own_lines"]]
+            end = f"the traceback is in {path.with_suffix('.txt')}; TRACEBACK=1 prints it here"
+            is_first = _is_first(path.parent, record)
+            parts = ["\n".join(["", sentence(record), *own]), end] if is_first else []
+            # If not one step fitted, a restart would run out of memory at the same place.
+            if record["kind"] == "out_of_memory" and record["step"] <= record["first_step"]:
+                code = Exit.OUT_OF_MEMORY
+    elif is_disk_full(error):
+        parts = [DISK_FULL.format(first_line(error))]
+    elif place := _before_training(error):
+        parts = [place, "TRACEBACK=1 prints the traceback"]
+    if parts is None or os.environ.get("TRACEBACK", "0") != "0":
         traceback.print_exception(error)
-        return Exit.FAILED
-    if wants_traceback:
-        traceback.print_exception(error)
+    if parts == []:  # another rank has printed the same error
+        return code
+    first, *last = parts or [""]
+    text = "\n\n".join(filter(None, [first, *hooks.on_crash(error), *last]))
     if text:
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     return code
 
 
@@ -95,8 +101,7 @@ def _before_training(error: BaseException) -> str:
         return ""
     place = "while tokenizing, " if LIBRARY / "text" / "cache" / "build.py" in files else ""
     lines = [f"error: {place}{type(error).__name__}: {first_line(error)}"]
-    lines += [f"    {line}" for line in own_lines(error)]
-    return "\n".join([*lines, "\nTRACEBACK=1 prints the traceback"])
+    return "\n".join([*lines, *(f"    {line}" for line in own_lines(error))])
 
 
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:
@@ -112,18 +117,3 @@ def _is_first(folder: Path, record: dict[str, Any]) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _lines(path: Path, record: dict[str, Any]) -> Iterator[str]:
-    """Yields one sentence, lines of the user's code, the findings, and where the traceback is."""
-    yield sentence(record)
-    yield from (f"    {line}" for line in record["own_lines"])
-    folder = path.parent.parent
-    try:
-        history = read_run(folder)
-    except InputError:  # it crashed before anything else was written
-        history = History(folder, crashes=[record])
-    if record["kind"] == "out_of_memory":  # other findings have nothing to do with a crash
-        findings = [each for each in diagnose(history) if each.rule in OF_MEMORY]
-        yield f"\n{as_text(findings, full=True)}" if findings else ""
-    yield f"\nthe traceback is in {path.with_suffix('.txt')}; TRACEBACK=1 prints it here"
