@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from dist_template.model.adapters import AdapterConfig
-from dist_template.observe.diagnosis.engine import RULES
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
+from dist_template.wings.diagnose.engine import RULES
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
 from tests.support.written import falling, write_run

@@ -23,7 +23,7 @@ OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
 @dataclass
 class History:
-    """What a run has recorded; `read_run` reads it, callbacks/diagnosis.py adds to it.
+    """What a run has recorded; `read_run` reads it, wings/diagnose/callback.py adds to it.
 
     Args:
         folder: The run's folder.

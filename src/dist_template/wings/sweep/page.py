@@ -10,11 +10,11 @@ import yaml
 
 from ...errors import Ended, Exit
 from ...observe.history.run import read_run
-from ...observe.report.page import FOLDER
-from ...observe.report.plotly_js import link
 from ...project import program
 from ...records import write_atomically
 from ...table import shown
+from ..diagnose.report.page import FOLDER
+from ..diagnose.report.plotly_js import link
 from .study import Sweep, flags_of
 
 # Colours that can be read on the report's light page and on its dark one.

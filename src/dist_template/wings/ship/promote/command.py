@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ....errors import Ended, Exit, InputError, reason, require
 from ....project import Flags, Project, program
-from ...diagnose import newest
+from ...diagnose.command import newest
 from ..evaluate.models import run_verb
 from .registry import Registry
 

@@ -1,0 +1,134 @@
+"""Rules about time and memory: data loading, slow ranks, precision, device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ....observe.history.run import History
+from .. import expected, robust
+from ..finding import Cause, Change, Finding
+
+MIN_POINTS = 4  # log steps after the first
+WAITS, WAITS_LONG = 0.1, 0.3  # share of a step that is spent waiting for the next batch
+MIN_WAIT_S = 0.015  # per step; shorter waits are the training loop itself
+SLOW_RANK = 1.25  # times the median rank; equal machines differ by some hundredths
+SAME_RANK, ALWAYS_SAME_RANK = 0.7, 0.9  # share of the log steps in which one rank is slowest
+FULL = 0.95  # of the device memory: the rest is needed for fragmentation and a longer batch
+GROWTH = 0.1  # of the memory allocated at the start
+MIN_MEMORY_POINTS = 20
+STEADY = 0.9  # share of pairs of medians in which the later one is higher
+
+
+def waits_for_data(history: History) -> Iterator[Finding]:
+    waits = expected.steady(history, "perf/data_wait_share")
+    if len(waits) < MIN_POINTS:
+        return
+    share = robust.median(waits.values)
+    if share < WAITS or expected.wait_s(history) < MIN_WAIT_S:
+        return
+    workers, ranks = history.key("data.num_workers", 0), history.fact("machine.world_size") or 1
+    hosts = len(set(history.fact("machine.hosts") or [None]))
+    cores = (history.environment.get("cpu_count") or 8) * hosts // ranks
+    more = min(max(2 * workers, 2), max(cores - 1, 1))
+    change = [Change("data.num_workers", workers, more)] if more > workers else []
+    cache = history.key("data.cache_dir")
+    move = Change("data.cache_dir", cache, "/tmp/data_cache", note="any local disk")
+    causes = [
+        Cause("Reading a batch takes longer than a step: use worker processes.", change),
+        Cause(f"data.cache_dir ({cache}) is on a slow disk: copy it to a local disk.", [move]),
+    ]
+    evidence = (
+        f"{share:.0%} of each step is spent waiting for the next batch (median of"
+        f" perf/data_wait_share); without it training would be {1 / (1 - share):.1f} times as fast."
+    )
+    confidence, title = "certain" if share >= WAITS_LONG else "likely", "training waits for data"
+    steps = robust.span(waits)
+    yield Finding("waits_for_data", "warning", confidence, title, evidence, causes, steps)
+
+
+def slow_rank(history: History) -> Iterator[Finding]:
+    """Reports that all ranks wait for one and the same rank."""
+    ratio = expected.steady(history, "rank/slowest_over_median")
+    which = expected.steady(history, "rank/slowest")
+    if len(ratio) < MIN_POINTS or len(which) != len(ratio):
+        return
+    ranks, counts = np.unique(which.values.astype(int), return_counts=True)
+    rank, same = int(ranks[np.argmax(counts)]), counts.max() / len(which)
+    when_slowest = ratio[which.values == rank]
+    times = robust.median(when_slowest.values)
+    if same < SAME_RANK or times < SLOW_RANK:
+        return
+    hosts = history.fact("machine.hosts") or []
+    host = f" on {hosts[rank]}" if rank < len(hosts) else ""
+    causes = [
+        Cause(f"The machine{host} runs another job, or has a failing disk or too few cores."),
+        Cause("Its shard of the data takes longer: longer rows, or a slower disk."),
+    ]
+    if robust.tail(expected.metric(history, "gpu/throttled")) > 0:  # NaN without GPUs
+        causes.insert(0, Cause("Its GPU is throttled: cooling or power (gpu/temperature_c)."))
+    evidence = (
+        f"Rank {rank}{host} takes {times:.2f} times the median rank's own time, and was the"
+        f" slowest at {counts.max()} of {len(which)} log steps."
+    )
+    confidence = "certain" if same >= ALWAYS_SAME_RANK and times > 1.5 else "likely"
+    title, steps = f"all ranks wait for rank {rank}{host}", robust.span(when_slowest)
+    explains = ("waits_for_data",)
+    yield Finding(
+        "slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], explains
+    )
+
+
+def fp32_on_gpu(history: History) -> Iterator[Finding]:
+    precision = str(history.key("trainer.precision") or "32-true")
+    if not history.fact("machine.supports_bf16") or not precision.startswith("32"):
+        return
+    device = history.fact("machine.device")
+    evidence = f"trainer.precision is {precision} on {device}: several times slower than bf16."
+    cause = Cause("No precision is set.", [Change("trainer.precision", precision, "bf16-mixed")])
+    title = "training runs in fp32 on a GPU that supports bf16"
+    yield Finding("fp32_on_gpu", "warning", "certain", title, evidence, [cause])
+
+
+def memory_nearly_full(history: History) -> Iterator[Finding]:
+    share = expected.metric(history, "memory/peak_share")
+    if not len(share) or share.last <= FULL:
+        return
+    causes, size = [], history.key("data.micro_batch_size") or 1
+    if size > 1:
+        to = max(each for each in range(1, size) if size % each == 0)
+        smaller = "The micro-batch is too large; a smaller one keeps the global batch."
+        causes.append(Cause(smaller, [Change("data.micro_batch_size", size, to)]))
+    if history.key("model.blocks.checkpointing", "none") == "none":
+        change = Change("model.blocks.checkpointing", "none", "selective")
+        causes.append(Cause("All activations are kept for backward.", [change]))
+    evidence = f"memory/peak_share is {share.last:.1%} at step {share.steps[-1]}."
+    title, steps = "memory is nearly full", robust.span(share)
+    yield Finding("memory_nearly_full", "warning", "certain", title, evidence, causes, steps)
+
+
+def memory_grows(history: History) -> Iterator[Finding]:
+    used = expected.settled(history, "memory/allocated_gib")
+    if len(used) < MIN_MEMORY_POINTS:
+        return
+    first, last = robust.head(used), robust.tail(used)
+    if last < (1 + GROWTH) * first or robust.rising_share(used) < STEADY:
+        return
+    third = len(used) // 3
+    if last - robust.median(used.values[third:-third]) < (last - first) / 4:
+        return  # a leak grows as much in the second half; allocators grow at the start
+    begin, end = robust.span(used)
+    rate = (last - first) / (end - begin)
+    share = expected.metric(history, "memory/peak_share")
+    total = last / share.last if len(share) and share.last > 0 else None
+    full = f"; full at step {int(end + (total - last) / rate):,}" if total else ""
+    evidence = (
+        f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {begin} and {end},"
+        f" {1024 * rate:.3g} MiB per step{full}."
+    )
+    cause = Cause(
+        "A tensor of every step is kept: a list of losses, or a sum of losses without .detach()."
+    )
+    title = "memory grows from step to step"
+    yield Finding("memory_grows", "warning", "likely", title, evidence, [cause], (begin, end))
