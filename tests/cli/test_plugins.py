@@ -12,7 +12,7 @@ from dist_template import plugins
 from dist_template.errors import InputError
 from dist_template.project import Project
 
-GROUP = "dist_template.sources"  # this library registers none
+GROUP = "dist_template.examples"  # this library registers none
 Install = Callable[[str, str], None]
 
 

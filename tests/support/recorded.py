@@ -26,7 +26,8 @@ from tests.support.line import PACKAGE
 FOLDER = Path(__file__).parent / "recorded"
 SECTIONS = ("model", "data", "trainer", "numerics", "last_checkpoint", "preemption")
 RULES = Path(diagnosis.__file__).parent
-METRICS = sorted({name for path in RULES.rglob("*.py") for name in re.findall(r'"(\w+/\w+)"', path.read_text("utf-8"))})
+FILES = [*RULES.glob("*.py"), *RULES.glob("rules/*.py")]
+METRICS = sorted({name for path in FILES for name in re.findall(r'"(\w+/\w+)"', path.read_text("utf-8"))})
 STAGES = ["pipeline/stage1_s", "pipeline/stage2_s"]
 
 

@@ -11,7 +11,7 @@ from ...errors import InputError
 from ...observe.history.metrics import FILE
 from ...observe.history.run import CONFIG, FACTS, OF_A_RUN, History, is_run, read_run
 from ...project import Flags, Project
-from .engine import RULES, diagnose
+from .engine import RULES, diagnose, registered_rules
 from .finding import LEVELS, Finding, as_text
 
 
@@ -66,7 +66,7 @@ def _as_text(history: History, findings: list[Finding], full: bool) -> str:
     end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
     title = f"{history.folder}: step {last}" + (f" of {end}" if end > 0 else "")
     metrics = f"{len(history.metrics.names)} metrics of steps {first} to {last}"
-    checked = f"{len(RULES)} rules checked {metrics}"
+    checked = f"{len(RULES | registered_rules())} rules checked {metrics}"
     lacks = [name for name in (FILE, FACTS) if not (history.folder / name).exists()]
     checked += f"; {' and '.join(lacks)} missing, so some rules were skipped" if lacks else ""
     if not findings:

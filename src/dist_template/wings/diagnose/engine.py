@@ -1,7 +1,8 @@
 """Runs all rules over the history of a run.
 
-A rule is a function of a `History` that yields `Finding`s; rules/__init__.py lists them. A rule
-yields nothing if its data are missing: too few steps, a metric or a fact that was not recorded.
+A rule is a function of a `History` that yields `Finding`s: those that rules/__init__.py lists, and
+entry points of the group `dist_template.rules`, which are reported after them. A rule yields
+nothing if its data are missing: too few steps, a metric or a fact that was not recorded.
 Each threshold is a constant next to its rule, with the reason for its value.
 """
 
@@ -9,15 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache, partial
+from importlib.metadata import EntryPoint
 
 from ...errors import first_line
 from ...observe.history.run import History
+from ...plugins import registered
 from .finding import LEVELS, Finding
 from .rules import ALL
 
 Rule = Callable[[History], Iterable[Finding]]
 
 RULES: dict[str, Rule] = {rule.__name__: rule for rule in ALL}
+GROUP = "dist_template.rules"
+
+
+@cache
+def registered_rules() -> dict[str, Rule]:
+    """Returns the rules of other packages; each is imported when it is called."""
+    points = registered(GROUP, taken=RULES)
+    return {name: partial(_call, point) for name, point in points.items()}
+
+
+def _call(point: EntryPoint, history: History) -> Iterable[Finding]:
+    return point.load()(history)
 
 
 def diagnose(history: History) -> list[Finding]:
@@ -27,7 +43,7 @@ def diagnose(history: History) -> list[Finding]:
     raises becomes a finding of level info, because it must not end a training.
     """
     found: list[Finding] = []
-    for name, rule in RULES.items():
+    for name, rule in (RULES | registered_rules()).items():
         try:
             found += rule(history)
         except Exception as error:  # a rule may fail in any way
