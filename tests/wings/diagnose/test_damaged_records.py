@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from dist_template.cluster import run_lock
 from dist_template.errors import InputError
 from dist_template.observe.history.run import read_run
-from dist_template.wings.diagnose.report.evaluation import newest
 from dist_template.wings.diagnose.report.results import attempts, steps
+from dist_template.wings.diagnose.report.sections import newest_evaluation
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import _tracked
 from dist_template.wings.ship.promote.registry import Registry
@@ -76,7 +76,7 @@ def damaged(record: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 def readers(folder: Path) -> Iterator[Callable[[], Any]]:
     yield lambda: (lambda history: (steps(history), attempts(history)))(read_run(folder))
-    yield lambda: newest(folder)
+    yield lambda: newest_evaluation(folder)
     yield lambda: launch._read(folder / "launch")
     yield lambda: Registry(folder).versions()
     yield lambda: Registry(folder).roll_back()

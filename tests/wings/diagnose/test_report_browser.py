@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.wings.diagnose.report import files
+from dist_template.wings.diagnose.report import page as pages
 from tests.support.written import HOSTILE, falling, write_run
 
 pytestmark = pytest.mark.browser
@@ -39,7 +39,7 @@ def drawn(document: str) -> list[int]:
 def test_every_plot_of_three_steps_shows_its_points(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a" / "<b>1", falling(3) | {"eval/loss": [5.0]}, host=HOSTILE)
     (folder / "samples.txt").write_text(f"--- step 3\n{HOSTILE}\n", encoding="utf-8")
-    files.write([folder], folder)
+    pages.write([folder], folder)
     document, console = opened(folder / "report.html", tmp_path / "profile")
     assert console == []
     assert "<title>a/&lt;b&gt;1</title>" in document, "no script of the run's has changed it"
@@ -51,7 +51,7 @@ def test_a_long_run_and_one_with_gaps_at_a_phones_width(tmp_path: Path) -> None:
     broken = falling(300)
     broken["train/loss"][100:200] = [math.nan] * 100
     runs = [write_run(tmp_path / "a" / "1", falling(20_000)), write_run(tmp_path / "a" / "2", broken)]
-    files.write(runs, tmp_path)
+    pages.write(runs, tmp_path)
     document, console = opened(tmp_path / "report.html", tmp_path / "profile", "--window-size=500,900")
     assert console == [] and len(drawn(document)) == 4 and min(drawn(document)) >= 2
     widths = [float(width) for width in re.findall(r'class="main-svg"[^>]* width="([\d.]+)"', document)]
@@ -61,7 +61,7 @@ def test_a_long_run_and_one_with_gaps_at_a_phones_width(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_moved_page_finds_plotly_or_reports_that_it_is_missing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "a" / "1", falling(3), {"run": {"name": "a", "root": "runs"}})
-    files.write([folder], folder)
+    pages.write([folder], folder)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     (library,) = (tmp_path / "elsewhere").glob("*.js")
     page = tmp_path / "elsewhere" / "a" / "1" / "report.html"

@@ -16,11 +16,9 @@ import pytest
 
 from dist_template.observe.history.metrics import Series
 from dist_template.observe.history.run import PlotlyJs, read_run
-from dist_template.wings.diagnose.report import curves, files
-from dist_template.wings.diagnose.report.commands import resume
-from dist_template.wings.diagnose.report.differences import from_defaults
-from dist_template.wings.diagnose.report.page import context
-from dist_template.wings.diagnose.report.page import page as render
+from dist_template.wings.diagnose.report import curves, page
+from dist_template.wings.diagnose.report.results import resume
+from dist_template.wings.diagnose.report.sections import from_defaults
 from tests.support.runs import PROJECT, only_run, run
 from tests.support.written import HOSTILE, falling, write_run
 
@@ -52,23 +50,30 @@ class Elements(HTMLParser):
             self.text += data
 
 
-def libraries(page: Elements) -> list[str]:
+def libraries(made: Elements) -> list[str]:
     """The addresses of scripts in other files."""
-    return [str(attributes["src"]) for tag, attributes in page.elements if tag == "script" and "src" in attributes]
+    return [str(attributes["src"]) for tag, attributes in made.elements if tag == "script" and "src" in attributes]
 
 
 def report(folder: Path, plotly: PlotlyJs = "shared") -> Elements:
-    files.write([folder], folder, plotly)
+    page.write([folder], folder, plotly)
     return Elements((folder / "report.html").read_text(encoding="utf-8"))
 
 
-def figures(page: Elements) -> list[dict[str, Any]]:
-    """As the page holds them: strict JSON, which has no NaN."""
+def figures(made: Elements) -> list[dict[str, Any]]:
+    """What the page gives plotly, which is strict JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return json.loads(page.scripts[0], parse_constant=refuse)["figures"]
+    decoder = json.JSONDecoder(parse_constant=refuse)
+    found = []
+    for script in made.scripts:
+        if given := re.search(r'Plotly\.newPlot\(\s*"plot-\d+",\s*', script):
+            data, end = decoder.raw_decode(script, given.end())
+            layout, _ = decoder.raw_decode(script, script.index("{", end))
+            found.append({"data": data, "layout": layout})
+    return found
 
 
 def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
@@ -81,7 +86,7 @@ def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
     found = {path.relative_to(tmp_path).parent.as_posix() for path in tmp_path.rglob("*.js")}
     assert found == {"runs", "copied/3"}, "a run that was copied out of its root writes nothing outside of itself"
     (tmp_path / "runs/a/1/config.yaml").write_text("run: {name: a, root: runs, plotly: cdn}", "utf-8")
-    files.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
+    page.write([tmp_path / "runs/a/1"], tmp_path / "runs/a/1")
     (library,) = libraries(Elements((tmp_path / "runs/a/1/report.html").read_text("utf-8")))
     assert library.startswith("https://cdn.plot.ly/plotly-"), "as the run has it"
 
@@ -89,20 +94,20 @@ def test_all_runs_share_one_plotly(tmp_path: Path) -> None:
 def test_an_inline_page_needs_no_other_file(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a" / "1", falling(5))
     assert run("report", str(folder), "--plotly=inline") == 0
-    page = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    made = Elements((folder / "report.html").read_text(encoding="utf-8"))
     assert not list(tmp_path.rglob("*.js"))
-    assert not [a for _, a in page.elements if {"src", "href", "srcset", "data"} & set(a)]
-    assert not [tag for tag, _ in page.elements if tag in ("link", "iframe", "object", "base", "form")]
+    assert not [a for _, a in made.elements if {"src", "href", "srcset", "data"} & set(a)]
+    assert not [tag for tag, _ in made.elements if tag in ("link", "iframe", "object", "base", "form")]
 
 
 def test_the_load_of_experts_is_drawn_layer_by_layer(tmp_path: Path) -> None:
     loads = {f"moe/layer_{n:02d}/load_max_over_mean": [4.0 - n / 10, 1.1, 1.1] for n in range(9)}
     shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", falling(3) | loads))], ["a/1"])
     (drawn,) = (figure for figure in shown if figure.panel.title == "Expert load by layer")
-    lines = drawn.plot["data"]
+    lines = drawn.data
     assert [line["name"] for line in lines] == [f"layer_{n:02d}" for n in range(9)]
-    assert len({(line["meta"]["colour"], line["line"]["dash"]) for line in lines}) == 9
-    assert max(line["meta"]["colour"] for line in lines) < curves.COLOURS and drawn.plot["layout"]["showlegend"]
+    assert len({(line["line"]["color"], line["line"]["dash"]) for line in lines}) == 9
+    assert {line["line"]["color"] for line in lines} <= {*curves.COLOURS} and drawn.layout["showlegend"]
     assert not [figure for figure in more if "layer" in figure.panel.title], "not once more, one by one"
 
 
@@ -117,11 +122,11 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
     (folder / "crash").mkdir()
     crash = {"time": 1.0, "step": 5, "rank": 0, "host": HOSTILE, "error": HOSTILE, "message": HOSTILE}
     (folder / "crash" / "rank0.json").write_text(json.dumps(crash), encoding="utf-8")
-    page = report(folder)
-    assert len(page.scripts) == 3 and "img" not in [tag for tag, _ in page.elements]
-    assert not [a for _, a in page.elements if any(name.startswith("on") for name in a)]
-    assert page.text.count(HOSTILE) >= 8, "and all of it can be read"
-    plotted = [trace["name"] for plot in figures(page) for trace in plot["data"]]
+    made = report(folder)
+    assert not [text for text in made.scripts if HOSTILE in text] and "img" not in [tag for tag, _ in made.elements]
+    assert not [a for _, a in made.elements if any(name.startswith("on") for name in a)]
+    assert made.text.count(HOSTILE) >= 8, "and all of it can be read"
+    plotted = [trace["name"] for plot in figures(made) for trace in plot["data"]]
     assert not [name for name in plotted if "<" in name], "plotly takes names for HTML"
     markdown = (folder / "report.md").read_text(encoding="utf-8")
     assert f"````text\n{HOSTILE}\n```\n````" in markdown, "a fence in a sample does not end its block"
@@ -130,10 +135,10 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
 
 def test_attributes_and_data_are_escaped(tmp_path: Path) -> None:
     history = read_run(write_run(tmp_path / "a" / "1", falling(3) | {"x/</script><b>": [1.0]}))
-    page = Elements(render(context([history], ["<i>"], [[]], link='"><b>')))
-    assert libraries(page) == ['"><b>']
-    assert "i" not in [tag for tag, _ in page.elements]
-    assert "x/</script><b>" in page.text and json.loads(page.scripts[0])
+    made = Elements(page.page(page.context([history], ["<i>"], [[]], link='"><b>')))
+    assert libraries(made) == ['"><b>']
+    assert "i" not in [tag for tag, _ in made.elements]
+    assert "x/</script><b>" in made.text and len(figures(made)) == 5
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -142,43 +147,40 @@ def test_few_points_are_marked_and_a_metric_without_values_has_no_plot(tmp_path:
     shown, more = curves.figures([read_run(write_run(tmp_path / "a" / "1", metrics))], ["a/1"])
     titles = [figure.panel.title for figure in (*shown, *more)]
     assert titles == ["Loss", "Learning rate", "Gradient norm", "Throughput"]
-    assert all("markers" in trace["mode"] for figure in shown for trace in figure.plot["data"])
+    assert all("markers" in trace["mode"] for figure in shown for trace in figure.data)
 
 
 def test_non_finite_values_are_gaps_and_counted_in_a_sentence(tmp_path: Path) -> None:
     metrics = falling(30)
     metrics["train/loss"][9], metrics["train/loss"][20] = math.nan, math.inf
     folder = write_run(tmp_path / "a" / "1", metrics)
-    page = report(folder)
-    (loss,) = figures(page)[0]["data"]
+    made = report(folder)
+    (loss,) = figures(made)[0]["data"]
     assert [i for i, value in enumerate(loss["y"]) if value is None] == [9, 20]
     sentence = "train/loss: 2 of 30 values are not finite, the first at step 10."
-    assert sentence in page.text and sentence in (folder / "report.md").read_text(encoding="utf-8")
+    assert sentence in made.text and sentence in (folder / "report.md").read_text(encoding="utf-8")
 
 
 def test_thinning_keeps_every_spike_and_every_gap() -> None:
-    """Against the definition, bucket by bucket."""
+    """Against the definition, part by part."""
     values = np.random.default_rng(0).normal(size=10_007)
     values[5_000], values[7_000], values[2_000:2_100] = 99.0, -99.0, math.nan
     steps = np.arange(len(values))
-    thinned = curves.thin(Series(steps, values, steps.astype(float)), 400)
-    assert thinned
-    means, low, high = thinned
-    assert len(means) == len(low) == len(high) == 400 and (np.diff(means.steps) > 0).all()
-    parts = [
-        part[np.isfinite(part)]
-        for part in np.split(values, np.linspace(0, 10_007, 400, endpoint=False).astype(int)[1:])
-    ]
-    assert np.nanmax(high) == 99.0 and np.nanmin(low) == -99.0
-    assert np.isnan(means.values).tolist() == [len(part) == 0 for part in parts] and np.isnan(means.values).any()
-    np.testing.assert_allclose(means.values, [part.mean() if len(part) else math.nan for part in parts])
-    assert curves.thin(Series(steps[:800], values[:800], values[:800]), 400) is None
+    thinned = curves.thin(Series(steps, values, steps.astype(float)))
+    assert len(thinned) <= 2 * curves.BUCKETS and (np.diff(thinned.steps) > 0).all()
+    assert np.array_equal(thinned.values, values[thinned.steps], equal_nan=True)
+    for part in np.array_split(steps, curves.BUCKETS):
+        kept = thinned.values[np.isin(thinned.steps, part)]
+        finite = values[part][np.isfinite(values[part])]
+        ends = [finite.min(), finite.max()] if len(finite) else []
+        assert kept[np.isfinite(kept)].tolist() in (ends, ends[::-1]) and len(kept) > 0
+    assert len(curves.thin(Series(steps[:400], values[:400], values[:400]))) == 400
 
 
 def test_a_hundred_thousand_steps_stay_a_small_file(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "a" / "1", falling(100_000)))
+    made = report(write_run(tmp_path / "a" / "1", falling(100_000)))
     assert (tmp_path / "a/1/report.html").stat().st_size < 1e6
-    assert max(len(trace["x"]) for plot in figures(page) for trace in plot["data"]) <= curves.BUCKETS
+    assert max(len(trace["x"]) for plot in figures(made) for trace in plot["data"]) <= 2 * curves.BUCKETS
 
 
 def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None:
@@ -217,8 +219,8 @@ def test_the_command_resumes_in_the_runs_own_folder(tmp_path: Path) -> None:
 
 
 def test_sections_without_content_are_omitted(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
-    assert "Continue" not in page.text and "No metric was written." in page.text and figures(page) == []
+    made = report(write_run(tmp_path / "a" / "1", {}, command=["python", "-c", "worker"]))
+    assert "Continue" not in made.text and "No metric was written." in made.text and figures(made) == []
 
 
 def test_the_tools_start_without_torch(tmp_path: Path) -> None:
@@ -239,10 +241,10 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capfd: pytest.Captur
 def test_fit_ends_with_a_report(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     assert run("fit", *flags, "--run.report=true", "--trainer.max_steps=3") == 0
     folder = only_run(tmp_path)
-    page = Elements((folder / "report.html").read_text(encoding="utf-8"))
-    assert "finished all 3 steps" in page.text and "Step 3" in page.text, "with its sample"
-    assert [len(trace["x"]) for trace in figures(page)[0]["data"]] == [3, 2]
-    assert figures(page)[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
+    made = Elements((folder / "report.html").read_text(encoding="utf-8"))
+    assert "finished all 3 steps" in made.text and "Step 3" in made.text, "with its sample"
+    assert [len(trace["x"]) for trace in figures(made)[0]["data"]] == [3, 2]
+    assert figures(made)[0]["data"][1]["x"] == [0, 3], "validation before training, and the last one"
     assert ("data.seq_len", 32, 256) in from_defaults(read_run(folder))
     assert "samples.folder" not in [key for key, *_ in from_defaults(read_run(folder))]
     markdown = (folder / "report.md").read_text(encoding="utf-8")
@@ -255,7 +257,7 @@ def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     if broken:
-        monkeypatch.setattr(files, "page", lambda *_: 1 / 0)
+        monkeypatch.setattr(page, "page", lambda *_: 1 / 0)
     stop = "tests.support.runs.StopAfter"
     with pytest.raises(RuntimeError, match="stopped by the test"):
         run("fit", *flags, "--run.report=true", f"--trainer.callbacks+={stop}", "--trainer.callbacks.step=4")
@@ -263,6 +265,6 @@ def test_a_crash_leaves_a_report_and_no_report_hides_an_error(
     assert (folder / "report.html").exists() != broken
     assert ("at_run_end of diagnose failed: ZeroDivisionError" in shown) == broken
     if not broken:
-        page = Elements((folder / "report.html").read_text(encoding="utf-8"))
-        assert "The run crashed at step 4 of 20: RuntimeError on rank 0." in page.text
-        assert figures(page)[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"
+        made = Elements((folder / "report.html").read_text(encoding="utf-8"))
+        assert "The run crashed at step 4 of 20: RuntimeError on rank 0." in made.text
+        assert figures(made)[0]["data"][0]["x"] == [1, 2, 3], "what was logged last is in it"

@@ -33,7 +33,7 @@ def on_crash(error: Exception) -> str | None:
 
 def at_run_end(run: Path, error: BaseException | None) -> None:
     """Writes the report, and prints the first findings of a run that has finished."""
-    from .report.files import HTML, write
+    from .report.page import HTML, write
 
     if not (run / CONFIG).exists() or not read_run(run).key("run.report", True):
         return

@@ -13,8 +13,7 @@ from ...observe.history.run import read_run
 from ...project import program
 from ...records import write_atomically
 from ...table import shown
-from ..diagnose.report.page import FOLDER
-from ..diagnose.report.plotly_js import link
+from ..diagnose.report.page import FOLDER, link
 from .study import Sweep, flags_of
 
 # Colours that can be read on the report's light page and on its dark one.

@@ -8,7 +8,7 @@ from pathlib import Path
 from ....errors import InputError
 from ....project import Flags, Project
 from ....table import Table
-from .files import HTML, MARKDOWN, names_of, write
+from .page import HTML, MARKDOWN, names_of, write
 from .sections import of_several
 
 

@@ -1,9 +1,9 @@
 """Turns metrics over steps into plotly figures, thinned so that the page stays small.
 
-A curve of many points is drawn as the mean of each of some hundred buckets, in a band of their
-least and greatest values: at the width of a screen no spike is lost (the reason for minima and
-maxima: Jugel et al., "M4", VLDB 2014, https://www.vldb.org/pvldb/vol7/p797-jugel.pdf). Non-finite
-values are gaps. A metric without finite values has no curve, and a panel without curves is omitted.
+A curve of many points is drawn by the least and the greatest value of each of some hundred buckets:
+at the width of a screen no spike is lost (Jugel et al., "M4", VLDB 2014,
+https://www.vldb.org/pvldb/vol7/p797-jugel.pdf). Non-finite values are gaps. A metric without finite
+values has no curve, and a panel without curves is omitted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import fnmatch
 import html
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -19,13 +18,14 @@ from ....observe.history.metrics import Series
 from ....observe.history.run import History
 from .results import tokens_at
 
-BUCKETS = 400  # of a curve; half the pixels that a panel is wide on a large screen
-ALL_BUCKETS = 1600  # of all runs' curves in one panel, at most
-POINTS = 40  # curves with at most so many points have markers
-KNOTS = 200  # of the map from steps to tokens and hours
-COLOURS = 7  # of the page's theme
-DASHES = ("solid", "dot", "dash", "dashdot")
+BUCKETS = 200  # of a curve, two points each; half the pixels that a panel is wide on a large screen
+MARKED = 40  # curves with at most so many points have markers
 LEGEND = 12  # lines of a legend, at most; the hover text names every curve
+# Okabe and Ito's colours, which colour-blind readers can distinguish, in shades that can be read on
+# the light page and on the dark one.
+COLOURS = ("#2f93c8", "#e07b39", "#2aa57c", "#c473a5", "#b57b00", "#5fb0e6", "#868c93")
+DASHES = ("solid", "dot", "dash", "dashdot")
+AXES = {"steps": "optimizer step", "tokens": "tokens", "hours": "hours since the first step logged"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ LAYERS = (
     Panel("Least load by layer", "least over mean", ("moe/layer_*/load_min_over_mean",), zero=True),
     Panel("Load entropy by layer", "over ln(experts)", ("moe/layer_*/load_entropy",), zero=True),
 )
-# Shown by another curve or by a figure, or not a curve; each other metric has its own folded panel.
+# Shown by another curve or by a figure, or not a curve; each other metric has its own panel.
 NOT_DRAWN = {
     "train/perplexity", "eval/perplexity", "train/tokens", "perf/samples_per_s",
     "perf/tokens_per_s_per_device", "rank/slowest", "epoch", "health/errors", "health/warnings",
@@ -71,30 +71,38 @@ NOT_DRAWN = {
 
 @dataclass
 class Figure:
-    """A panel, and plotly's data and layout; `meta` of a trace has the run and the colour."""
+    """A panel, and the data and layout of plotly's figure."""
 
     panel: Panel
-    plot: dict[str, Any]
+    data: list[dict[str, object]]
+    layout: dict[str, object]
 
-    @property
-    def is_log(self) -> bool:
-        return self.plot["layout"]["yaxis"]["type"] == "log"
+
+@dataclass
+class Curve:
+    """One metric of one run, thinned."""
+
+    metric: str
+    run: int
+    name: str
+    series: Series
+    tokens: np.ndarray  # at the steps of `series`; NaN if they are not known
+    hours: np.ndarray
 
 
 def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], list[Figure]]:
     """Returns the panels that have data, and those of all other metrics."""
-    logged = sorted({name for history in histories for name in history.metrics.names})
-    first, drawn = list(PANELS), set(NOT_DRAWN)
+    logged = sorted(set().union(*(history.metrics.names for history in histories)))
+    panels, drawn = list(PANELS), set(NOT_DRAWN)
+    for panel in PANELS:
+        drawn.update(panel.metrics)
     for panel in LAYERS:
         found = tuple(fnmatch.filter(logged, panel.metrics[0]))
-        drawn |= {*found}
+        drawn.update(found)
         if len(histories) == 1:
-            first.append(replace(panel, metrics=found))
-    drawn |= {name for panel in PANELS for name in panel.metrics}
-    rest = [Panel(name, "", (name,)) for name in logged if name not in drawn]
-    shown = [_figure(panel, histories, names) for panel in first]
-    more = [_figure(panel, histories, names) for panel in rest]
-    return [f for f in shown if f.plot["data"]], [f for f in more if f.plot["data"]]
+            panels.append(replace(panel, metrics=found))
+    others = [Panel(name, "", (name,)) for name in logged if name not in drawn]
+    return _drawn(panels, histories, names), _drawn(others, histories, names)
 
 
 def not_finite(history: History) -> list[str]:
@@ -109,93 +117,116 @@ def not_finite(history: History) -> list[str]:
     return found
 
 
-def axes(histories: list[History]) -> list[dict[str, list[float]]]:
-    """Returns steps of each run, and the tokens and hours at these steps, for other x axes."""
+def thin(series: Series) -> Series:
+    """Keeps the least and the greatest value of each of BUCKETS parts, if there are more points.
+
+    A part without a finite value keeps its first, so that the gap remains.
+    """
+    if len(series) <= 2 * BUCKETS:
+        return series
+    finite = np.isfinite(series.values)
+    low = np.where(finite, series.values, np.inf)
+    high = np.where(finite, series.values, -np.inf)
+    kept = set()
+    for part in np.array_split(np.arange(len(series)), BUCKETS):
+        kept |= {int(part[low[part].argmin()]), int(part[high[part].argmax()])}
+    return series[sorted(kept)]
+
+
+def _drawn(panels: list[Panel], histories: list[History], names: list[str]) -> list[Figure]:
     found = []
-    for history in histories:
-        every = [history.metrics[name] for name in history.metrics.names]
-        series = max(every, key=len, default=Series(*np.empty((3, 0))))
-        indices = np.unique(np.linspace(0, max(len(series) - 1, 0), KNOTS).astype(int))
-        knots = series[indices[: len(series)]]
-        tokens = tokens_at(history, knots.steps)
-        columns = {"steps": knots.steps, "hours": (knots.times - knots.times[:1]) / 3600}
-        columns |= {"tokens": tokens} if len(tokens) and np.isfinite(tokens).all() else {}
-        found.append({key: _rounded(values) for key, values in columns.items()})
+    for panel in panels:
+        curves = _curves(panel, histories, names)
+        if curves:
+            found.append(_figure(panel, curves, is_one=len(histories) == 1))
     return found
 
 
-def thin(series: Series, buckets: int) -> tuple[Series, np.ndarray, np.ndarray] | None:
-    """Returns the means of `buckets` parts of equal size, their least and their greatest values.
-
-    A bucket without a finite value is NaN in all three. Returns None if the series is short enough.
-    """
-    if len(series) <= 2 * buckets:
-        return None
-    starts = np.linspace(0, len(series), buckets, endpoint=False).astype(int)
-    finite = np.isfinite(series.values)
-    count = np.add.reduceat(finite, starts, dtype=float)
-    count[count == 0] = np.nan
-    means = np.add.reduceat(np.where(finite, series.values, 0.0), starts) / count
-    low = np.minimum.reduceat(np.where(finite, series.values, np.inf), starts) + 0 * count
-    high = np.maximum.reduceat(np.where(finite, series.values, -np.inf), starts) + 0 * count
-    middle = (starts + np.append(starts[1:], len(series)) - 1) // 2
-    return Series(series.steps[middle], means, series.times[middle]), low, high
-
-
-def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure:
-    """Returns a plot; colours are the metrics of one run, or several runs, with dashed metrics."""
-    present = [m for m in panel.metrics if any(len(h.metrics[m].finite()) for h in histories)]
-    labels = dict(zip(present, _labels(present), strict=True))
-    one, traces, log = len(histories) == 1, [], panel.log
+def _curves(panel: Panel, histories: list[History], names: list[str]) -> list[Curve]:
+    curves = []
     for run, history in enumerate(histories):
-        for number, metric in enumerate(present):
-            series = history.metrics[metric]
-            finite = series.finite().values
-            if not len(finite):
-                continue
-            log = log and bool((finite > 0).all())
-            colour, dash = (number, number // COLOURS) if one else (run, number)
-            name = labels[metric] if one else names[run]
-            if not one and len(present) > 1:
-                name = f"{name} {labels[metric]}"
-            meta = {"run": run, "colour": colour % COLOURS}
-            style = {"width": 1.6, "dash": DASHES[dash % len(DASHES)]}
-            line: dict[str, Any] = {"name": html.escape(name), "line": style}
-            line["hovertemplate"] = "%{y:.1%}" if panel.share else "%{y:.5~g}"
-            traces += _traces(series, min(BUCKETS, ALL_BUCKETS // len(histories)), meta, line)
-    if not one and len(present) > 1:
-        dashes = [f"{dash} {labels[metric]}" for metric, dash in zip(present, DASHES, strict=False)]
-        panel = replace(panel, unit=f"{panel.unit}; {', '.join(dashes)}")
-    y = {"type": "log" if log else "linear", "exponentformat": "SI"}
-    y["tickformat"] = ".3~p" if panel.share else None
-    y["rangemode"] = "tozero" if panel.zero else "normal"
-    legend = one and 1 < len(present) <= LEGEND
-    return Figure(panel, {"data": traces, "layout": {"yaxis": y, "showlegend": legend}})
+        start = min((history.metrics[name].times[0] for name in history.metrics.names), default=0.0)
+        for metric in panel.metrics:
+            series = thin(history.metrics[metric])
+            if len(series.finite()):
+                hours = (series.times - start) / 3600
+                tokens = tokens_at(history, series.steps)
+                curves.append(Curve(metric, run, names[run], series, tokens, hours))
+    return curves
+
+
+def _figure(panel: Panel, curves: list[Curve], is_one: bool) -> Figure:
+    """Returns a plot; colours are the metrics of one run, or several runs, with dashed metrics."""
+    metrics = [
+        metric for metric in panel.metrics if any(curve.metric == metric for curve in curves)
+    ]
+    labels = dict(zip(metrics, _labels(metrics), strict=True))
+    data: list[dict[str, object]] = []
+    for curve in curves:
+        label, number = labels[curve.metric], metrics.index(curve.metric)
+        colour, dash, name = number, number // len(COLOURS), label
+        if not is_one:
+            colour, dash, name = curve.run, number, curve.name
+            if len(metrics) > 1:
+                name = f"{name} {label}"
+        color = COLOURS[colour % len(COLOURS)]
+        values = curve.series.values
+        has_gaps = len(values) < BUCKETS and not np.isfinite(values).all()
+        data.append({
+            "type": "scatter",
+            "name": html.escape(name),
+            "x": curve.series.steps.tolist(),
+            "y": _rounded(values),
+            "mode": "lines+markers" if has_gaps or len(values) <= MARKED else "lines",
+            "marker": {"size": 5, "color": color},
+            "line": {"width": 1.6, "dash": DASHES[dash % len(DASHES)], "color": color},
+            "hovertemplate": "%{y:.1%}" if panel.share else "%{y:.5~g}",
+        })  # fmt: skip
+    is_log = panel.log and all((curve.series.finite().values > 0).all() for curve in curves)
+    y: dict[str, object] = {"type": "log" if is_log else "linear", "exponentformat": "SI"}
+    if panel.share:
+        y["tickformat"] = ".3~p"
+    if panel.zero:
+        y["rangemode"] = "tozero"
+    layout = {
+        "xaxis": {"title": {"text": AXES["steps"], "standoff": 6}, "rangemode": "tozero"},
+        "yaxis": y,
+        "showlegend": 1 < len(data) <= LEGEND,
+        "updatemenus": [_buttons(curves, is_log)],
+    }
+    return Figure(panel, data, layout)
+
+
+def _buttons(curves: list[Curve], is_log: bool) -> dict[str, object]:
+    """Returns the buttons above a plot: what the x axis shows, and the scale of the y axis."""
+    columns = {"steps": [curve.series.steps for curve in curves]}
+    columns["tokens"] = [curve.tokens for curve in curves]
+    columns["hours"] = [curve.hours for curve in curves]
+    buttons = []
+    for axis, values in columns.items():
+        if all(np.isfinite(column).all() for column in values):
+            x = {"x": [_rounded(column) for column in values]}
+            title = {"xaxis.title.text": AXES[axis], "xaxis.autorange": True}
+            buttons.append({"label": axis, "method": "update", "args": [x, title]})
+    scales = [{"yaxis.type": "log"}, {"yaxis.type": "linear"}]
+    first, second = scales[::-1] if is_log else scales
+    buttons.append({"label": "log", "method": "relayout", "args": [first], "args2": [second]})
+    place = {"x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom", "pad": {"t": 0, "b": 0}}
+    return place | {
+        "type": "buttons",
+        "direction": "right",
+        "buttons": buttons,
+        "showactive": False,
+    }
 
 
 def _labels(metrics: list[str]) -> list[str]:
     """Returns the parts of the names that differ: "train" and "eval" for losses."""
     columns = list(zip(*(metric.split("/") for metric in metrics), strict=False))
     differing = [column for column in columns if len(set(column)) > 1] or columns
-    return ["/".join(parts) for parts in zip(*differing, strict=True)]
+    return list(map("/".join, zip(*differing, strict=True)))
 
 
-def _traces(
-    series: Series, buckets: int, meta: dict[str, int], line: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Returns the curve, and below it its band if it was thinned."""
-    traces = []
-    if thinned := thin(series, buckets):
-        series, low, high = thinned
-        edge = {"x": series.steps.tolist(), "mode": "lines", "line": {"width": 0}}
-        edge |= {"hoverinfo": "skip", "meta": meta, "showlegend": False}
-        traces = [edge | {"y": _rounded(low)}, edge | {"y": _rounded(high), "fill": "tonexty"}]
-    marked = len(series) <= POINTS or (not np.isfinite(series.values).all() and not thinned)
-    points = {"x": series.steps.tolist(), "y": _rounded(series.values), "meta": meta}
-    mode = {"mode": "lines+markers" if marked else "lines", "marker": {"size": 5}}
-    return [*traces, points | line | mode]
-
-
-def _rounded(values: np.ndarray) -> list[Any]:
-    """Rounds to six digits; non-finite values become None, as JSON needs."""
-    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
+def _rounded(values: np.ndarray) -> list[float]:
+    """Rounds to six digits, so that the page is small; plotly writes NaN as null."""
+    return list(map(float, map("{:.6g}".format, values)))
