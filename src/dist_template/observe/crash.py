@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
@@ -37,12 +38,13 @@ def attempt() -> str:
 def own_lines(error: BaseException) -> list[str]:
     """Returns the last lines of the traceback that are in the user's code, the innermost last."""
     found = []
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    for frame in [f for f in frames if Path(f.filename).name != "__main__.py"][-NUM_LINES:]:
+    for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
-        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        found.append(f"{shown}:{frame.lineno} in {frame.name}: {frame.line}")
-    return found
+        if is_users(frame.filename) and path.name != "__main__.py":
+            if path.is_relative_to(Path.cwd()):
+                path = path.relative_to(Path.cwd())
+            found.append(f"{path}:{frame.lineno} in {frame.name}: {frame.line}")
+    return found[-NUM_LINES:]
 
 
 def record_of(error: BaseException | None) -> Path | None:
@@ -56,9 +58,10 @@ def record_of(error: BaseException | None) -> Path | None:
 
 def sentence(record: dict[str, Any]) -> str:
     """Returns "rank 1 on node3, step 13, micro-batch 1, forward, in model.head: KeyError: 'x'"."""
-    module = f", in {record['module']}" if record["module"] else ""
-    error = f"{record['error']}: {first_line(record['message'])}"
-    return f"rank {record['rank']} on {record['host']}, {record['place']}{module}: {error}"
+    place = f"rank {record['rank']} on {record['host']}, {record['place']}"
+    if record["module"]:
+        place += f", in {record['module']}"
+    return f"{place}: {record['error']}: {first_line(record['message'])}"
 
 
 def print_crash(error: Exception) -> Exit:
@@ -71,10 +74,12 @@ def print_crash(error: Exception) -> Exit:
     if path := record_of(error):
         with suppress(Exception):  # any error of this report matters less than the crash
             record = json.loads(path.read_text(encoding="utf-8"))
-            own = [f"    {line}" for line in record["own_lines"]]
-            end = f"the traceback is in {path.with_suffix('.txt')}; TRACEBACK=1 prints it here"
-            is_first = _is_first(path.parent, record)
-            parts = ["\n".join(["", sentence(record), *own]), end] if is_first else []
+            texts = []
+            if _is_first(path.parent, record):
+                texts = ["\n    ".join([f"\n{sentence(record)}", *record["own_lines"]])]
+                where = path.with_suffix(".txt")
+                texts.append(f"the traceback is in {where}; TRACEBACK=1 prints it here")
+            parts = texts
             # If not one step fitted, a restart would run out of memory at the same place.
             if record["kind"] == "out_of_memory" and record["step"] <= record["first_step"]:
                 code = Exit.OUT_OF_MEMORY
@@ -95,13 +100,17 @@ def print_crash(error: Exception) -> Exit:
 
 def _before_training(error: BaseException) -> str:
     """Describes an error before training; "" if this library raised it and not the user's code."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    ours = [file for file in files if is_users(str(file)) or file.is_relative_to(LIBRARY)]
-    if not ours or ours[-1].is_relative_to(LIBRARY) or ours[-1].name == "__main__.py":
+    place, last = "", LIBRARY  # the innermost file that is this library's or the user's
+    for frame in traceback.extract_tb(error.__traceback__):
+        file = Path(frame.filename)
+        if file.is_relative_to(LIBRARY) or is_users(frame.filename):
+            last = file
+        if file == LIBRARY / "text" / "cache" / "build.py":
+            place = "while tokenizing, "
+    if last.is_relative_to(LIBRARY) or last.name == "__main__.py":
         return ""
-    place = "while tokenizing, " if LIBRARY / "text" / "cache" / "build.py" in files else ""
-    lines = [f"error: {place}{type(error).__name__}: {first_line(error)}"]
-    return "\n".join([*lines, *(f"    {line}" for line in own_lines(error))])
+    text = f"error: {place}{type(error).__name__}: {first_line(error)}"
+    return "\n    ".join([text, *own_lines(error)])
 
 
 def _is_first(folder: Path, record: dict[str, Any]) -> bool:
@@ -109,9 +118,10 @@ def _is_first(folder: Path, record: dict[str, Any]) -> bool:
 
     Digits are ignored, and so is the message of an out-of-memory error.
     """
-    is_memory = record["kind"] == "out_of_memory"
-    what = record["kind"] if is_memory else f"{record['error']} {record['message']}"
-    what = record["attempt"] + "".join(letter for letter in what if not letter.isdigit())
+    what = f"{record['error']} {record['message']}"
+    if record["kind"] == "out_of_memory":
+        what = record["kind"]
+    what = record["attempt"] + re.sub(r"\d", "", what)
     try:
         os.close(os.open(folder / f".printed-{crc32(what.encode()):08x}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -45,7 +45,7 @@ def is_named(training: Training, findings: list[Finding]) -> bool:
 
 
 def check(training: Training, findings: list[Finding]) -> None:
-    text = as_text(findings, full=True) or "nothing was found"
+    text = as_text(findings) or "nothing was found"
     if training.rule:
         assert is_named(training, findings), text
     else:

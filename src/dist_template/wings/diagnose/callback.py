@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback
@@ -18,7 +18,7 @@ from ...observe.history.run import History, look_again, read_run
 from ...observe.loggers.wandb import WandB
 from ...project import program
 from .engine import diagnose
-from .finding import Finding
+from .finding import Finding, Identity
 
 FILE = "findings.jsonl"
 MAX_ENTRIES = 2000  # of a metric: the rules take 20 ms for as many
@@ -41,7 +41,7 @@ class Diagnosis(Callback):
         self.enabled = enabled
         self.folder = Path(folder)
         self._history: History | None = None
-        self._reported: set[Any] = set()  # identities of findings
+        self._reported: set[Identity] = set()
         self._open: list[Finding] = []
         self._last = 0.0  # time of the last diagnosis
 
@@ -52,17 +52,19 @@ class Diagnosis(Callback):
             self._history = read_run(self.folder, limit=MAX_ENTRIES)
             self._last = time.monotonic()
 
-    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         if self._history is None:
             return
         self._add(trainer, metrics)
         if time.monotonic() - self._last >= self.every_s:
             self._diagnose(trainer)
+        counts = Counter(finding.level for finding in self._open)
         for level in ("error", "warning"):
-            num = sum(finding.level == level for finding in self._open)
-            metrics_of(module).put(f"health/{level}s", num)
+            metrics_of(module).put(f"health/{level}s", counts[level])
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._history is None or trainer.sanity_checking:
             return
         self._add(trainer, results_of(trainer, pl_module))
@@ -72,18 +74,20 @@ class Diagnosis(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._diagnose(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         is_decided = isinstance(exception, InputError | Ended)
         # diagnosis/crash.py prints all findings of a crash.
         self._diagnose(trainer, prints=is_decided or not isinstance(exception, Exception))
 
-    def _add(self, trainer: Any, metrics: dict[str, float]) -> None:
+    def _add(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         if self._history is not None:
             self._history.metrics.add({"step": trainer.global_step, "time": time.time(), **metrics})
 
     @rank_zero_only
     @only_shows
-    def _diagnose(self, trainer: Any, prints: bool = True) -> None:
+    def _diagnose(self, trainer: L.Trainer, prints: bool = True) -> None:
         if self._history is None:
             return
         self._last = time.monotonic()
@@ -93,18 +97,20 @@ class Diagnosis(Callback):
             print(f"diagnosis: {self.folder} cannot be read: {error}", flush=True)
         self._open = diagnose(self._history)
         new = [finding for finding in self._open if finding.identity not in self._reported]
-        serious = [finding for finding in new if finding.level != "info"]
+        lines = []
         for finding in new:
+            if finding.level != "info":
+                lines.append(f"diagnosis: {finding.line}")
             self._reported.add(finding.identity)
             self._write(finding, trainer.global_step)
             for logger in trainer.loggers:
                 if finding.level == "error" and isinstance(logger, WandB):
                     logger.alert(finding.title, finding.evidence, "ERROR")
         if console := console_of(trainer):
-            titles = [finding.title for finding in self._open if finding.level != "info"]
-            console.worst = titles[0] if titles else ""
-        if prints and serious:
-            lines = [f"diagnosis: {finding.line}" for finding in serious]
+            console.worst = ""
+            if self._open and self._open[0].level != "info":  # the most severe is the first
+                console.worst = self._open[0].title
+        if prints and lines:
             lines.append(f"  more: {program('diagnose')} {self.folder}")
             write_lines(trainer, "\n".join(lines))
 

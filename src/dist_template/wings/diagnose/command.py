@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from ...errors import InputError
 from ...observe.history.metrics import FILE
 from ...observe.history.run import CONFIG, FACTS, OF_A_RUN, History, is_run, read_run
 from ...project import Flags, Project
 from .engine import RULES, diagnose, registered_rules
-from .finding import LEVELS, Finding, as_text
+from .finding import NUM_IN_FULL, Finding, as_text, counted
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -27,12 +25,15 @@ def main(argv: list[str], project: Project) -> None:
     parser.add_argument("--json", action="store_true", help="a list of {run, step, findings}")
     parser.add_argument("--all", action="store_true", help="print all findings in full")
     given = parser.parse_args(argv[1:])
-    histories = [read_run(newest(folder)) for folder in given.runs]
-    found = [(history, diagnose(history)) for history in histories]
-    if given.json:
-        print(json.dumps([_as_dict(history, findings) for history, findings in found], indent=2))
-    else:
-        print("\n\n".join(_as_text(history, findings, given.all) for history, findings in found))
+    lines, texts = [], []
+    for folder in given.runs:
+        history = read_run(newest(folder))
+        findings = diagnose(history)
+        plain = [finding.as_dict() for finding in findings]
+        step = _steps(history)[1]
+        lines.append({"run": str(history.folder), "step": step, "findings": plain})
+        texts.append(_as_text(history, findings, given.all))
+    print(json.dumps(lines, indent=2) if given.json else "\n\n".join(texts))
 
 
 def newest(folder: Path) -> Path:
@@ -45,38 +46,31 @@ def newest(folder: Path) -> Path:
         return folder
     if is_run(folder):
         raise InputError(f"{folder} has no {CONFIG}, which most rules need; give another run")
-    runs = [path.parent for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/{CONFIG}")]
-    if not runs:
+    written: dict[Path, float] = {}  # run: its last write
+    for config in [*folder.glob(f"*/{CONFIG}"), *folder.glob(f"*/*/{CONFIG}")]:
+        run = config.parent
+        times = [(run / name).stat().st_mtime for name in OF_A_RUN if (run / name).exists()]
+        written[run] = max(times)
+    if not written:
         raise InputError(f"{folder} is not a run folder and contains none; give runs/<name>/<id>")
-    return max(runs, key=_last_write)
-
-
-def _last_write(run: Path) -> float:
-    files = [run / name for name in OF_A_RUN if (run / name).exists()]
-    return max(file.stat().st_mtime for file in files)
-
-
-def _as_dict(history: History, findings: list[Finding]) -> dict[str, Any]:
-    listed = [finding.as_dict() for finding in findings]
-    return {"run": str(history.folder), "step": _steps(history)[1], "findings": listed}
+    return max(written, key=written.__getitem__)
 
 
 def _as_text(history: History, findings: list[Finding], full: bool) -> str:
     first, last = _steps(history)
     end = history.fact("training.max_steps") or history.key("trainer.max_steps") or 0
-    title = f"{history.folder}: step {last}" + (f" of {end}" if end > 0 else "")
+    title = f"{history.folder}: step {last}"
+    if end > 0:
+        title += f" of {end}"
     metrics = f"{len(history.metrics.names)} metrics of steps {first} to {last}"
     checked = f"{len(RULES | registered_rules())} rules checked {metrics}"
     lacks = [name for name in (FILE, FACTS) if not (history.folder / name).exists()]
-    checked += f"; {' and '.join(lacks)} missing, so some rules were skipped" if lacks else ""
+    if lacks:
+        checked += f"; {' and '.join(lacks)} missing, so some rules were skipped"
     if not findings:
         return f"{title}\nnothing found: {checked}"
-    counts = Counter(finding.level for finding in findings)
-    parts: list[str] = []
-    for level in LEVELS:
-        if counts[level]:
-            parts.append(f"{counts[level]} {level}" + ("s" if counts[level] > 1 else ""))
-    return f"{title}: {', '.join(parts)}\n\n{as_text(findings, full=full)}\n\n{checked}"
+    text = as_text(findings, num=None if full else NUM_IN_FULL)
+    return f"{title}: {counted(findings)}\n\n{text}\n\n{checked}"
 
 
 def _steps(history: History) -> tuple[int, int]:
@@ -84,4 +78,4 @@ def _steps(history: History) -> tuple[int, int]:
     steps: list[int] = []
     for name in history.metrics.names:
         steps += history.metrics[name].steps[[0, -1]].tolist()
-    return (min(steps), max(steps)) if steps else (0, 0)
+    return min(steps, default=0), max(steps, default=0)

@@ -28,8 +28,10 @@ GROUP = "dist_template.rules"
 @cache
 def registered_rules() -> dict[str, Rule]:
     """Returns the rules of other packages; each is imported when it is called."""
-    points = registered(GROUP, taken=RULES)
-    return {name: partial(_call, point) for name, point in points.items()}
+    rules: dict[str, Rule] = {}
+    for name, point in registered(GROUP, taken=RULES).items():
+        rules[name] = partial(_call, point)
+    return rules
 
 
 def _call(point: EntryPoint, history: History) -> Iterable[Finding]:
@@ -53,22 +55,24 @@ def diagnose(history: History) -> list[Finding]:
     for each in found:
         for other in each.explains:
             explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
-    kept = [f for f in found if LEVELS.index(f.level) < explained.get(f.rule, len(LEVELS))]
-    return sorted((applicable(each, history) for each in kept), key=lambda finding: finding.weight)
+    kept = []
+    for each in found:
+        if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS)):
+            kept.append(applicable(each, history))
+    return sorted(kept, key=lambda finding: finding.weight)
 
 
 def applicable(finding: Finding, history: History) -> Finding:
     """Drops changes of keys that a module or datamodule other than the library's does not have."""
     if history.facts.get("data", {}).get("seq_len", 0) is not None:  # of text; or nothing is known
         return finding
-
-    def exists(key: str) -> bool:
-        section, _, name = key.partition(".")
-        known = history.config.get(section, {})
-        return section not in ("model", "data") or name.partition(".")[0] in known
-
     causes = []
     for cause in finding.causes:
-        changes = [change for change in cause.changes if exists(change.key)]
+        changes = []
+        for change in cause.changes:
+            section, _, name = change.key.partition(".")
+            known = history.config.get(section, {})
+            if section not in ("model", "data") or name.partition(".")[0] in known:
+                changes.append(change)
         causes.append(replace(cause, changes=changes))
     return replace(finding, causes=causes)

@@ -51,7 +51,9 @@ def wait_s(history: History) -> float:
 
 def warmup_steps(history: History) -> float:
     warmup, steps = history.key("model.optim.warmup", 0) or 0, max_steps(history)
-    return float(warmup) if warmup >= 1 else warmup * (steps if math.isfinite(steps) else 0)
+    if warmup >= 1:
+        return float(warmup)
+    return warmup * steps if math.isfinite(steps) else 0.0
 
 
 def settled_after(history: History) -> float:
@@ -70,14 +72,18 @@ def usual_rate(history: History) -> float:
     """
     parameters = history.fact("parameters.total", 1e7) - (history.fact("parameters.embedding") or 0)
     rate = max(0.003239 - 0.0001395 * math.log(max(parameters, 1000)), 2e-5)  # the fit ends at 10 B
-    return rate * (FINE_TUNING if history.key("model.pretrained") else 1)
+    if history.key("model.pretrained"):
+        rate *= FINE_TUNING
+    return rate
 
 
 def peak_rate(history: History) -> float | None:
     """Returns the configured peak learning rate, or the highest one recorded."""
     rate = history.key("model.optim.learning_rate")
     recorded = metric(history, "train/learning_rate")
-    return float(rate) if rate else float(recorded.values.max()) if len(recorded) else None
+    if rate:
+        return float(rate)
+    return float(recorded.values.max()) if len(recorded) else None
 
 
 def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]:
@@ -92,7 +98,9 @@ def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]
     rates = metric(history, "train/learning_rate")
     if not now:
         return []
-    to = usual if now > 3 * usual else now / 3
+    to = now / 3
+    if now > 3 * usual:
+        to = usual
     if stable_until < warmup_steps(history) and len(rates):
         index = max(0, int(np.searchsorted(rates.steps, stable_until, side="right")) - 1)
         to = min(to, float(rates.values[index]) / 2)
@@ -140,7 +148,9 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
     causes = [rate]
     if warmup.changes and stable_until <= settled_after(history) + 2 * SETTLED_STEPS:
         no_warmup, hopeless = warmup_steps(history) < 2, now and now > HOPELESS * usual
-        causes = [warmup, rate] if no_warmup and not hopeless else [rate, warmup]
+        causes = [rate, warmup]
+        if no_warmup and not hopeless:
+            causes.reverse()
     if not history.key("trainer.gradient_clip_val", 1.0):
         clip = Change("trainer.gradient_clip_val", None, 1.0)
         causes.append(Cause("Gradients are not clipped.", [clip]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Level = Literal["info", "warning", "error"]
+Identity = tuple[str, str, tuple[int, ...]]  # rule, level, ranks
 Confidence = Literal["certain", "likely"]
 
 LEVELS = ("error", "warning", "info")
@@ -32,8 +34,8 @@ class Change:
     """
 
     key: str
-    now: Any
-    to: Any
+    now: object
+    to: object
     saves_gib: float | None = None
     note: str = ""
 
@@ -44,9 +46,14 @@ class Change:
 
     @property
     def remark(self) -> str:
-        parts = [f"now {_as_yaml(self.now)}"] if self.now is not None else []
-        parts += [f"frees {self.saves_gib:.1f} GiB"] if self.saves_gib is not None else []
-        return ", ".join([*parts, self.note] if self.note else parts)
+        parts = []
+        if self.now is not None:
+            parts.append(f"now {_as_yaml(self.now)}")
+        if self.saves_gib is not None:
+            parts.append(f"frees {self.saves_gib:.1f} GiB")
+        if self.note:
+            parts.append(self.note)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Finding:
     explains: Sequence[str] = field(default=(), compare=False)
 
     @property
-    def identity(self) -> tuple[str, str, tuple[int, ...]]:
+    def identity(self) -> Identity:
         """Equal for the same problem at a later step."""
         return self.rule, self.level, tuple(self.ranks)
 
@@ -100,7 +107,7 @@ class Finding:
         parts: list[str] = [self.confidence]
         if self.steps:
             first, last = self.steps
-            parts.append(f"step {first}" if first == last else f"steps {first} to {last}")
+            parts.append(f"steps {first} to {last}" if first < last else f"step {first}")
         if self.ranks:
             parts.append(f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}")
         return ", ".join(parts)
@@ -108,40 +115,49 @@ class Finding:
     @property
     def line(self) -> str:
         """One line: the problem, and the first flag to try."""
-        changes = self.causes[0].changes if self.causes else ()
-        advice = f"; try {changes[0].flag}" if changes else ""
-        return f"{self.level}: {self.title} ({self.where}){advice}"
+        line = f"{self.level}: {self.title} ({self.where})"
+        if self.causes and self.causes[0].changes:
+            line += f"; try {self.causes[0].changes[0].flag}"
+        return line
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain types for JSON; each change includes its flag."""
-        plain = {key: value for key, value in asdict(self).items() if key != "explains"}
+        plain = asdict(self)
+        del plain["explains"]
         for cause, plain_cause in zip(self.causes, plain["causes"], strict=True):
             for change, plain_change in zip(cause.changes, plain_cause["changes"], strict=True):
                 plain_change["flag"] = change.flag
         return plain
 
 
-def as_text(findings: Sequence[Finding], full: bool = False) -> str:
-    """Formats the first findings in full, and lists the titles of the others.
+def counted(findings: Sequence[Finding]) -> str:
+    """Returns "1 error, 2 warnings, 3 infos"."""
+    counts = Counter(finding.level for finding in findings)
+    parts = []
+    for level in LEVELS:
+        if counts[level]:
+            parts.append(f"{counts[level]} {level}{'s' * (counts[level] > 1)}")
+    return ", ".join(parts)
 
-    Args:
-        findings: In the order in which they are printed.
-        full: Print all findings in full, with all causes.
+
+def as_text(findings: Sequence[Finding], num: int | None = None) -> str:
+    """Formats the first `num` findings in full, each with its likeliest causes, and lists the
+    titles of the others. None: all findings with all causes.
     """
-    num = len(findings) if full else NUM_IN_FULL
-    parts = [_in_full(each, None if full else NUM_CAUSES) for each in findings[:num]]
-    if rest := findings[num:]:
-        parts.append("\n".join(["And:", *(f"   {each.level}: {each.title}" for each in rest)]))
+    parts = []
+    for finding in findings[:num]:
+        lines = [f"{finding.level.upper():<8} {finding.title} ({finding.where})"]
+        lines += _wrapped(finding.evidence, " " * 9)
+        causes = finding.causes if num is None else finding.causes[:NUM_CAUSES]
+        for number, cause in enumerate(causes, start=1):
+            lines += _wrapped(cause.sentence, f"      {number}. ")
+            for change in cause.changes:
+                lines.append(f"            {change.flag:<44}  {change.remark}".rstrip())
+        parts.append("\n".join(lines))
+    if num is not None and len(findings) > num:
+        rest = [f"   {finding.level}: {finding.title}" for finding in findings[num:]]
+        parts.append("\n".join(["And:", *rest]))
     return "\n\n".join(parts)
-
-
-def _in_full(finding: Finding, num_causes: int | None) -> str:
-    lines = [f"{finding.level.upper():<8} {finding.title} ({finding.where})"]
-    lines += _wrapped(finding.evidence, " " * 9)
-    for number, cause in enumerate(finding.causes[:num_causes], start=1):
-        lines += _wrapped(cause.sentence, f"      {number}. ")
-        lines += [f"            {each.flag:<44}  {each.remark}".rstrip() for each in cause.changes]
-    return "\n".join(lines)
 
 
 def _wrapped(text: str, start: str) -> list[str]:
@@ -151,8 +167,8 @@ def _wrapped(text: str, start: str) -> list[str]:
     )
 
 
-def _as_yaml(value: Any) -> str:
+def _as_yaml(value: object) -> str:
     """Formats a value as YAML on one line."""
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return f"{value:.3g}" if isinstance(value, float) else json.dumps(value)

@@ -28,7 +28,7 @@ def on_crash(error: Exception) -> str | None:
     except InputError:  # it crashed before anything else was written
         history = History(folder, crashes=[record])
     findings = [each for each in diagnose(history) if each.rule in OF_MEMORY]
-    return as_text(findings, full=True) if findings else None
+    return as_text(findings) if findings else None
 
 
 def at_run_end(run: Path, error: BaseException | None) -> None:

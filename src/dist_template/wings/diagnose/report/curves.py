@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +26,6 @@ LEGEND = 12  # lines of a legend, at most; the hover text names every curve
 # the light page and on the dark one.
 COLOURS = ("#2f93c8", "#e07b39", "#2aa57c", "#c473a5", "#b57b00", "#5fb0e6", "#868c93")
 DASHES = ("solid", "dot", "dash", "dashdot")
-AXES = {"steps": "optimizer step", "tokens": "tokens", "hours": "hours since the first step logged"}
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,13 @@ NOT_DRAWN = {
 
 @dataclass
 class Figure:
-    """A panel, and the data and layout of plotly's figure."""
+    """A panel, and plotly's data, x axis, y axis and layout."""
 
     panel: Panel
     data: list[dict[str, object]]
-    layout: dict[str, object]
-
-
-@dataclass
-class Curve:
-    """One metric of one run, thinned."""
-
-    metric: str
-    run: int
-    name: str
-    series: Series
-    tokens: np.ndarray  # at the steps of `series`; NaN if they are not known
-    hours: np.ndarray
+    x: Mapping[str, object]
+    y: Mapping[str, object]
+    layout: Mapping[str, object]
 
 
 def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], list[Figure]]:
@@ -102,7 +92,9 @@ def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], l
         if len(histories) == 1:
             panels.append(replace(panel, metrics=found))
     others = [Panel(name, "", (name,)) for name in logged if name not in drawn]
-    return _drawn(panels, histories, names), _drawn(others, histories, names)
+    shown = [_figure(panel, histories, names) for panel in panels]
+    more = [_figure(panel, histories, names) for panel in others]
+    return list(filter(None, shown)), list(filter(None, more))
 
 
 def not_finite(history: History) -> list[str]:
@@ -133,84 +125,65 @@ def thin(series: Series) -> Series:
     return series[sorted(kept)]
 
 
-def _drawn(panels: list[Panel], histories: list[History], names: list[str]) -> list[Figure]:
-    found = []
-    for panel in panels:
-        curves = _curves(panel, histories, names)
-        if curves:
-            found.append(_figure(panel, curves, is_one=len(histories) == 1))
-    return found
-
-
-def _curves(panel: Panel, histories: list[History], names: list[str]) -> list[Curve]:
-    curves = []
+def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure | None:
+    """Returns a plot; colours are the metrics of one run, or several runs, with dashed metrics."""
+    curves: list[tuple[int, str, Series]] = []
     for run, history in enumerate(histories):
-        start = min((history.metrics[name].times[0] for name in history.metrics.names), default=0.0)
         for metric in panel.metrics:
             series = thin(history.metrics[metric])
             if len(series.finite()):
-                hours = (series.times - start) / 3600
-                tokens = tokens_at(history, series.steps)
-                curves.append(Curve(metric, run, names[run], series, tokens, hours))
-    return curves
-
-
-def _figure(panel: Panel, curves: list[Curve], is_one: bool) -> Figure:
-    """Returns a plot; colours are the metrics of one run, or several runs, with dashed metrics."""
-    metrics = [
-        metric for metric in panel.metrics if any(curve.metric == metric for curve in curves)
-    ]
-    labels = dict(zip(metrics, _labels(metrics), strict=True))
+                curves.append((run, metric, series))
+    if not curves:
+        return None
+    metrics = list(dict.fromkeys(metric for _, metric, _ in curves))
+    labels = _labels(metrics)
     data: list[dict[str, object]] = []
-    for curve in curves:
-        label, number = labels[curve.metric], metrics.index(curve.metric)
-        colour, dash, name = number, number // len(COLOURS), label
-        if not is_one:
-            colour, dash, name = curve.run, number, curve.name
-            if len(metrics) > 1:
-                name = f"{name} {label}"
-        color = COLOURS[colour % len(COLOURS)]
-        values = curve.series.values
-        has_gaps = len(values) < BUCKETS and not np.isfinite(values).all()
+    tokens: list[np.ndarray] = []  # of each curve, at its steps
+    is_log = panel.log
+    for run, metric, series in curves:
+        number = metrics.index(metric)
+        name, colour, dash = labels[number], number, number // len(COLOURS)
+        if len(histories) > 1:
+            name = f"{names[run]} {name}" if len(metrics) > 1 else names[run]
+            colour, dash = run, number
+        style = {"color": COLOURS[colour % len(COLOURS)]}
+        has_gaps = len(series) < BUCKETS and not np.isfinite(series.values).all()
+        is_log = is_log and bool((series.finite().values > 0).all())
+        tokens.append(tokens_at(histories[run], series.steps))
         data.append({
             "type": "scatter",
             "name": html.escape(name),
-            "x": curve.series.steps.tolist(),
-            "y": _rounded(values),
-            "mode": "lines+markers" if has_gaps or len(values) <= MARKED else "lines",
-            "marker": {"size": 5, "color": color},
-            "line": {"width": 1.6, "dash": DASHES[dash % len(DASHES)], "color": color},
+            "x": series.steps.tolist(),
+            "y": _rounded(series.values),
+            "mode": "lines+markers" if has_gaps or len(series) <= MARKED else "lines",
+            "marker": {"size": 5, **style},
+            "line": {"width": 1.6, "dash": DASHES[dash % len(DASHES)], **style},
             "hovertemplate": "%{y:.1%}" if panel.share else "%{y:.5~g}",
         })  # fmt: skip
-    is_log = panel.log and all((curve.series.finite().values > 0).all() for curve in curves)
     y: dict[str, object] = {"type": "log" if is_log else "linear", "exponentformat": "SI"}
     if panel.share:
         y["tickformat"] = ".3~p"
     if panel.zero:
         y["rangemode"] = "tozero"
-    layout = {
-        "xaxis": {"title": {"text": AXES["steps"], "standoff": 6}, "rangemode": "tozero"},
-        "yaxis": y,
-        "showlegend": 1 < len(data) <= LEGEND,
-        "updatemenus": [_buttons(curves, is_log)],
-    }
-    return Figure(panel, data, layout)
+    x = {"title": {"text": "optimizer step", "standoff": 6}, "rangemode": "tozero"}
+    buttons = [_buttons(data, tokens, is_log)]
+    layout = {"showlegend": 1 < len(data) <= LEGEND, "updatemenus": buttons}
+    return Figure(panel, data, x, y, layout)
 
 
-def _buttons(curves: list[Curve], is_log: bool) -> dict[str, object]:
+def _buttons(
+    data: list[dict[str, object]], tokens: list[np.ndarray], is_log: bool
+) -> dict[str, object]:
     """Returns the buttons above a plot: what the x axis shows, and the scale of the y axis."""
-    columns = {"steps": [curve.series.steps for curve in curves]}
-    columns["tokens"] = [curve.tokens for curve in curves]
-    columns["hours"] = [curve.hours for curve in curves]
-    buttons = []
-    for axis, values in columns.items():
-        if all(np.isfinite(column).all() for column in values):
-            x = {"x": [_rounded(column) for column in values]}
-            title = {"xaxis.title.text": AXES[axis], "xaxis.autorange": True}
-            buttons.append({"label": axis, "method": "update", "args": [x, title]})
     scales = [{"yaxis.type": "log"}, {"yaxis.type": "linear"}]
     first, second = scales[::-1] if is_log else scales
-    buttons.append({"label": "log", "method": "relayout", "args": [first], "args2": [second]})
+    buttons = [{"label": "log", "method": "relayout", "args": [first], "args2": [second]}]
+    if np.isfinite(np.concatenate(tokens)).all():
+        columns = {"optimizer step": [trace["x"] for trace in data]}
+        columns["tokens"] = list(map(_rounded, tokens))
+        for title, x in columns.items():
+            given = [{"x": x}, {"xaxis.title.text": title, "xaxis.autorange": True}]
+            buttons.append({"label": title, "method": "update", "args": given})
     place = {"x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom", "pad": {"t": 0, "b": 0}}
     return place | {
         "type": "buttons",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import os
 import re
-from collections import Counter
 from pathlib import Path
 
 from ....errors import require
@@ -17,7 +16,7 @@ from ....observe.history.run import History, PlotlyJs, read_run
 from ....project import program
 from ....records import write_atomically
 from ..engine import diagnose
-from ..finding import LEVELS, Finding
+from ..finding import Finding, counted
 from . import curves, sections
 from .results import figures, resume
 
@@ -100,12 +99,13 @@ def context(
     """Returns the variables of the templates; an empty `link` puts plotly.js into the page."""
     shown, more = curves.figures(histories, names)
     one = histories[0]
+    runs: list[dict[str, object]] = []
     content = {
         "title": f"{len(histories)} runs compared",
         "sections": sections.of_several(histories, names),
         "link": link,
         "what": sections.what(one),
-        "runs": [],
+        "runs": runs,
         "figures": figures(one),
         "resume": resume(one),
         "shown": shown,
@@ -116,17 +116,10 @@ def context(
         content |= {"title": names[0], "sections": sections.of_one(one)}
         shown += sections.differences_to_baseline(one.folder)
     for history, name, found in zip(histories, names, findings, strict=True):
-        counts = Counter(finding.level for finding in found)
-        plural = {"error": "errors", "warning": "warnings", "info": "info"}
-        counted = []
-        for level in LEVELS:
-            if counts[level]:
-                word = plural[level] if counts[level] > 1 else level
-                counted.append(f"{counts[level]} {word}")
-        content["runs"].append({
+        runs.append({
             "name": name,
             "findings": found,
-            "counted": ", ".join(counted),
+            "counted": counted(found),
             "status": sections.status(history),
             "crashed": bool(history.crashes),
             "gaps": curves.not_finite(history),
@@ -154,9 +147,12 @@ def _drawn(figure: curves.Figure, number: int) -> str:
     from markupsafe import Markup
     from plotly.io import to_html
 
-    layout = LAYOUT | figure.layout
-    for axis in ("xaxis", "yaxis"):
-        layout[axis] = AXIS | figure.layout.get(axis, {})
+    layout = {
+        **LAYOUT,
+        **figure.layout,
+        "xaxis": {**AXIS, **figure.x},
+        "yaxis": {**AXIS, **figure.y},
+    }
     return Markup(
         to_html(
             {"data": figure.data, "layout": layout},

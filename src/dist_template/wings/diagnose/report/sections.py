@@ -27,9 +27,8 @@ PATHS = ("run", "ckpt_path", "config", "data.cache_dir")  # keys of paths, which
 OF_AN_ATTEMPT = ("time", "command", "job_started", "job_ends")
 ENVIRONMENT = (
     "time", "host", "platform", "cpu_count", "gpus", "driver", "cuda", "nccl", "python",
-    "git_commit",
+    "git_commit", "torch", "lightning", "transformers", "deepspeed",
 )  # fmt: skip
-PACKAGES = ("torch", "lightning", "transformers", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,10 @@ def from_defaults(history: History) -> list[tuple[str, object, object]]:
     return found
 
 
+def _table(head: list[str], rows: list[list[str]], note: str = "") -> Parts:
+    return [Table("", head, rows, note)] if rows else []
+
+
 def _differing(head: str, trees: Iterable[Mapping[str, object]], names: list[str]) -> Parts:
     """Returns a table of the keys whose values differ, of flat trees."""
     trees, rows = list(trees), []
@@ -148,7 +151,7 @@ def _differing(head: str, trees: Iterable[Mapping[str, object]], names: list[str
         is_path = key in PATHS or key.startswith(tuple(f"{path}." for path in PATHS))
         if not is_path and any(value != values[0] for value in values):
             rows.append([key, *map(shown, values)])
-    return [Table("", [head, *names], rows)] if rows else []
+    return _table([head, *names], rows)
 
 
 def newest_evaluation(run: Path) -> dict[str, Any]:
@@ -176,14 +179,9 @@ def differences_to_baseline(run: Path) -> list[Figure]:
         "error_x": {"type": "data", "array": plus, "arrayminus": minus},
         "marker": {"size": 8, "color": COLOURS[0]},
     }
-    layout: dict[str, object] = {
-        "xaxis": {"title": {"text": "% of the baseline"}},
-        "yaxis": {"type": "category"},
-        "showlegend": False,
-        "hovermode": "closest",
-    }
+    x, layout = {"title": {"text": "% of the baseline"}}, {"hovermode": "closest"}
     panel = Panel("Differences to the baseline", "with 95 % intervals", ())
-    return [Figure(panel, [trace], layout)]
+    return [Figure(panel, [trace], x, {"type": "category"}, layout)]
 
 
 def _evaluation(run: Path) -> Parts:
@@ -197,10 +195,8 @@ def _evaluation(run: Path) -> Parts:
         for each in found[end]:
             values = f"{each['run']:.4f}", f"{each['baseline']:.4f}"
             documents.rows.append([end, each["text"], *values])
-    verdicts = Table("", ["", "verdict"], [])
-    for each in found["comparisons"]:
-        verdicts.rows.append([each["name"], each["sentence"]])
-    return [verdicts, documents] if verdicts.rows else [documents]
+    verdicts = [[each["name"], each["sentence"]] for each in found["comparisons"]]
+    return [*_table(["", "verdict"], verdicts), documents]
 
 
 def _goodput(histories: list[History], names: list[str]) -> Parts:
@@ -213,7 +209,7 @@ def _goodput(histories: list[History], names: list[str]) -> Parts:
             cells.append(f"{seconds / (total or 1e-9):.1%}, {clock(seconds)}")
         if any(history.goodput.get(kind) for history in histories):
             rows.append([kind.replace("_", " "), *cells])
-    return [Table("", ["", *names], rows)] if rows else []
+    return _table(["", *names], rows)
 
 
 def _configuration(history: History) -> Parts:
@@ -233,23 +229,15 @@ def _configuration(history: History) -> Parts:
 
 def _environment(environment: Mapping[str, Any]) -> Parts:
     packages, variables = environment.get("packages") or {}, environment.get("variables") or {}
-    table = Table("", ["", ""], [])
+    rows, known = [], {**environment, **packages}
     for key in ENVIRONMENT:
-        if environment.get(key) not in (None, "", []):
-            table.rows.append([key, shown(environment[key])])
-    for name in PACKAGES:
-        if name in packages:
-            table.rows.append([name, packages[name]])
+        if known.get(key) not in (None, "", []):
+            rows.append([key, shown(known[key])])
     lines = str(environment.get("git_changes") or "").splitlines()
     lines += map("{0[0]}={0[1]}".format, variables.items())
     lines += map("{0[0]}=={0[1]}".format, packages.items())
     text = Text("Changed files, variables, packages", "\n".join(lines), folded=True)
-    parts: Parts = []
-    if table.rows:
-        parts.append(table)
-    if lines:
-        parts.append(text)
-    return parts
+    return [*_table(["", ""], rows), *([text] if lines else [])]
 
 
 def _samples(folder: Path) -> Parts:
@@ -269,13 +257,12 @@ def _samples(folder: Path) -> Parts:
 
 def _incidents(incidents: list[dict[str, Any]]) -> Parts:
     """Returns the newest anomalous steps that the numerics guard recorded."""
-    keys = ("time", "step", "kind", "decision", "loss", "limit", "gradient_norm", "suspects")
+    keys = ["time", "step", "kind", "decision", "loss", "limit", "gradient_norm", "suspects"]
     rows = []
     for incident in incidents[-ROWS:]:
         rows.append([_figure(incident.get(key)) for key in keys])
     note = f"The newest {ROWS} of {len(incidents)}." if len(incidents) > ROWS else ""
-    head = [key.replace("_", " ") for key in keys]
-    return [Table("", head, rows, note)] if rows else []
+    return _table(keys, rows, note)
 
 
 def _figure(value: object) -> str:
@@ -287,23 +274,21 @@ def _figure(value: object) -> str:
 def _crashes(crashes: list[dict[str, Any]]) -> Parts:
     if not crashes:
         return []
-    keys = ("step", "rank", "host", "error", "module", "where")
-    table = Table("", list(keys), [])
-    for crash in crashes:
-        table.rows.append([shown(crash.get(key, "")) for key in keys])
+    keys = ["step", "rank", "host", "error", "module", "where"]
+    rows = [[shown(crash.get(key, "")) for key in keys] for crash in crashes]
     last = crashes[-1]
     title = f"Rank {last.get('rank', '?')}, step {last.get('step', '?')}"
-    return [table, Text(title, str(last.get("message", ""))[:4000])]
+    return [*_table(keys, rows), Text(title, str(last.get("message", ""))[:4000])]
 
 
 def _checkpoints(history: History) -> Parts:
-    table = Table("", ["name", "MiB", "processes", "strategy", "state"], [])
+    rows = []
     for path in checkpoints(history)[:ROWS]:
         if torn := manifest.torn(path):
-            table.rows.append([path.name, "", "", "", f"damaged: {torn}"])
+            rows.append([path.name, "", "", "", f"damaged: {torn}"])
             continue
         saved = manifest.read(path)
         mib = sum(size for size, _ in saved["files"].values()) / 2**20
         ranks, strategy = str(saved.get("world_size", "")), str(saved.get("strategy", ""))
-        table.rows.append([path.name, f"{mib:,.1f}", ranks, strategy, "sizes match"])
-    return [table] if table.rows else []
+        rows.append([path.name, f"{mib:,.1f}", ranks, strategy, "sizes match"])
+    return _table(["name", "MiB", "processes", "strategy", "state"], rows)

@@ -1,6 +1,6 @@
 """The rules, in the order in which findings of equal level and confidence are reported."""
 
-from . import crashes, data, experts, loss, overhead, pipeline, resources
+from . import crashes, data, experts, loss, overhead, resources
 
 ALL = (
     crashes.out_of_memory, crashes.crashed, crashes.loss_not_finite,
@@ -10,7 +10,7 @@ ALL = (
     data.train_validation_overlap, data.overfits,
     experts.experts_unused, experts.experts_overloaded,
     resources.memory_nearly_full, resources.memory_grows, resources.waits_for_data,
-    pipeline.pipeline_waits, pipeline.uneven_stages,
+    resources.pipeline_waits, resources.uneven_stages,
     resources.slow_rank, resources.fp32_on_gpu,
     overhead.checkpoint_overhead_high, overhead.validation_overhead_high,
     overhead.time_limit_too_short,

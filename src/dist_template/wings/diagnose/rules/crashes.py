@@ -14,7 +14,7 @@ from ....observe.crash import sentence
 from ....observe.history.run import History
 from ....records import GIB
 from .. import expected
-from ..finding import Cause, Change, Finding
+from ..finding import Cause, Change, Finding, Level
 from ..memory import as_size
 from ..remedies import memory_use, remedies
 
@@ -46,15 +46,20 @@ def out_of_memory(history: History) -> Iterator[Finding]:
         is_first = worst["step"] == worst["first_step"]
         use = memory_use(history, worst["memory"], worst["phase"], is_first)
         causes = remedies(use)
-        parts = {name: size for name, size in use.parts.items() if size > use.total / 100}
-        used_by = f"Used by: {', '.join(f'{name} {as_size(parts[name])}' for name in parts)}."
-    memory = worst["memory"]
-    sizes = [GIB * (memory.get(f"{key}_gib") or 0.0) for key in ("asked", "used", "total")]
-    requested, used, total = sizes
-    place = f"In {worst['place']}" + (f", in {worst['module']}" if worst["module"] else "")
-    request = f": {as_size(requested)} more were requested" if requested else ""
-    in_use = f"; {as_size(used)} of {as_size(total)} were in use" if total else ""
-    title, evidence = "out of memory", f"{place}{request}{in_use}. {used_by}"
+        parts = []
+        for name, size in use.parts.items():
+            if size > use.total / 100:
+                parts.append(f"{name} {as_size(size)}")
+        used_by = f"Used by: {', '.join(parts)}."
+    evidence = f"In {worst['place']}"
+    if worst["module"]:
+        evidence += f", in {worst['module']}"
+    if requested := worst["memory"].get("asked_gib"):
+        evidence += f": {as_size(GIB * requested)} more were requested"
+    if total := worst["memory"].get("total_gib"):
+        used = worst["memory"].get("used_gib") or 0.0
+        evidence += f"; {as_size(GIB * used)} of {as_size(GIB * total)} were in use"
+    title, evidence = "out of memory", f"{evidence}. {used_by}"
     steps, ranks = (step, step), [crash["rank"] for crash in crashes]
     explains = ("memory_nearly_full", "crashed")
     yield Finding(
@@ -86,16 +91,20 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     steps = [each["step"] for each in incidents] or lost.steps.tolist()
     if not steps:
         return
-    ranks = sorted({rank for each in incidents for rank in each.get("suspects", [])})
-    origin = next((each["first_bad"] for each in incidents if each.get("first_bad")), None)
+    suspects: set[int] = set()
+    origin = None
+    for each in incidents:
+        suspects.update(each.get("suspects", ()))
+        origin = origin or each.get("first_bad")
+    ranks = sorted(suspects)
     parts = [f"{len(steps)} step{'s' * (len(steps) > 1)}, the first one {steps[0]}"]
     if incidents and math.isfinite(incidents[0]["loss"]):
         parts.append(f"the loss was {incidents[0]['loss']:.4g} and the gradient was not finite")
     if origin:
         parts.append(f"the first non-finite {origin['what']} is that of {origin['module']}")
     is_error = not incidents or len(incidents) > 3 or incidents[-1]["decision"] == "stop"
-    level, title = "error" if is_error else "warning", "the loss or the gradient is not finite"
-    evidence = "; ".join(parts) + "."
+    level: Level = "error" if is_error else "warning"
+    title, evidence = "the loss or the gradient is not finite", "; ".join(parts) + "."
     causes = _why_not_finite(history, steps[0], origin, ranks, incidents)
     span, explains = (steps[0], steps[-1]), ("loss_diverges", "loss_spikes", "early_loss_jump")
     yield Finding(

@@ -29,17 +29,21 @@ def labels_masked(history: History) -> Iterator[Finding]:
     if share is None or share >= FEW_LABELS:
         return
     length = history.key("data.seq_len")
-    longer = [Change("data.seq_len", length, 2 * length)] if length else []
+    longer = []
+    if length:
+        longer.append(Change("data.seq_len", length, 2 * length))
     causes = [
         Cause("The mask covers the answers too: data.py sets labels to -100 where it should not."),
         Cause("The markers of the chat template were not found: all text is masked as the prompt."),
         Cause("seq_len truncates the answers.", longer),
     ]
     evidence = f"{share:.2%} of the labels are not -100"
-    evidence += f"; train/loss is {loss.last:.4g}." if len(loss) else "."
-    level, confidence = ("warning", "likely") if share else ("error", "certain")
-    title, steps = "few labels count", robust.span(counted) if len(counted) else None
-    title = title if share else "no label counts"
+    if len(loss):
+        evidence += f"; train/loss is {loss.last:.4g}"
+    level, confidence, title = "error", "certain", "no label counts"
+    if share:
+        level, confidence, title = "warning", "likely", "few labels count"
+    steps, evidence = robust.span(counted) if len(counted) else None, f"{evidence}."
     explains = ("gradient_zero", "loss_not_decreasing")
     yield Finding("labels_masked", level, confidence, title, evidence, causes, steps, (), explains)
 

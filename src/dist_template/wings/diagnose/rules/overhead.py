@@ -16,7 +16,6 @@ TARGET = 0.05  # share of the time at the proposed interval
 MIN_NUMBER = 3  # checkpoints or validations, before their cost is judged
 MIN_POINTS, PACE_POINTS = 10, 200  # log steps from which the pace is taken: least and most
 MARGIN_S = 60.0  # for the last step and its checkpoint
-UNITS_S = (86400, 3600, 60, 1)  # of DD:HH:MM:SS
 
 
 def checkpoint_overhead_high(history: History) -> Iterator[Finding]:
@@ -38,14 +37,16 @@ def _overhead(
     history: History, kind: str, num: int, limit: float, key: str, causes: Sequence[Cause]
 ) -> Iterator[Finding]:
     every, step_s = history.key(key), expected.step_s(history)
-    spent = {name: s for name, s in history.goodput.items() if name not in ("start", "restart")}
-    total_s, spent_s = sum(spent.values()), spent.get(kind, 0.0)
+    spent_s, total_s = history.goodput.get(kind, 0.0), sum(history.goodput.values())
+    total_s -= history.goodput.get("start", 0.0) + history.goodput.get("restart", 0.0)
     is_long = total_s > SHORT_RUN_S
     if num < MIN_NUMBER or not isinstance(every, int) or not step_s > 0:
         return
     each_s = spent_s / num
     to = int(robust.rounded(min(each_s / (TARGET * step_s), expected.max_steps(history) / 4)))
-    if spent_s <= limit * total_s * (1 if is_long else 2) or to <= every:
+    if not is_long:
+        limit *= 2
+    if spent_s <= limit * total_s or to <= every:
         return
     evidence = (
         f"{spent_s / total_s:.0%} of {total_s:.0f} s: {num} {kind}s of {each_s:.2g} s, one every"
@@ -91,10 +92,12 @@ def time_limit_too_short(history: History) -> Iterator[Finding]:
 def _job_ends(history: History, limit: object) -> float | None:
     """Returns the Unix time at which the run's own limit or Slurm's ends the job, if any."""
     started, slurm = history.environment.get("job_started"), history.environment.get("job_ends")
-    ends = [float(slurm)] if slurm else []
+    ends = []
+    if slurm:
+        ends.append(float(slurm))
     if started is not None and (found := re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(limit))):
-        units = zip(found.groups(), UNITS_S, strict=True)
-        ends.append(started + sum(int(number) * unit for number, unit in units))
+        days, hours, minutes, seconds = map(int, found.groups())
+        ends.append(started + 86400 * days + 3600 * hours + 60 * minutes + seconds)
     return min(ends, default=None)
 
 

@@ -1,14 +1,19 @@
-"""Rules about time and memory: data loading, slow ranks, precision, device memory."""
+"""Rules about time and memory: data loading, slow ranks, pipelines, precision, device memory."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
+from itertools import chain, repeat
+from operator import truediv
 
 import numpy as np
 
 from ....observe.history.run import History
+from ....parallel.pipeline.balance import balanced
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
+from ..memory import STRATEGY
 
 MIN_POINTS = 4  # log steps after the first
 WAITS, WAITS_LONG = 0.1, 0.3  # share of a step that is spent waiting for the next batch
@@ -18,6 +23,8 @@ SAME_RANK, ALWAYS_SAME_RANK = 0.7, 0.9  # share of the log steps in which one ra
 FULL = 0.95  # of the device memory: the rest is needed for fragmentation and a longer batch
 GROWTH = 0.1  # of the memory allocated at the start
 MIN_MEMORY_POINTS = 20
+BUBBLE = 0.25  # of the time in which a device computes: 20 % of a step
+UNEVEN = 1.2  # times the mean device's time: a step takes so much longer
 STEADY = 0.9  # share of pairs of medians in which the later one is higher
 
 
@@ -132,3 +139,61 @@ def memory_grows(history: History) -> Iterator[Finding]:
     )
     title = "memory grows from step to step"
     yield Finding("memory_grows", "warning", "likely", title, evidence, [cause], (begin, end))
+
+
+def pipeline_waits(history: History) -> Iterator[Finding]:
+    """Reports the bubble: a device waits while the pipeline fills and empties."""
+    num, stages = history.fact("data.accumulation"), history.fact("pipeline.stages")
+    bubble = history.fact("pipeline.bubble", 0.0) / (num or 1)
+    if not num or bubble <= BUBBLE:
+        return
+    causes, size = [], history.key("data.micro_batch_size") or 1
+    if size > 1:
+        to = size - 1
+        while to > 1 and (size % to or bubble * to / size > BUBBLE):
+            to -= 1
+        change = Change("data.micro_batch_size", size, to)
+        causes.append(Cause("More, smaller micro-batches: same global batch.", [change]))
+    schedule, blocks = history.fact("pipeline.schedule"), history.fact("pipeline.blocks")
+    if schedule in ("GPipe", "1F1B") and sum(blocks) >= 2 * len(stages):
+        sentence = "Two stages on each device, and gradients of weights computed in the gaps."
+        change = Change(f"{STRATEGY}pp_schedule", schedule, "ZBVZeroBubble")
+        causes.append(Cause(sentence, [change]))
+    causes.append(Cause("The global batch is small for so many stages: a lower pp_size."))
+    evidence = (
+        f"{bubble / (1 + bubble):.0%} of a step: {num} micro-batches through {len(stages)} devices"
+        f" by {schedule}, if all stages take the same time."
+    )
+    title = "the stages of the pipeline wait for each other"
+    yield Finding("pipeline_waits", "warning", "certain", title, evidence, causes)
+
+
+def uneven_stages(history: History) -> Iterator[Finding]:
+    stages, blocks = history.fact("pipeline.stages") or [], history.fact("pipeline.blocks") or []
+    series = [expected.steady(history, f"pipeline/stage{n + 1}_s") for n in range(len(blocks))]
+    if len(series) < 2 or min(map(len, series)) < MIN_POINTS:
+        return
+    times = [robust.median(each.values) for each in series]
+    of_devices = [sum(times[n] for n in own) for own in stages]
+    rank = int(np.argmax(of_devices))
+    ratio = of_devices[rank] / np.mean(of_devices)
+    if ratio < UNEVEN:
+        return
+    each = list(map(truediv, times, blocks))
+    each[-1] = min(each[-1], statistics.median(each[:-1]))  # the rest is the output layer's
+    costs, head = [*chain.from_iterable(map(repeat, each, blocks))], times[-1]
+    layers = balanced(costs, head - each[-1] * blocks[-1], len(blocks))
+    numbers = " and ".join(map(str, np.add(stages[rank], 1)))
+    causes = [Cause(f"The machine of stage {numbers} is slow: compare gpu/ and host/.")]
+    if layers != blocks:
+        sentence = "The stages have unequal work: these numbers of blocks make it even."
+        causes.insert(0, Cause(sentence, [Change(f"{STRATEGY}pp_layers", blocks, layers)]))
+    seconds = ", ".join(map("{:.3g}".format, times))
+    evidence = (
+        f"Forward and backward of a step take {seconds} s in the stages, of {blocks} blocks; the"
+        f" slowest device takes {ratio:.2f} times the mean."
+    )
+    confidence, steps = "certain" if ratio > 1.5 else "likely", robust.span(series[0])
+    title, slow = f"the pipeline waits for stage {numbers}", ("slow_rank",)
+    rule = "uneven_stages"
+    yield Finding(rule, "warning", confidence, title, evidence, causes, steps, explains=slow)
