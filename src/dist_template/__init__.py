@@ -14,6 +14,7 @@ PLACES = {  # public name -> the module that defines it
     "InputError": "errors",
     "Ended": "errors",
     "Project": "project",
+    "Flags": "project",
     "TrainingModule": "model.training_module",
     "AdapterConfig": "text.model.adapters",
     "BlockConfig": "parallel.blocks",

@@ -2,12 +2,13 @@
 
 Groups:
     dist_template.verbs: a module with `main(argv, project)`, started by `python -m <package> NAME`.
-    dist_template.hooks: a function that the core calls; hooks.py has their names and arguments.
+    dist_template.hooks: a module with functions that the core calls, see hooks.py.
+    dist_template.callbacks: a Lightning callback of every run, configured by its name's key.
     dist_template.rules: a rule of diagnosis, a function from a run to findings.
     dist_template.launch_targets: a target of `launch --on NAME`.
-    dist_template.sources: a source of text.
 
-A value is "module" or "module:attribute". Nothing is imported before `EntryPoint.load`.
+A source of text needs none: YAML takes the import path of its class. docs/extend.md has an example
+of each. A value is "module" or "module:attribute". Nothing is imported before `EntryPoint.load`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import tomllib
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
@@ -24,15 +26,18 @@ from .project import program_name
 LIBRARY = __name__.split(".")[0]
 
 
-def registered(group: str) -> dict[str, EntryPoint]:
+def registered(group: str, taken: Collection[str] = ()) -> dict[str, EntryPoint]:
     """Returns the entry points of a group, sorted by name.
+
+    `taken` are names that this library has without an entry point.
 
     For a package that is imported from its source folder (this library or the user's project),
     pyproject.toml replaces the installed metadata: the package may not be installed, and the
     metadata of an editable install is as old as the installation.
 
     Raises:
-        InputError: two packages register one name, or a pyproject.toml is not valid TOML.
+        InputError: two packages register one name, or one registers a name of this library, or a
+            pyproject.toml is not valid TOML.
     """
     points = []  # (package, entry point)
     in_source = set()  # packages
@@ -47,16 +52,18 @@ def registered(group: str) -> dict[str, EntryPoint]:
         package = _normalized(point.dist.name) if point.dist else "a package without metadata"
         if package not in in_source:
             points.append((package, point))
-    return _unique(points)
+    return _unique(points, taken)
 
 
-def _unique(points: list[tuple[str, EntryPoint]]) -> dict[str, EntryPoint]:
+def _unique(points: list[tuple[str, EntryPoint]], taken: Collection[str]) -> dict[str, EntryPoint]:
     found: dict[str, tuple[str, EntryPoint]] = {}
     for package, point in points:
         other, _ = found.setdefault(point.name, (package, point))
+        if point.name in taken:
+            other = LIBRARY
         if other != package:
             raise InputError(
-                f"{other} and {package} both register {point.name!r} as an entry point of"
+                f"{other} and {package} both have {point.name!r} in the group"
                 f" {point.group}: uninstall one, or rename it in its pyproject.toml"
             )
     return {name: found[name][1] for name in sorted(found)}
@@ -83,3 +90,17 @@ def _read(file: Path) -> dict[str, dict]:
 def _normalized(name: str) -> str:
     """Returns the name of a package as indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def file_of(module: str) -> Path | None:
+    """Returns the source of a module; the packages that contain it are not imported."""
+    root, *parts = module.split(".")
+    spec = importlib.util.find_spec(root) if root else None
+    if spec and spec.origin and not parts:
+        return Path(spec.origin)
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        path = Path(folder, *parts)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file
+    return None

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from dist_template.cli.defaults import ALWAYS_ON
+from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
 from dist_template.model.optim import build_optimizer, build_schedule
 from tests.support.runs import logged, only_run, run
@@ -133,7 +133,7 @@ def test_every_option_is_in_one_of_the_tables(trainer_of: Any, monkeypatch: pyte
     )
     trainer_of()
     keys = {action.dest for action in parsers[0]._actions if not action.dest.endswith("help")}
-    ours = {"model", "data", "run", "cluster", "trainer", "print_config", *ALWAYS_ON}
+    ours = {"model", "data", "run", "cluster", "trainer", "print_config", *always_on()}
     lightnings = {key for key in keys if key.split(".")[0] not in ours or key.startswith("trainer.")}
     refused = {re.split("[=+]", flag)[0] for flag in REFUSED}
     assert lightnings == {*HONOURED, *ELSEWHERE, *refused}

@@ -12,7 +12,7 @@ from dist_template import plugins
 from dist_template.errors import InputError
 from dist_template.project import Project
 
-GROUP = "dist_template.sources"  # this library registers none
+GROUP = "dist_template.examples"  # this library registers none
 Install = Callable[[str, str], None]
 
 
@@ -55,8 +55,13 @@ def test_a_projects_pyproject_replaces_its_older_metadata(install: Install, proj
 
 def test_one_name_of_two_packages_is_refused_with_both(install: Install, project: Path) -> None:
     install("other", "b = other:B")
-    with pytest.raises(InputError, match=f"a-trainer and other both register 'b' as an entry point of {GROUP}: "):
+    with pytest.raises(InputError, match=f"a-trainer and other both have 'b' in the group {GROUP}: "):
         plugins.registered(GROUP)
+
+
+def test_a_name_of_the_library_is_refused(project: Path) -> None:
+    with pytest.raises(InputError, match=f"dist_template and a-trainer both have 'a' in the group {GROUP}: "):
+        plugins.registered(GROUP, taken={"a"})
 
 
 def test_a_pyproject_that_is_not_toml_is_refused_with_its_path(project: Path) -> None:

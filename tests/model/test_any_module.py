@@ -12,10 +12,10 @@ import pytest
 
 from dist_template.checkpoint import manifest
 from dist_template.cli import main as command_line
-from dist_template.observe.diagnosis.engine import applicable
-from dist_template.observe.diagnosis.finding import Cause, Change, Finding
 from dist_template.observe.history.run import History
 from dist_template.project import Project
+from dist_template.wings.diagnose.engine import applicable
+from dist_template.wings.diagnose.finding import Cause, Change, Finding
 from dist_template.wings.rehearse.interventions import KillAt
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.workers import Workers

@@ -149,6 +149,11 @@ def uses_mock(path: Path) -> bool:
     return any("unittest" in line and "import" in line for line in path.read_text(encoding="utf-8").splitlines())
 
 
+def strings(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 def lines(paths: Iterator[Path] | list[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 

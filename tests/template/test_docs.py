@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from dist_template.observe.diagnosis.engine import RULES
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.zero import ZeroStrategy
 from dist_template.text.model.adapters import AdapterConfig
+from dist_template.wings.diagnose.engine import RULES
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
 from tests.support.written import falling, write_run
@@ -142,7 +142,7 @@ def test_the_reference_knows_every_slot_and_every_source(keys: set[str], referen
         "trainer.max_steps",
     } <= keys
     page = text_of(reference.PAGE)
-    for name in (*package.ALWAYS_ON, "StandardLibrary", "HubDataset", "ByteBPE", "configs/quickstart.yaml"):
+    for name in (*package.always_on(), "StandardLibrary", "HubDataset", "ByteBPE", "configs/quickstart.yaml"):
         assert name in page
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.cli.main import VERBS
+from dist_template.cli.verbs import verbs
 from dist_template.wings.setup import docs
 from tests.support.line import OURS, PACKAGE, main
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINES = {  # what is typed, and what it is completed to
     "fi": {"fit"},
-    "''": set(VERBS),
+    "''": set(verbs()),
     "plan --trainer.max_": {"--trainer.max_epochs", "--trainer.max_steps", "--trainer.max_time"},
     "plan --mem": {"--memory"},
     "fit --trainer.strategy.tp_s": {"--trainer.strategy.tp_size"},

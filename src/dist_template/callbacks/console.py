@@ -69,7 +69,7 @@ class Console(Callback):
             log step.
     """
 
-    worst = ""  # title of the worst open finding; callbacks/diagnosis.py sets it
+    worst = ""  # title of the worst open finding; wings/diagnose/callback.py sets it
 
     def __init__(self, line_every_s: float = 10.0) -> None:
         self.line_every_s = line_every_s

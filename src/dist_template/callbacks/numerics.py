@@ -29,7 +29,7 @@ from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
 from ..layout import total_norm
 from ..model.any_module import metrics_of, samples_of, tracks_metrics
-from ..observe.diagnosis.robust import MAD_TO_SIGMA
+from ..observe.history.metrics import MAD_TO_SIGMA
 from ..project import in_run
 from .first_bad import first_bad, weights_are_finite
 from .incidents import INCIDENTS, StepCheck, add_first_bad, add_jump, read_jumps, write_incident

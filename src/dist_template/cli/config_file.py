@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from ..errors import InputError
-from .defaults import ALWAYS_ON
+from .defaults import always_on
 
-TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler", *ALWAYS_ON}
+TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
 TOP_LEVEL |= OF_SOME_VERBS
@@ -57,8 +57,9 @@ def check(argv: list[str]) -> None:
 
 
 def _refuse_unknown(section: str, where: str) -> None:
-    if section not in TOP_LEVEL:
-        near = get_close_matches(section, TOP_LEVEL, 1)
+    known = TOP_LEVEL | always_on().keys()
+    if section not in known:
+        near = get_close_matches(section, known, 1)
         hint = f"; did you mean {near[0]}?" if near else ";"
         what = f"{where}{section} is not a key of this program"
         raise InputError(f"{what}{hint} see --help for every key")

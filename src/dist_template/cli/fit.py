@@ -38,7 +38,7 @@ from ..parallel.mesh import MeshStrategy  # noqa: F401
 from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
 from . import config_file, limits, ranges
-from .defaults import ALWAYS_ON, TRAINER_DEFAULTS, callback_class, hide_expected
+from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (
     RunConfig,
@@ -122,8 +122,8 @@ class CLI(OpenCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
         parser.add_class_arguments(Site, "cluster")
-        for key in ALWAYS_ON:
-            parser.add_lightning_class_args(callback_class(key), key)
+        for key, callback in always_on().items():
+            parser.add_lightning_class_args(callback.load(), key)
         add_optimization(parser)
         if self._name != "fit":
             assert isinstance(parser, Parser)
@@ -195,7 +195,6 @@ class CLI(OpenCLI):
             given=self._trainer_arguments,
             config=self.resolved_config(),
             defaults=self._defaults,
-            reports=self._setting("run").report,
         )
         return trainer
 

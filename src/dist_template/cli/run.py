@@ -22,7 +22,7 @@ from ..checkpoint.formats import format_of
 from ..cluster.launch import RUN_ID
 from ..cluster.watchdog import START_TIMEOUT_S
 from ..errors import InputError
-from ..observe.report.plotly_js import PlotlyJs
+from ..observe.history.run import PlotlyJs
 
 MAX_NAME_BYTES = 255  # of one part of a path, in the file systems of Linux and macOS
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration

@@ -37,7 +37,6 @@ def complete(
     given: dict[str, Any],
     config: dict[str, Any],
     defaults: Callable[[], str],
-    reports: bool,
 ) -> Summary:
     """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary.
 
@@ -54,7 +53,7 @@ def complete(
     if not trainer.fast_dev_run:
         trainer.loggers = [*trainer.loggers, RunLog(run)]
     plain = redacted(json.loads(json.dumps(config, default=str)))
-    summary = Summary(run, reports and not trainer.fast_dev_run)
+    summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
     first: list[Any] = [Crash(run)] if any_module.owns_order(data) else [SampleOrder(), Crash(run)]
     last = [Record(run, plain, defaults), Garbage(), UnusedParameters(), summary]
     trainer.callbacks = [*first, *trainer.callbacks, *last]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -17,12 +18,14 @@ from .metrics import FILE, Metrics, is_number, read_lines, read_metrics
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS, ENVIRONMENT = "defaults.yaml", "environment.json"
 CONFIG = "config.yaml"
+PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
+Tree = dict[str, Any]  # the content of a JSON or YAML file
 OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
 
 @dataclass
 class History:
-    """What a run has recorded; `read_run` reads it, callbacks/diagnosis.py adds to it.
+    """What a run has recorded; `read_run` reads it, wings/diagnose/callback.py adds to it.
 
     Args:
         folder: The run's folder.
@@ -37,28 +40,28 @@ class History:
     """
 
     folder: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    config: Tree = field(default_factory=dict)
+    defaults: Tree = field(default_factory=dict)
+    facts: Tree = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
-    environment: dict[str, Any] = field(default_factory=dict)
-    incidents: list[dict[str, Any]] = field(default_factory=list)
+    environment: Tree = field(default_factory=dict)
+    incidents: list[Tree] = field(default_factory=list)
     goodput: dict[str, float] = field(default_factory=dict)
-    crashes: list[dict[str, Any]] = field(default_factory=list)
+    crashes: list[Tree] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """Returns <run.name>/<id>."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
-    def key(self, path: str, default: Any = None) -> Any:
+    def key(self, path: str, default: object = None) -> Any:
         """Returns the configuration's value at a path such as "trainer.max_steps".
 
         `init_args` may be omitted in the path.
         """
         return _at(self.config, path, default)
 
-    def fact(self, path: str, default: Any = None) -> Any:
+    def fact(self, path: str, default: object = None) -> Any:
         """Returns the value of facts.json at a path such as "parameters.active"."""
         return _at(self.facts, path, default)
 
@@ -103,16 +106,16 @@ def look_again(history: History) -> None:
     history.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
 
-def read_incidents(run: Path) -> list[dict[str, Any]]:
+def read_incidents(run: Path) -> list[Tree]:
     return read_lines(run / INCIDENTS)
 
 
-def _read(path: Path, parse: Any) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], object]) -> Tree:
     cure = "restore it, or move it away: the rest of the run is then read without it"
     return read_mapping(path, cure, parse) if path.exists() else {}
 
 
-def _at(tree: Any, path: str, default: Any) -> Any:
+def _at(tree: object, path: str, default: object) -> Any:
     for part in path.split("."):
         if isinstance(tree, dict) and part not in tree and "init_args" in tree:
             tree = tree["init_args"]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...observe.diagnosis.memory import LIVE_PARAMETERS, Estimate
-from ...observe.diagnosis.rules.resources import FULL
 from ...observe.history.run import History
+from ..diagnose.memory import LIVE_PARAMETERS, Estimate
+from ..diagnose.rules.resources import FULL
 from .candidates import Candidate
 from .trace import Traced
 

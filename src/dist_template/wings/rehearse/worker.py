@@ -28,13 +28,14 @@ os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is fo
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 
-from ...cli.defaults import ALWAYS_ON  # noqa: E402
+from ...cli.defaults import always_on  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
-from ...cli.main import LIBRARY, VERBS  # noqa: E402
+from ...cli.verbs import load, verbs  # noqa: E402
 from ...cluster import signals  # noqa: E402
 from ...cluster.messages import MESSAGES  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
 from ...errors import InputError, first_line  # noqa: E402
+from ...plugins import LIBRARY  # noqa: E402
 from . import code_locations  # noqa: E402
 from .record import Job, RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -53,7 +54,7 @@ for _slow in (
     "transformers.optimization",
     f"{LIBRARY}.text.datamodule",
     f"{LIBRARY}.text.module",
-    *(f"{LIBRARY}.{path.rpartition('.')[0]}" for path in ALWAYS_ON.values()),
+    *(callback.module for callback in always_on().values()),
 ):
     with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed is an extra
         warnings.simplefilter("ignore")
@@ -124,8 +125,7 @@ def _attempt(job: Job, rank: int) -> str:
         if job.argv[0] in ("fit", "validate", "test", "predict"):
             _RecordedCLI(job, rank)
         else:
-            module = importlib.import_module(f"{LIBRARY}.{VERBS[job.argv[0]][0]}")
-            module.main(job.argv, job.project)
+            load(verbs()[job.argv[0]])(job.argv, job.project)
         return "done"
     except SystemExit as stop:  # the parser has printed the reason
         refusal = f"refused: {RunRecord(job.record, {}).last_line(rank)}"

@@ -4,14 +4,13 @@ The words are in the script, so that a key press starts no Python: building the 
 imports torch and takes seconds. Print it again after an upgrade, or after a new key of your own.
 """
 
-import importlib
 import io
 import os
 import re
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from ...cli.main import LIBRARY, VERBS
+from ...cli.verbs import load, verbs
 from ...project import Flags, Project
 from .docs import folder_of_pages
 
@@ -48,9 +47,9 @@ def main(argv: list[str], project: Project) -> None:
     parser.parse_args(argv[1:])
     pages = " ".join(page.stem for page in (folder_of_pages() or Path()).rglob("*.md"))
     words = {"'completion completion'": "bash zsh", "'docs docs'": pages}
-    words[f"*' {project.package}'"] = " ".join(VERBS)
+    words[f"*' {project.package}'"] = " ".join(verbs())
     of_fit: dict[str, str] = {}
-    for verb in VERBS:
+    for verb in verbs():
         text = help_of(verb, ("--help", *STRATEGIES) if verb == "fit" else ("--help",), project)
         own = dict(FLAG.findall(text))
         of_fit = of_fit or own  # the first verb
@@ -65,9 +64,9 @@ def main(argv: list[str], project: Project) -> None:
 def help_of(verb: str, flags: tuple[str, ...], project: Project) -> str:
     """Returns what a verb prints for each of these flags."""
     os.environ["COLUMNS"] = "400"  # a flag and its values in one line
-    module = importlib.import_module(f"{LIBRARY}.{VERBS[verb][0]}")
+    function = load(verbs()[verb])
     printed = io.StringIO()
     for flag in flags:
         with redirect_stdout(printed), suppress(SystemExit):
-            module.main([verb, flag], project)
+            function([verb, flag], project)
     return printed.getvalue()

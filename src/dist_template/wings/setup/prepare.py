@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from ...cli.fit import parse
+from ...cli import config_file
 from ...project import Project
 
 NUM_SHOWN = 3  # documents of the train split
@@ -20,6 +20,9 @@ def main(argv: list[str], project: Project) -> None:
         InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare`
             runs.
     """
+    config_file.check(argv)
+    from ...cli.fit import parse  # imports torch
+
     data = parse(argv, project).datamodule
     corpus = getattr(data, "prepare", data.prepare_data)()  # Lightning's hook has no token cache
     if corpus is None or not corpus.is_whole("train"):

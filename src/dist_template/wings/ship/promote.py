@@ -23,7 +23,7 @@ from types import ModuleType
 from ...errors import InputError, reason
 from ...project import Flags, Project, program
 from ...records import sha256, write_atomically
-from ..diagnose import newest
+from ..diagnose.command import newest
 from .evaluate import command as evaluate
 from .export import command as export
 

@@ -133,8 +133,7 @@ def _page(sweep: Sweep, study: Study, history: History, **texts: str) -> str:
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
 
-    from ...observe.report.page import FOLDER
-    from ...observe.report.plotly_js import link
+    from ..diagnose.report.page import FOLDER, link
 
     given, keys = sweep.definition, list(sweep.definition["space"])
     counts, rows = Counter(trials=len(study.trials)), []

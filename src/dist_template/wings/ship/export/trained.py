@@ -18,7 +18,7 @@ from ....cli.run import check_checkpoint, fill_placeholders
 from ....errors import InputError, reason, require
 from ....observe.history.run import CONFIG
 from ....project import Project
-from ...diagnose import newest
+from ...diagnose.command import newest
 from .onnx import MANIFEST, PACKAGES, OnnxModel
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
