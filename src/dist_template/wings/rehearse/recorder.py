@@ -99,7 +99,9 @@ class Recorder(Callback):
     ) -> None:
         self._recorded_step = trainer.global_step
         buffers = dict(module.named_buffers())
-        groups = [group for each in trainer.optimizers for group in each.param_groups]
+        rates: list[float] = []  # of the next step
+        for optimizer in trainer.optimizers:
+            rates += [float(group["lr"]) for group in optimizer.param_groups]
         self._write(
             "step",
             step=trainer.global_step,
@@ -107,7 +109,7 @@ class Recorder(Callback):
             tensors=replica_hashes([*module.named_parameters(), *buffers.items()]),
             buffers=[*buffers],
             optimizer=optimizer_state(trainer, module),
-            rates=[float(group["lr"]) for group in groups],  # of the next step
+            rates=rates,
             python=python_state(trainer, module),
         )
 
