@@ -78,7 +78,7 @@ class Diagnosis(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         is_decided = isinstance(exception, InputError | Ended)
-        # diagnosis/crash.py prints all findings of a crash.
+        # hooks.py prints all findings of a crash.
         self._diagnose(trainer, prints=is_decided or not isinstance(exception, Exception))
 
     def _add(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
