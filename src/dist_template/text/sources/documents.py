@@ -17,18 +17,20 @@ import platform
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...errors import InputError
-from .paths import matching
-from .records import Record, hub_records, json_records, parquet_records
+from .records import Record, hub_records, json_records, matching, parquet_records
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
     from ..tokenizers import TokenizerSpec
+Documents = list[tuple[str, str]]  # names and texts
 
 
 class Encoded(NamedTuple):
@@ -66,23 +68,23 @@ class Source(ABC):
         """Returns the local files that it reads: a change in one makes the cache stale."""
         return []
 
-    def prepare_tokenizer(self, tokenizer: Any) -> Any:
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Returns the tokenizer that encodes and is saved with the tokens."""
         return tokenizer
 
     def encode(
-        self, spec: TokenizerSpec, tokenizer: Any, documents: list[tuple[str, str]]
+        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
     ) -> list[Encoded]:
-        """Returns the tokens of each document, pairs of a name and a text; EOS ends each."""
+        """Returns the tokens of each document; EOS ends each."""
         texts = [text for _, text in documents]
         end = tokenizer.eos_token_id
         return [Encoded(np.append(ids, end)) for ids in spec.encode(tokenizer, texts)]
 
-    def encode_prompt(self, tokenizer: Any, prompt: str) -> list[int]:
+    def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens that `predict` and the samples of `data.prompts` continue."""
         return tokenizer.encode(prompt)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """Returns what identifies the corpus, in plain types."""
         spec = {"class": type(self).__name__, **vars(self)}
         if not spec.get("follow_links"):
@@ -109,77 +111,74 @@ class StandardLibrary(Source):
             found += (Path(folder, name) for name in names if name.endswith(".py"))
         return sorted(found)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {**super().spec(), "python": platform.python_version()}
 
 
 @dataclass
-class TextFiles(Source):
-    """Plain text or source code in UTF-8.
+class FileSource(Source):
+    """Base class of sources that read files.
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
-        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
-            document.
         follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
             false: refuse them.
     """
 
     paths: list[str]
+    follow_links: bool = field(default=False, kw_only=True)
+
+    def files(self) -> list[Path]:
+        if not self.paths:
+            raise InputError("data.source.paths is empty: give at least one file or glob pattern")
+        return matching(self.paths, self.follow_links)
+
+
+@dataclass
+class TextFiles(FileSource):
+    """Plain text or source code in UTF-8.
+
+    Args:
+        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
+            document.
+    """
+
     separator: str | None = None
-    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for name, text in _read(self.files()):
             for part in text.split(self.separator) if self.separator else [text]:
                 yield name, part
 
-    def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
-
 
 @dataclass
-class Jsonl(Source):
-    """One JSON object per line, or one JSON array of objects per file.
+class Jsonl(FileSource):
+    """One JSON object per line, or one JSON array of objects per file; .gz and .zst are read too.
 
     Args:
-        paths: Files or glob patterns; .gz and .zst are read too.
         field: The key that holds the text.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
-            false: refuse them.
     """
 
-    paths: list[str]
     field: str = "text"
-    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return _documents(json_records(self.files()), self.field)
-
-    def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
+        for path in self.files():
+            yield from _documents(json_records(path), self.field)
 
 
 @dataclass
-class Parquet(Source):
+class Parquet(FileSource):
     """Parquet tables.
 
     Args:
-        paths: Files or glob patterns.
         field: The column that holds the text; the others are not read.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
-            false: refuse them.
     """
 
-    paths: list[str]
     field: str = "text"
-    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return _documents(parquet_records(self.files(), [self.field]), self.field)
-
-    def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
+        for path in self.files():
+            yield from _documents(parquet_records(path, [self.field]), self.field)
 
 
 @dataclass
