@@ -5,7 +5,7 @@ them.
     tokenizers.py     text to token ids
     cache/            tokens on disk, and the quality of the data
     batches/          rows, their order, packing, equal work for ranks
-    prepared.py, datamodule.py    PackedText: from a source of documents to batches
+    datamodule.py     PackedText: from a source of documents to batches
     module.py, preference_loss.py     TextModule: loss, evaluation and generation; DPO
 
 Names are imported when they are first used.

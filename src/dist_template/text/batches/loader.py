@@ -49,7 +49,7 @@ class StepLoader(DataLoader):
         accumulation: Micro-batches per optimizer step. They are read together, one step ahead, and
             the first of them gets the key `COUNTED`. 0: an evaluation, which has no steps.
         transform: Applied to each batch in this process, also where workers read.
-        options: Of DataLoader.
+        options: Of DataLoader; a batch of the data set is not collated.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StepLoader(DataLoader):
         transform: Callable[[Any], Any] = lambda batch: batch,
         **options: Any,
     ) -> None:
-        super().__init__(dataset, **options)
+        super().__init__(dataset, collate_fn=dict, **options)
         self.accumulation = accumulation
         self.transform = transform
 

@@ -9,12 +9,14 @@ Shapes: B sequences, T tokens of a sequence; ids are int64.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..cache.token_cache import Corpus
+from ..sources.chat_template import last_turn
 from .rows import NOT_COUNTED, PAIRS, SCORES, Rows
 
 
@@ -164,7 +166,11 @@ class PairRows(WholeRows):
     `SCORES` (P, 2) of `scores` (documents, 2), if it is set.
     """
 
-    scores: np.ndarray | None = None  # bits of float32, which no precision plugin casts
+    def __init__(
+        self, corpus: Corpus, split: str, seq_len: int, scores: np.ndarray | None = None
+    ) -> None:
+        super().__init__(corpus, split, seq_len)
+        self.scores = scores  # bits of float32, which no precision plugin casts
 
     def __getitems__(self, rows: list[int]) -> dict[str, Any]:
         pairs = []
@@ -186,3 +192,28 @@ class PairRows(WholeRows):
             middle = start + second_start(self.counted[start:end])
             sequences += [(start, middle - start - 1), (middle, end - middle - 1)]
         return sequences
+
+
+def last_answers(
+    corpus: Corpus, split: str, seq_len: int, number: int
+) -> list[tuple[list[int], list[int]]]:
+    """Returns the tokens of conversations up to the last answer, and the answer; the chosen one of
+    a pair.
+
+    Conversations that fill a sequence are skipped. Plain text has none, and where all tokens are
+    trained on, no answer is known.
+    """
+    found: list[tuple[list[int], list[int]]] = []
+    if not corpus.is_whole(split):
+        return found
+    tokens, counted = corpus.tokens(split), corpus.counted(split)
+    for start, end in pairwise(corpus.starts(split).tolist()):
+        if len(found) == number:
+            break
+        if corpus.is_pairs:
+            end = start + second_start(counted[start:end])
+        first, last = last_turn(counted[start:end])
+        if 0 < first < seq_len:
+            document = tokens[start:end].tolist()
+            found.append((document[:first], document[first:last]))
+    return found

@@ -131,6 +131,12 @@ class Corpus:
         # ty does not see that a folder with tokenizer.json gives the fast kind
         return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)  # ty: ignore
 
+    def content(self) -> str:
+        """Returns a description of the tokens, by which a resumed run recognises them."""
+        content = [self.manifest["splits"], self.manifest.get("parts")]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        return f"{self.num_tokens('train'):,} tokens with SHA-256 {digest}"
+
     def describe(self) -> str:
         line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
         parts = [(f"  {name}", held) for name, held in self.parts("train").items() if name]
