@@ -42,12 +42,20 @@ from .batches.order import (
     eval_batches,
     source_of,
     stream_position,
-)
+)  # fmt: skip
 from .batches.packing import PairRows, WholeRows, last_answers, packing_of
 from .batches.rows import ROWS, PackedRows, Rows
-from .cache.build import Documents, build_cache, read_documents
 from .cache.quality import as_table, quality_of
-from .cache.token_cache import SPLITS, CacheError, Corpus, Recipe, open_cache
+from .cache.token_cache import (
+    SPLITS,
+    CacheError,
+    Corpus,
+    Documents,
+    Recipe,
+    build_cache,
+    open_cache,
+    read_documents,
+)  # fmt: skip
 from .limits import check_numbers, check_rows
 from .sources import preferences  # noqa: F401  (so that YAML knows the name of its source)
 from .sources.documents import Source, StandardLibrary

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ..tokenizers import TokenizerSpec
 Documents = list[tuple[str, str]]  # names and texts
+BATCH_CHARACTERS = 2**20  # encoded together: a fraction of a second, some ten MB of memory
 
 
 class Encoded(NamedTuple):
@@ -232,3 +233,29 @@ def _read(files: list[Path]) -> Iterator[tuple[str, str]]:
             yield str(path), path.read_bytes().decode("utf-8", errors="replace")
         except OSError as error:
             raise InputError(f"{path} of data.source cannot be read: {error.strerror}") from error
+
+
+def texts_of(source: Source) -> Iterator[tuple[str, str]]:
+    """Yields documents: no empty ones, no lone surrogates (UTF-8 cannot encode them)."""
+    found = False
+    for name, text in source.documents():
+        if text.strip():
+            found = True
+            yield name, text.encode(errors="replace").decode()
+    if not found:
+        raise InputError(
+            f"data.source {type(source).__name__} has no text in it: point it at other files"
+        )
+
+
+def batches_of(source: Source) -> Iterator[Documents]:
+    """Yields the same documents, as many at a time as are encoded together."""
+    batch, characters = [], 0
+    for name, text in texts_of(source):
+        batch.append((name, text))
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
