@@ -43,8 +43,7 @@ from .batches.order import (
     source_of,
     stream_position,
 )  # fmt: skip
-from .batches.packing import PairRows, WholeRows, last_answers, packing_of
-from .batches.rows import ROWS, PackedRows, Rows
+from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
 from .cache.quality import as_table, quality_of
 from .cache.token_cache import (
     SPLITS,

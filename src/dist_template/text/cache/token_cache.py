@@ -97,6 +97,9 @@ class Corpus:
     def num_tokens(self, split: str) -> int:
         return self.manifest["splits"][split]["tokens"]
 
+    def num_documents(self, split: str) -> int:
+        return self.manifest["splits"][split]["documents"]
+
     def parts(self, split: str) -> dict[str, dict[str, int]]:
         """Returns documents, bytes and tokens of each source, in order; of all, if it is one."""
         parts = self.manifest.get("parts", {"": self.manifest["splits"]})

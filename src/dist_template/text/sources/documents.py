@@ -50,7 +50,7 @@ class Source(ABC):
     """Base class of a source: it yields the same documents in the same order each time.
 
     `whole`: its documents are not cut. Their starts and the labels that count are in the cache too,
-    and a row holds documents that fit into it together (packing.py). `pairs`: each of them is two
+    and a row holds documents that fit into it together (rows.py). `pairs`: each of them is two
     sequences, which do not attend to each other (preferences.py).
     """
 
