@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,9 +79,8 @@ class TextModule(TrainingModule):
 
         `labels` (B, T) are already shifted; -100 does not count.
         """
-        cross_entropy = F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), reduction="none"
-        )
+        logits_of_all = logits.float().flatten(0, 1)
+        cross_entropy = F.cross_entropy(logits_of_all, labels.flatten(), reduction="none")
         return {
             "loss": cross_entropy.sum(),
             "token_accuracy": (logits.detach().argmax(-1) == labels).sum(),
@@ -126,22 +124,20 @@ class TextModule(TrainingModule):
         self._log_split("test", "test")
 
     def _log_split(self, prefix: str, split: str) -> None:
+        def compute() -> dict[str, float]:
+            means = self.split_means.read(self.trainer.strategy)
+            if "rewards/margin" not in means:
+                means["perplexity"] = _perplexity(means["loss"])
+            if bytes_per_token := self.data.bytes_per_token(split):
+                means["bits_per_byte"] = means["loss"] / math.log(2) / bytes_per_token
+            for source, sums in sorted(self.source_means.items()):
+                for name, mean in sums.read(self.trainer.strategy).items():
+                    means[f"{source}/{name}"] = mean
+            return means
+
         pipeline = pipeline_of(self.trainer.strategy)
-        compute = partial(self._means, split)
         means = pipeline.from_last(compute) if pipeline else compute()
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
-
-    def _means(self, split: str) -> dict[str, float]:
-        means = self.split_means.read(self.trainer.strategy)
-        loss = means["loss"]
-        if "rewards/margin" not in means:
-            means["perplexity"] = _perplexity(loss)
-        if bytes_per_token := self.data.bytes_per_token(split):
-            means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        for source, sums in sorted(self.source_means.items()):
-            own = sums.read(self.trainer.strategy)
-            means |= {f"{source}/{name}": mean for name, mean in own.items()}
-        return means
 
     # ---- text out --------------------------------------------------------------------------------
 
@@ -152,11 +148,9 @@ class TextModule(TrainingModule):
             raise InputError(
                 f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate"
             )
-        sampling = (
-            {"do_sample": True, "temperature": self.sample_temperature}
-            if self.sample_temperature
-            else {"do_sample": False}  # published weights may come with sampling switched on
-        )
+        sampling: dict[str, Any] = {"do_sample": False}  # published weights may switch it on
+        if self.sample_temperature:
+            sampling = {"do_sample": True, "temperature": self.sample_temperature}
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):

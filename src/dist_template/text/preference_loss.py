@@ -57,31 +57,26 @@ def has_pairs(data: Any) -> bool:
 
 
 def add_reference(module: Any) -> None:
-    """Gives `module` its reference, if the loss and the data need one: a copy, or its scores."""
+    """Gives `module` its reference, if the loss and the data need one: a frozen copy of the model,
+    placed by the strategy, or the scores of a copy."""
     module.reference = None
     if not has_pairs(module.data) or module.preference.loss == "simpo":
         return
-    if module.adapter is None or module.adapter.trainable:
-        _place_copy(module)
-    if module.preference.precompute:
-        module.reference = module.reference or module.model
-        module.data.reference_scores = _known_scores(module)
-        module.reference = None
-
-
-def _place_copy(module: Any) -> None:
-    """Sets `module.reference` to a frozen copy of the model, placed by the strategy."""
 
     def build() -> nn.Module:
         model = module.build_model(module.data).requires_grad_(False)
         setattr(module, REFERENCE, describe(model, type(model).__name__))
         return model
 
-    strategy = module.trainer.strategy
-    # Lightning warns of modules in eval mode, in which only the reference's passes are
-    module.reference = place(build, strategy, module.blocks).train()
-    setattr(module, REFERENCE, weights.broadcast(getattr(module, REFERENCE)))
-    exclude_frozen(module, "reference.")
+    if module.adapter is None or module.adapter.trainable:
+        # Lightning warns of modules in eval mode, in which only the reference's passes are
+        module.reference = place(build, module.trainer.strategy, module.blocks).train()
+        setattr(module, REFERENCE, weights.broadcast(getattr(module, REFERENCE)))
+        exclude_frozen(module, "reference.")
+    if module.preference.precompute:
+        module.reference = module.reference or module.model
+        module.data.reference_scores = _known_scores(module)
+        module.reference = None
 
 
 def _known_scores(module: Any) -> dict[str, np.ndarray]:
@@ -135,21 +130,18 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     if config.loss != "dpo":
         scores = scores / lengths
     chosen, rejected = (config.beta * scores.detach()).unbind(1)
+    difference = scores[:, 0] - scores[:, 1]  # (P,)
+    margin = config.margin if config.loss == "simpo" else 0.0
+    losses = -F.logsigmoid(config.beta * difference - margin)
+    if config.loss == "ipo":
+        losses = (difference - 1 / (2 * config.beta)).square()
     return {
-        "loss": _losses(scores[:, 0] - scores[:, 1], config).sum(),
+        "loss": losses.sum(),
         "rewards/chosen": chosen.sum(),
         "rewards/rejected": rejected.sum(),
         "rewards/margin": (chosen - rejected).sum(),
         "rewards/accuracy": (chosen > rejected).sum(),
     }
-
-
-def _losses(difference: Tensor, config: PreferenceConfig) -> Tensor:
-    """Returns the loss of each pair (P,), given its scores' difference."""
-    if config.loss == "ipo":
-        return (difference - 1 / (2 * config.beta)).square()
-    margin = config.margin if config.loss == "simpo" else 0.0
-    return -F.logsigmoid(config.beta * difference - margin)
 
 
 def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
