@@ -27,7 +27,7 @@ PLACES = {  # public name -> the module of this library that defines it
     "Chat": "text.sources.chat",
     "Mixture": "text.sources.mixture",
     "TextStream": "text.sources.stream",
-    "Preferences": "text.sources.preferences",
+    "Preferences": "text.sources.chat",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",

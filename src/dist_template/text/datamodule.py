@@ -56,7 +56,7 @@ from .cache.token_cache import (
     read_documents,
 )  # fmt: skip
 from .limits import check_numbers, check_rows
-from .sources import preferences  # noqa: F401  (so that YAML knows the name of its source)
+from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary
 from .sources.mixture import Mixture, MixtureOrder
 from .sources.stream import STATE, State, StreamedRows, TextStream, own_state
@@ -95,9 +95,8 @@ class PackedText(L.LightningDataModule):
         cross_document_attention: Let tokens attend to earlier documents in their row, as some
             kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
-        balance: Assign the rows of each global batch so that all ranks get equal work: rows have
-            equally many tokens, and attention's work grows with the squares of documents' lengths.
-            The rows of a step do not change.
+        balance: Assign the rows of each global batch so that all ranks get equal work: attention's
+            grows with the squares of documents' lengths. The rows of a step do not change.
         rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
             gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
@@ -145,8 +144,7 @@ class PackedText(L.LightningDataModule):
     # ---- the token cache -------------------------------------------------------------------------
 
     def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
-        """Tokenizes into the cache, unless it is there. One process calls it before any other is
-        started.
+        """Tokenizes into the cache, unless it is there; before any other process is started.
 
         Raises:
             InputError: the source is missing, empty or unreadable, the disk is full, or another
@@ -222,7 +220,7 @@ class PackedText(L.LightningDataModule):
         return self._recipe.split_of(text) == "train"
 
     def documents(self, split: str) -> Documents:
-        """Reads the texts of a split from the source again: the cache holds tokens alone."""
+        """Reads the texts of a split from the source again."""
         return read_documents(self._recipe, self.corpus, split)
 
     def held_out(self, number: int) -> list[tuple[list[int], list[int]]]:
@@ -351,17 +349,13 @@ class PackedText(L.LightningDataModule):
 
     def _loader(self, rows: Rows, order: Iterable[list[int]], accumulation: int) -> DataLoader:
         is_on_gpu = bool(self.trainer) and self.trainer.strategy.root_device.type == "cuda"
+        # from unpinned memory, non-blocking copies wait; starting workers for each evaluation takes
+        # longer than evaluating
         return StepLoader(
-            rows,
-            accumulation,
-            self.transform,
-            batch_sampler=order,
-            num_workers=self.num_workers,
-            pin_memory=is_on_gpu,  # from unpinned memory, non-blocking copies wait
-            # starting workers for each evaluation takes longer than evaluating
-            persistent_workers=self.num_workers > 0,
+            rows, accumulation, self.transform, batch_sampler=order, num_workers=self.num_workers,
+            pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0,
             worker_init_fn=isolate_worker,
-        )
+        )  # fmt: skip
 
     # ---- resuming --------------------------------------------------------------------------------
 

@@ -71,11 +71,8 @@ def as_table(figures: Mapping[str, float | None], title: str = "") -> Table:
 def measure(corpus: Corpus) -> dict[str, float | None]:
     """Measures the train split, and which share of the validation split it contains.
 
-    Returns:
-        documents, examined_share: What was examined. Duplicates are found among these documents
-            alone, so where they are a part of a corpus the shares are lower than the true ones.
-        masked_share: Share of the tokens that are no labels. None: all are labels.
-        contaminated_share: Share of the validation split's text of 200 bytes that train has too.
+    Duplicates are found among the examined documents alone, so where these are a part of a corpus
+    the shares are lower than the true ones. masked_share is None where all tokens are labels.
     """
     documents = _documents(corpus)
     lengths = np.array([len(document) for document in documents] or [0])
@@ -138,17 +135,11 @@ def similar(documents: list[np.ndarray]) -> int:
 def data_statistics(data: Any) -> dict[str, float | None]:
     """Returns statistics of some rows; {} if a customised data module yields another batch format.
 
-    Returns:
-        counted_share: Share of the labels that count.
-        unshifted_share: Share of them that are equal to their input token, which next-token labels
-            rarely are.
-        distinct_tokens: Number of different token ids in the rows.
-        examined_tokens: Number of tokens in the rows.
-        duplicate_share: Share of the validation split's text whose next `DUPLICATE_BYTES` bytes are
-            in the train split too. Exact duplicates are always in one split, so this finds
-            documents that differ slightly. Lower than the true share where a split is longer than
-            what is read of it. None: there is no validation split.
-        duplicate_examined_share: Share of the train split that was compared.
+    counted_share is the share of the labels that count, unshifted_share that of them which equal
+    their input token, as next-token labels rarely do. duplicate_share is the share of validation
+    whose next `DUPLICATE_BYTES` bytes are in train too: documents that differ slightly, since exact
+    duplicates are in one split. It is too low where a split is longer than what is read of it;
+    duplicate_examined_share is the share of train that is.
     """
     from ..batches.rows import NOT_COUNTED  # imports torch
 

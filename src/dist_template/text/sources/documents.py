@@ -35,15 +35,10 @@ BATCH_CHARACTERS = 2**20  # encoded together: a fraction of a second, some ten M
 
 
 class Encoded(NamedTuple):
-    """The tokens of one document.
+    """The tokens of one document."""
 
-    Args:
-        ids: Token ids (tokens,).
-        counted: Whether each token is a label that counts in the loss (tokens,). None: all are.
-    """
-
-    ids: np.ndarray
-    counted: np.ndarray | None = None
+    ids: np.ndarray  # (tokens,)
+    counted: np.ndarray | None = None  # (tokens,): is a label that counts. None: all are
 
 
 class Source(ABC):
@@ -51,7 +46,7 @@ class Source(ABC):
 
     `whole`: its documents are not cut. Their starts and the labels that count are in the cache too,
     and a row holds documents that fit into it together (rows.py). `pairs`: each of them is two
-    sequences, which do not attend to each other (preferences.py).
+    sequences, which do not attend to each other (Preferences).
     """
 
     whole = False
@@ -88,18 +83,16 @@ class Source(ABC):
     def spec(self) -> dict[str, object]:
         """Returns what identifies the corpus, in plain types."""
         spec = {"class": type(self).__name__, **vars(self)}
-        if not spec.get("follow_links"):
-            # older caches, whose sources had no such key, stay valid
-            spec.pop("follow_links", None)
+        if spec.get("follow_links") is False:
+            del spec["follow_links"]  # older caches, whose sources had no such key, stay valid
         return spec
 
 
 class StandardLibrary(Source):
     """The running Python's standard library without tests: about 11 MB of text on any machine."""
 
-    SKIPPED = frozenset(
-        {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__"}
-    )
+    # installed packages are below it
+    SKIPPED = ("test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__")
 
     def documents(self) -> Iterator[tuple[str, str]]:
         return _read(self.files())
@@ -107,7 +100,6 @@ class StandardLibrary(Source):
     def files(self) -> list[Path]:
         found: list[Path] = []
         for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-            # installed packages are below it
             inside[:] = [name for name in inside if name not in self.SKIPPED]
             found += (Path(folder, name) for name in names if name.endswith(".py"))
         return sorted(found)
@@ -212,11 +204,7 @@ class HubDataset(Source):
 
 
 def _documents(records: Iterable[Record], field: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of each record.
-
-    Raises:
-        InputError: a record has no text in `field`.
-    """
+    """Yields (name, text) of each record; refuses one that has no text in `field`."""
     for name, record in records:
         fields = record if isinstance(record, dict) else {}
         text = fields.get(field)

@@ -11,6 +11,7 @@ import glob
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,15 +24,11 @@ Record = tuple[str, object]  # name and value; the value is a dict unless the fi
 
 
 def matching(patterns: list[str], follow_links: bool) -> list[Path]:
-    """Returns the files that the patterns match, sorted; of a file's names the one with the fewest
-    folders.
-
-    Args:
-        patterns: Files or glob patterns, as of glob.glob with `recursive=True`.
-        follow_links: Accept links out of the folder before a pattern's first wildcard.
+    """Returns the files that glob patterns match, sorted; each by its name with the fewest folders.
 
     Raises:
-        InputError: a pattern matches no file, or a link that is not accepted.
+        InputError: a pattern matches no file, or, without `follow_links`, a link that leads out of
+            the folder before its first wildcard.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -60,36 +57,34 @@ def _expanded(pattern: Path, follow_links: bool) -> Iterator[str]:
     if not wildcards:
         yield str(pattern)  # the user named this path: it may be a link to anywhere
         return
-    root, accepted = os.path.join(os.path.realpath(fixed), ""), set()
+    root = fixed.resolve()
 
-    def check(path: str) -> None:
-        if follow_links or path in accepted:
-            return
-        target = os.path.realpath(path)
-        if not os.path.join(target, "").startswith(root):
+    @cache
+    def check(path: Path) -> None:
+        target = path.resolve()
+        if not follow_links and not target.is_relative_to(root):
             raise InputError(
                 f"data.source.paths has {str(pattern)!r}, and a link leads from {path} to {target},"
                 f" outside of {fixed}: remove the link, name its target in data.source.paths, or"
                 " set data.source.follow_links to true"
             )
-        accepted.add(path)
 
-    paths = [str(fixed)]
+    paths: list[Path] = [fixed]
     for part in wildcards if wildcards[-1] != "**" else [*wildcards, "*"]:
         folders, paths = paths, []
         for folder in folders:
             if part == "**":
                 paths += _folders(folder, check)
             else:
-                paths += (os.path.join(folder, n) for n in glob.iglob(part, root_dir=folder))
+                paths += map(Path(folder).joinpath, glob.iglob(part, root_dir=folder))
     for path in paths:
-        check(os.path.dirname(path))
-        if os.path.islink(path):
+        check(path.parent)
+        if path.is_symlink():
             check(path)
-        yield str(Path(path))
+        yield str(path)
 
 
-def _folders(top: str, check: Callable[[str], None]) -> Iterator[str]:
+def _folders(top: Path, check: Callable[[Path], None]) -> Iterator[Path]:
     """Yields `top` and the folders below it, each once, links last, without hidden ones."""
     tops, entered = [top], set()
     while tops:
@@ -100,10 +95,9 @@ def _folders(top: str, check: Callable[[str], None]) -> Iterator[str]:
                 names.clear()
                 continue
             entered.add(real)
-            yield folder
-            for name in names:
-                path = os.path.join(folder, name)
-                if os.path.islink(path):
+            yield Path(folder)
+            for path in map(Path(folder).joinpath, names):
+                if path.is_symlink():
                     check(path)
                     tops.append(path)
 

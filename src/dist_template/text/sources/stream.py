@@ -169,11 +169,7 @@ class StreamedRows(IterableDataset):
 
 
 def own_state(states: list[State], trainer: L.Trainer) -> State:
-    """Returns this rank's state of a checkpoint, which has one per rank.
-
-    Raises:
-        InputError: the checkpoint has another number of ranks.
-    """
+    """Returns this rank's state of a checkpoint; refuses a checkpoint of more or fewer ranks."""
     if len(states) != trainer.world_size:
         raise InputError(
             f"the checkpoint has the stream's state of {len(states)} ranks, and there are"
