@@ -42,7 +42,7 @@ from .batches.order import (
     eval_batches,
     source_of,
     stream_position,
-)  # fmt: skip
+)
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
 from .cache.quality import as_table, quality_of
 from .cache.token_cache import (
@@ -54,7 +54,7 @@ from .cache.token_cache import (
     build_cache,
     open_cache,
     read_documents,
-)  # fmt: skip
+)
 from .limits import check_numbers, check_rows
 from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary
@@ -269,8 +269,7 @@ class PackedText(L.LightningDataModule):
             return
         self.check(self.world_size)
         self.trainer.accumulate_grad_batches = self.accumulation
-        # optimizer steps in YAML, batches in Lightning
-        if isinstance(self.trainer.val_check_interval, int):
+        if isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
             self.trainer.val_check_interval *= self.accumulation
         self._consumed = ConsumedSamples.attach(
             self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
@@ -332,7 +331,7 @@ class PackedText(L.LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        """One prompt a batch, equal on all ranks: sharded models need all ranks for each token."""
+        """One prompt a batch, the same on all ranks, which a sharded model needs for each token."""
         batches: Any = []  # a list is a Dataset, which ty does not see
         for prompt in self.prompts:
             ids = torch.tensor([self.encode_prompt(prompt)])

@@ -32,16 +32,18 @@ def assign(
         speeds: Relative speed of each rank.
     """
     order = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable").tolist()
-    assigned: list[list[int]] = [[] for _ in speeds]
+    assigned: dict[int, list[int]] = {}
     least = [(0.0, rank) for rank in range(len(speeds))]  # a heap of (time so far, rank)
     for sample in order:
         time, rank = heapq.heappop(least)
-        assigned[rank].append(sample)
-        if len(assigned[rank]) < accumulation * samples_of_ranks[rank]:
+        samples = assigned.setdefault(rank, [])
+        samples.append(sample)
+        if len(samples) < accumulation * samples_of_ranks[rank]:
             heapq.heappush(least, (time + float(costs[sample]) / speeds[rank], rank))
     batches = []
-    for samples, count in zip(assigned, samples_of_ranks, strict=True):
-        batches.append([samples[at * count : (at + 1) * count] for at in range(accumulation)])
+    for rank, count in enumerate(samples_of_ranks):
+        starts = range(0, accumulation * count, count)
+        batches.append([assigned[rank][at : at + count] for at in starts])
     return batches
 
 

@@ -97,9 +97,6 @@ class Corpus:
     def num_tokens(self, split: str) -> int:
         return self.manifest["splits"][split]["tokens"]
 
-    def num_documents(self, split: str) -> int:
-        return self.manifest["splits"][split]["documents"]
-
     def parts(self, split: str) -> dict[str, dict[str, int]]:
         """Returns documents, bytes and tokens of each source, in order; of all, if it is one."""
         parts = self.manifest.get("parts", {"": self.manifest["splits"]})
@@ -166,9 +163,8 @@ def open_cache(
     files = recipe.files() if check_source else []
     folder = recipe.folder(cache_dir)
     if not folder.is_dir():
-        raise CacheError(
-            f"there is no token cache {folder} for this configuration: run `prepare` first"
-        )
+        what = f"there is no token cache {folder} for this configuration"
+        raise CacheError(f"{what}: run `prepare` first")
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         damage = _first_damage(folder, manifest, every_byte)
