@@ -26,7 +26,7 @@ class TextModule(TrainingModule):
     """Base class of a language model's module: `forward` gives logits, `loss` a value per token.
 
     Args:
-        loss_chunk: Tokens whose logits are in memory at a time. null: those of the micro-batch, for
+        loss_chunk: Tokens whose logits are in memory at a time. null: all of the micro-batch, for
             a model that changes its logits after the output layer.
         loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for
             GPUs, in chunks that it chooses; it computes cross entropy itself and does not call

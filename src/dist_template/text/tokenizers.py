@@ -102,7 +102,7 @@ class Pretrained(TokenizerSpec):
 
     Args:
         path: A local folder, or a name on the Hugging Face hub.
-        special_tokens: Further special tokens, such as those of a chat template that a base model
+        special_tokens: Further special tokens, such as a chat template's, which a base model
             does not have. The model's embeddings get rows for them.
         eos_token: The token that ends a document or an answer. null: the tokenizer's.
     """

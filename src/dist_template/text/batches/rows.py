@@ -164,7 +164,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     spaces that some bin has is the bits of one integer, so a million items take seconds.
 
     Returns the items of each bin in ascending order; the bins in the order of their first item.
-    `sizes` (items,) are from 1 to `capacity`, that of a bin.
+    `sizes` (items,) are from 1 to `capacity`, the size of a bin.
     """
     bins: list[list[int]] = []
     bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]  # by their free space
@@ -274,7 +274,7 @@ class WholeRows(Rows):
 def second_start(counted: np.ndarray) -> int:
     """Returns where the rejected sequence starts among a pair's tokens, after the chosen one.
 
-    Each starts with tokens of the prompt, which do not count, and ends with those of an answer,
+    Each starts with tokens of the prompt, which do not count, and ends with tokens of an answer,
     which do."""
     first = counted.argmax()
     return int(first + (~counted[first:]).argmax())

@@ -238,7 +238,7 @@ def read_documents(recipe: Recipe, corpus: Corpus, split: str) -> Documents:
                 found.sources.append(part)
                 found.texts.append(text)
     if len(found.texts) != len(ends):
-        raise InputError(f"data.source is not that of {corpus.folder}: run `prepare` again")
+        raise InputError(f"data.source has changed since {corpus.folder}: run `prepare` again")
     return found
 
 

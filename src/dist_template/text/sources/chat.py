@@ -64,8 +64,8 @@ class Chat(Source):
         config: The data set's configuration. null: its default.
         split: The data set's split to read; train, validation and test splits are made from it.
         revision: The commit or tag of the data set to read. null: the newest.
-        train_on: The tokens that count in the loss. assistant: those of all assistant turns. last:
-            those of the last one. all: every token.
+        train_on: The tokens that count in the loss. assistant: all assistant turns. last: the last
+            assistant turn. all: every token.
         template: A .jinja file of a chat template with `{% generation %}` around the assistant's
             turns. null: the tokenizer's, in trl's form for the family if it has none of these tags.
         follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
@@ -202,7 +202,7 @@ class Preferences(Chat):
 
     A record has `prompt`, `chosen` and `rejected`: texts, which are joined as they are, or lists of
     messages, which the chat template renders. `chosen` and `rejected` may be full conversations.
-    The arguments are those of Chat, but all tokens of the answers count whatever `train_on` is.
+    The arguments are Chat's, but all tokens of the answers count whatever `train_on` is.
     """
 
     pairs = True

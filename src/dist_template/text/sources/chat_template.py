@@ -41,7 +41,7 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
     """Returns the template that conversations are encoded by for training.
 
     Raises:
-        InputError: there is none, or the file has no tags, which `train_on` needs.
+        InputError: there is no template, or the file has no tags, which `train_on` needs.
     """
     needs_tags = train_on != "all"
     if file:
@@ -134,7 +134,7 @@ def _in_answers(render: Render, messages: list[dict[str, str]], offsets: np.ndar
 
 
 def last_turn(counted: np.ndarray) -> tuple[int, int]:
-    """Returns the start and the end of the last run of counted tokens; (0, 0) if there is none."""
+    """Returns start and end of the last run of counted tokens; (0, 0) if no token counts."""
     found = np.flatnonzero(counted)
     if not len(found):
         return 0, 0

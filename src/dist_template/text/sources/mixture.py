@@ -38,7 +38,7 @@ Weights = dict[str, float]
 
 @dataclass
 class Mixture(Source):
-    """Several sources, of which each gives its share of the samples.
+    """Several sources; each gives its share of the samples.
 
     Args:
         sources: Sources by name. All are conversations, or none is.

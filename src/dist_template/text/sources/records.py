@@ -151,7 +151,7 @@ def parquet_records(path: Path, fields: Collection[str]) -> Iterator[Record]:
 def hub_records(
     name: str, config: str | None, max_records: int | None, **options: Any
 ) -> Iterator[Record]:
-    """Yields the records of a data set of the hub; `options` are those of `load_dataset`."""
+    """Yields the records of a data set of the hub; `options` go to `load_dataset`."""
     require("datasets", f"data.source, to read {name},")
     import datasets  # 1.5 s: only for this source
 
