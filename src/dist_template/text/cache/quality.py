@@ -136,10 +136,10 @@ def data_statistics(data: Any) -> dict[str, float | None]:
     """Returns statistics of some rows; {} if a customised data module yields another batch format.
 
     counted_share is the share of the labels that count, unshifted_share the share of these that
-    equal their input token, as next-token labels rarely do. duplicate_share is the share of validation
-    whose next `DUPLICATE_BYTES` bytes are in train too: documents that differ slightly, since exact
-    duplicates are in one split. It is too low where a split is longer than what is read of it;
-    duplicate_examined_share is the share of train that is.
+    equal their input token, as next-token labels rarely do. duplicate_share is the share of
+    validation whose next `DUPLICATE_BYTES` bytes are in train too: documents that differ slightly,
+    since exact duplicates are in one split. It is too low where a split is longer than what is read
+    of it; duplicate_examined_share is the share of train that is read.
     """
     from ..batches.rows import NOT_COUNTED  # imports torch
 

@@ -256,10 +256,9 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
         try:
             temporary.mkdir()
             manifest = _write(recipe, temporary, report)
-            # processes that mapped an older cache keep reading that
             shutil.rmtree(older, ignore_errors=True)
             if folder.exists():
-                folder.rename(older)
+                folder.rename(older)  # processes that mapped it keep reading it
             temporary.rename(folder)
             shutil.rmtree(older, ignore_errors=True)
         except Exception as error:
@@ -311,11 +310,12 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
             encoded = source.encode(recipe.tokenizer, tokenizer, documents)
             for (_, text), document in zip(documents, encoded, strict=True):
                 writers[recipe.split_of(text)].add(part, text, document)
-            num_tokens = sum(writer.write() for writer in writers.values())
+            for writer in writers.values():
+                writer.write()
             now = time.monotonic()
             if now - reported > REPORT_S:
-                reported, rate = now, num_tokens / (now - started)
-                report(f"  {num_tokens:,} tokens, {rate:,.0f} per second")
+                reported, tokens = now, sum(writer.counts.sum() for writer in writers.values())
+                report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
     splits = {split: writer.finish() for split, writer in writers.items()}
     manifest = {
         "spec": recipe.spec(),
@@ -332,13 +332,12 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         manifest["parts"] = {
             part: {split: writers[split].parts[part] for split in SPLITS} for part in sources
         }
-    num_bytes = splits["validation"]["bytes"]
-    if num_bytes and not whole:  # where only some labels count, a loss per byte has no meaning
+    if (num_bytes := splits["validation"]["bytes"]) and not whole:
+        # where only some labels count, a loss per byte has no meaning
         counts = writers["train"].counts + 1  # of a model of token frequencies alone
         bits = -(writers["validation"].counts * np.log2(counts / counts.sum())).sum()
         manifest["unigram_bits_per_byte"] = float(bits / num_bytes)
-    text = json.dumps(manifest, indent=1, default=str)
-    (folder / "manifest.json").write_text(text, encoding="utf-8")
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, default=str), "utf-8")
     return manifest
 
 
@@ -352,7 +351,7 @@ class _SplitWriter:
         self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
         self._path, self._dtype = path, dtype
         self._added: list[Encoded] = []
-        self._starts = [0]
+        self._lengths = [np.zeros(1, dtype=np.int64)]  # of whole documents
         self._sha256 = {kind: hashlib.sha256() for kind in (CHECKSUMS if whole else ("bin",))}
 
     def add(self, part: str, text: str, document: Encoded) -> None:
@@ -361,26 +360,28 @@ class _SplitWriter:
         counts["bytes"] += len(text.encode())
         counts["tokens"] += len(document.ids)
         self._added.append(document)
-        self._starts.append(self._starts[-1] + len(document.ids))
 
-    def write(self) -> int:
-        """Writes the added documents; returns the number of tokens of all so far."""
-        ids, masks = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=bool)]
-        for document in self._added:
-            ids.append(document.ids)
-            every = np.ones(len(document.ids), dtype=bool)
-            masks.append(every if document.counted is None else document.counted)
+    def write(self) -> None:
+        """Writes the added documents."""
+        if not self._added:
+            return
+        ids = np.concatenate([document.ids for document in self._added])
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        self._append("bin", ids.astype(self._dtype))
+        if "counted" in self._sha256:
+            lengths, masks = [], []
+            for ids, counted in self._added:
+                lengths.append(len(ids))
+                masks.append(np.ones(len(ids), dtype=bool) if counted is None else counted)
+            self._lengths.append(np.array(lengths, dtype=np.int64))
+            self._append("counted", np.concatenate(masks))
         self._added = []
-        tokens = np.concatenate(ids)
-        self.counts += np.bincount(tokens, minlength=len(self.counts))
-        self._append("bin", tokens.astype(self._dtype))
-        self._append("counted", np.concatenate(masks))
-        return self._starts[-1]
 
     def finish(self) -> dict[str, Any]:
         """Returns the split's entry in the manifest, when its files are on the disk."""
-        self.write()
-        self._append("starts", np.array(self._starts, dtype=np.int64))
+        for kind in self._sha256:  # a split may have no document
+            self._append(kind, np.zeros(0))
+        self._append("starts", np.cumsum(np.concatenate(self._lengths)))
         entry: dict[str, Any] = dict.fromkeys(COUNTS, 0)
         for counts in self.parts.values():
             for key, count in counts.items():

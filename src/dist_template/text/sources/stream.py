@@ -3,8 +3,8 @@ prepare.
 
     datasets -> interleaved by weight -> one rank's documents -> tokens -> blocks of rows -> batches
 
-The rows of a block are shuffled; nothing else is. The state after each batch is the data sets' state
-at the block's start and the number of batches since. A resumed run reads the block again.
+Only the rows of a block are shuffled. The state after each batch is the state of the data sets at
+the block's start and the number of batches since. A resumed run reads the block again.
 """
 
 from __future__ import annotations
