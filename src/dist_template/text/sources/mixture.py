@@ -4,7 +4,8 @@ The cache holds the documents of one source after another, and so are rows numbe
 change it. Which row is at a position of the stream of samples follows in closed form. Until
 position t, a source with share s(u) of the samples at u has given round(integral of s to t) rows.
 Within a block of positions, it is random which source is next; a source's own rows are shuffled
-anew for each of its epochs.
+anew for each of its epochs. `interleave_datasets` of `datasets` draws each document at random: it
+has no row of a position without reading all before, which a resume on other ranks needs.
 
     position    0 1 2 3 4 5 6 7 | 8 …          blocks of `BLOCK` samples
     rows of     w w c w w w c w | …            web (weight 3) and code (weight 1)
