@@ -89,11 +89,13 @@ def print_crash(error: BaseException) -> Exit:
 
 def _before_training(error: BaseException) -> str:
     """Describes an error before training; "" if this library raised it and not the user's code."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
+    files = [Path(frame.filename) for frame in frames]
     ours = [file for file in files if is_users(str(file)) or file.is_relative_to(LIBRARY)]
     if not ours or ours[-1].is_relative_to(LIBRARY) or ours[-1].name == "__main__.py":
         return ""
-    place = "while tokenizing, " if LIBRARY / "text" / "cache" / "build.py" in files else ""
+    is_tokenizing = any(frame.name == "build_cache" for frame in frames)
+    place = "while tokenizing, " if is_tokenizing else ""
     lines = [f"error: {place}{type(error).__name__}: {first_line(error)}"]
     lines += [f"    {line}" for line in own_lines(error)]
     return "\n".join([*lines, "\nTRACEBACK=1 prints the traceback"])
