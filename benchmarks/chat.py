@@ -17,8 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from dist_template.text.batches.packing import WholeRows, best_fit
-from dist_template.text.batches.rows import PackedRows
+from dist_template.text.batches.rows import PackedRows, WholeRows, best_fit
 from dist_template.text.cache.token_cache import Corpus
 
 from .arms import Clock, Comparison, Sample, compare

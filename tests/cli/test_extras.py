@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import CONFIGS, run, run_in_subprocess
 
 EXTRAS = (
-    "bitsandbytes", "datasets", "datasketch", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
+    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
     "optuna", "tensorboard", "uvicorn", "wandb",
 )  # fmt: skip
 LIBRARY = "'dist-template["

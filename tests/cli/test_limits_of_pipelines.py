@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from dist_template.cli.limits import Machine, violations
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.text.model.adapters import AdapterConfig
-from dist_template.text.sources.preferences import Preferences
+from dist_template.text.sources.chat import Preferences
 
 LLAMA = AutoConfig.for_model("llama", num_hidden_layers=32)
 SMALL = AutoConfig.for_model("llama", num_hidden_layers=3)

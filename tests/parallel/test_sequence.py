@@ -26,7 +26,7 @@ from dist_template.model.balance import BalanceConfig
 from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.sequence import shard_batch, share_attention
 from dist_template.text.model.kernels import known_documents
-from dist_template.text.sources.preferences import Preferences
+from dist_template.text.sources.chat import Preferences
 from dist_template.wings.rehearse.workers import clean_processes
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers

@@ -10,7 +10,7 @@ import pytest
 
 from dist_template.errors import InputError
 from dist_template.text.sources.documents import TextFiles
-from dist_template.text.sources.paths import matching
+from dist_template.text.sources.records import matching
 
 
 @pytest.fixture

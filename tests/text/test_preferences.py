@@ -17,7 +17,7 @@ from dist_template.errors import InputError
 from dist_template.text.batches.rows import NOT_COUNTED, PAIRS
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.preference_loss import PreferenceConfig, pair_sums
-from dist_template.text.sources.preferences import Preferences
+from dist_template.text.sources.chat import Preferences
 from dist_template.text.tokenizers import Pretrained
 from tests.support import chats, pairs
 from tests.support.chats import messages, write

@@ -31,24 +31,26 @@ def assign(
         samples_of_ranks: Samples in each rank's micro-batch; times `accumulation` all of `costs`.
         speeds: Relative speed of each rank.
     """
-    assigned: list[list[int]] = [[] for _ in speeds]
+    order = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable").tolist()
+    assigned: dict[int, list[int]] = {}
     least = [(0.0, rank) for rank in range(len(speeds))]  # a heap of (time so far, rank)
-    for sample in np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable").tolist():
+    for sample in order:
         time, rank = heapq.heappop(least)
-        assigned[rank].append(sample)
-        if len(assigned[rank]) < accumulation * samples_of_ranks[rank]:
+        samples = assigned.setdefault(rank, [])
+        samples.append(sample)
+        if len(samples) < accumulation * samples_of_ranks[rank]:
             heapq.heappush(least, (time + float(costs[sample]) / speeds[rank], rank))
-    return [
-        [samples[at : at + count] for at in range(0, accumulation * count, count)]
-        for samples, count in zip(assigned, samples_of_ranks, strict=True)
-    ]
+    batches = []
+    for rank, count in enumerate(samples_of_ranks):
+        starts = range(0, accumulation * count, count)
+        batches.append([assigned[rank][at : at + count] for at in starts])
+    return batches
 
 
 def shared_out(samples: int, speeds: Sequence[float]) -> list[int]:
     """Returns each rank's number of samples: in proportion to its speed, `samples` in total."""
-    exact = [samples * speed / sum(speeds) for speed in speeds]
-    counts = [int(share) for share in exact]
-    by_remainder = sorted(range(len(speeds)), key=lambda rank: counts[rank] - exact[rank])
-    for rank in by_remainder[: samples - sum(counts)]:
-        counts[rank] += 1
-    return counts
+    exact = np.array(speeds) * samples / sum(speeds)
+    counts = exact.astype(int)
+    by_remainder = np.argsort(counts - exact, kind="stable")
+    counts[by_remainder[: samples - counts.sum()]] += 1
+    return counts.tolist()

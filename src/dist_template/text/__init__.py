@@ -6,7 +6,7 @@ them.
     model/            output layer and loss in chunks, kernels, adapters, quantization
     cache/            tokens on disk, and the quality of the data
     batches/          rows, packing, the loader
-    prepared.py, datamodule.py    PackedText: from a source of documents to batches
+    datamodule.py     PackedText: from a source of documents to batches
     module.py, refusals.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
 
 Names are imported when they are first used.
@@ -28,7 +28,7 @@ PLACES = {  # public name -> the module of this library that defines it
     "Chat": "text.sources.chat",
     "Mixture": "text.sources.mixture",
     "TextStream": "text.sources.stream",
-    "Preferences": "text.sources.preferences",
+    "Preferences": "text.sources.chat",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",
