@@ -39,8 +39,8 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError(f"the report cannot be written into {why}") from error
     if verb == "compare":
         for section in of_several(histories, names_of(histories)):
-            print(f"\n{section.title}")
-            print("\n\n".join(part.as_text() for part in section.parts if isinstance(part, Table)))
+            tables = [part.as_text() for part in section.parts if isinstance(part, Table)]
+            print(f"\n{section.title}\n" + "\n\n".join(tables))
         print(f"\ncurves are in {output / HTML}")
         return
     for folder, found in zip(runs, findings, strict=True):

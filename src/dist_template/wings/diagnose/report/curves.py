@@ -12,6 +12,7 @@ import fnmatch
 import html
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -92,9 +93,8 @@ def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], l
         if len(histories) == 1:
             panels.append(replace(panel, metrics=found))
     others = [Panel(name, "", (name,)) for name in logged if name not in drawn]
-    shown = [_figure(panel, histories, names) for panel in panels]
-    more = [_figure(panel, histories, names) for panel in others]
-    return list(filter(None, shown)), list(filter(None, more))
+    draw = partial(_figure, histories=histories, names=names)
+    return list(filter(None, map(draw, panels))), list(filter(None, map(draw, others)))
 
 
 def not_finite(history: History) -> list[str]:
@@ -139,13 +139,18 @@ def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure 
     labels = _labels(metrics)
     data: list[dict[str, object]] = []
     tokens: list[np.ndarray] = []  # of each curve, at its steps
-    is_log = panel.log
+    is_log, hover = panel.log, "%{y:.5~g}"
+    y: dict[str, object] = {"exponentformat": "SI"}
+    if panel.share:
+        hover, y["tickformat"] = "%{y:.1%}", ".3~p"
+    if panel.zero:
+        y["rangemode"] = "tozero"
     for run, metric, series in curves:
         number = metrics.index(metric)
         name, colour, dash = labels[number], number, number // len(COLOURS)
         if len(histories) > 1:
-            name = f"{names[run]} {name}" if len(metrics) > 1 else names[run]
             colour, dash = run, number
+            name = f"{names[run]} {name}" if len(metrics) > 1 else names[run]
         style = {"color": COLOURS[colour % len(COLOURS)]}
         has_gaps = len(series) < BUCKETS and not np.isfinite(series.values).all()
         is_log = is_log and bool((series.finite().values > 0).all())
@@ -158,13 +163,9 @@ def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure 
             "mode": "lines+markers" if has_gaps or len(series) <= MARKED else "lines",
             "marker": {"size": 5, **style},
             "line": {"width": 1.6, "dash": DASHES[dash % len(DASHES)], **style},
-            "hovertemplate": "%{y:.1%}" if panel.share else "%{y:.5~g}",
+            "hovertemplate": hover,
         })  # fmt: skip
-    y: dict[str, object] = {"type": "log" if is_log else "linear", "exponentformat": "SI"}
-    if panel.share:
-        y["tickformat"] = ".3~p"
-    if panel.zero:
-        y["rangemode"] = "tozero"
+    y["type"] = "log" if is_log else "linear"
     x = {"title": {"text": "optimizer step", "standoff": 6}, "rangemode": "tozero"}
     buttons = [_buttons(data, tokens, is_log)]
     layout = {"showlegend": 1 < len(data) <= LEGEND, "updatemenus": buttons}

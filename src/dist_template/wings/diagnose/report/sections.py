@@ -62,7 +62,8 @@ def status(history: History) -> str:
         of = f" of {last:,}"
         if done >= last:
             return f"finished all {done:,} steps"
-    crashes = [each for each in history.crashes if each.get("kind") != "peer"] or history.crashes
+    causes = [crash for crash in history.crashes if crash.get("kind") != "peer"]
+    crashes = causes or history.crashes  # a peer fails because another rank has failed
     if crashes and (crashes[-1].get("step") or 0) >= done:
         error, rank = crashes[-1].get("error", "no error"), crashes[-1].get("rank", "?")
         return f"crashed at step {done:,}{of}: {error} on rank {rank}"
@@ -75,9 +76,8 @@ def what(history: History) -> str:
     known = [history.fact("model.model_type") or history.key("model.architecture.model_type")]
     if total:
         known.append(f"{short(total)} parameters")
-    known.append(
-        history.fact("training.strategy") or flatten(history.config).get("trainer.strategy")
-    )
+    strategy = history.fact("training.strategy")
+    known.append(strategy or flatten(history.config).get("trainer.strategy"))
     if ranks:
         known.append(f"{ranks} × {history.fact('machine.device')}")
     known += [history.fact("training.precision"), history.environment.get("time")]
@@ -86,11 +86,13 @@ def what(history: History) -> str:
 
 def of_one(history: History) -> list[Section]:
     """Returns the sections of one run that have content."""
-    quality = history.fact("data.quality")
+    data: Parts = []
+    if quality := history.fact("data.quality"):
+        data.append(as_table(quality))
     return _with_content({
         "Evaluation": _evaluation(history.folder),
         "Where the time went": _goodput([history], ["time"]),
-        "Data": [as_table(quality)] if quality else [],
+        "Data": data,
         "Crashes": _crashes(history.crashes),
         "Incidents": _incidents(history.incidents),
         "Configuration": _configuration(history),
@@ -236,8 +238,10 @@ def _environment(environment: Mapping[str, Any]) -> Parts:
     lines = str(environment.get("git_changes") or "").splitlines()
     lines += map("{0[0]}={0[1]}".format, variables.items())
     lines += map("{0[0]}=={0[1]}".format, packages.items())
-    text = Text("Changed files, variables, packages", "\n".join(lines), folded=True)
-    return [*_table(["", ""], rows), *([text] if lines else [])]
+    parts = _table(["", ""], rows)
+    if lines:
+        parts.append(Text("Changed files, variables, packages", "\n".join(lines), folded=True))
+    return parts
 
 
 def _samples(folder: Path) -> Parts:
@@ -261,7 +265,9 @@ def _incidents(incidents: list[dict[str, Any]]) -> Parts:
     rows = []
     for incident in incidents[-ROWS:]:
         rows.append([_figure(incident.get(key)) for key in keys])
-    note = f"The newest {ROWS} of {len(incidents)}." if len(incidents) > ROWS else ""
+    note = ""
+    if len(incidents) > ROWS:
+        note = f"The newest {ROWS} of {len(incidents)}."
     return _table(keys, rows, note)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ....observe.history.run import History
 from .. import expected, robust
-from ..finding import Cause, Change, Finding
+from ..finding import Cause, Change, Finding, Level
 
 MIN_POINTS = 3  # log steps after the start
 UNUSED = 0.1  # of all experts: a few without a token in one log step are normal
@@ -32,9 +32,11 @@ def _balancing(history: History) -> list[Cause]:
         # With the usual coefficient a small model takes 1,000 steps; a shorter run needs more.
         least = robust.rounded(min(max(USUAL_COEF, 10 / steps), 10 * USUAL_COEF))
         problem = "The load-balancing loss is too weak" if now else "No loss balances the load"
-    change = Change(key, now, least if now < least else robust.rounded(2 * now))
+    to = least
+    if now >= least:
+        to = robust.rounded(2 * now)
     return [
-        Cause(f"The router has collapsed. {problem}.", [change]),
+        Cause(f"The router has collapsed. {problem}.", [Change(key, now, to)]),
         Cause("The learning rate is too high for the router.", expected.lower_rate(history)),
     ]
 
@@ -47,7 +49,7 @@ def experts_unused(history: History) -> Iterator[Finding]:
     last = robust.tail(unused)
     if last <= UNUSED * total:
         return
-    level = "error" if last >= COLLAPSED * total else "warning"
+    level: Level = "error" if last >= COLLAPSED * total else "warning"
     confidence = "certain" if robust.median(unused.values) > UNUSED * total else "likely"
     evidence = (
         f"{last:.0f} of at most {total} experts got no token at the last log steps, up to step"
