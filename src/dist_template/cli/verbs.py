@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 
+from ..errors import first_line
 from ..plugins import LIBRARY, file_of, registered
 from ..project import Project
 
@@ -45,7 +46,10 @@ def help_line(verb: EntryPoint) -> str:
     file = file_of(verb.module)
     if file is None:
         return f"(not found: {verb.value})"
-    module = ast.parse(file.read_text(encoding="utf-8"))
+    try:
+        module = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError) as error:  # starting the verb reports it in full
+        return f"(cannot be read: {first_line(error)})"
     text = ast.get_docstring(module) if not verb.attr else None
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name == verb.attr:

@@ -106,6 +106,8 @@ def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False
         groups[-1]["weight_decay"] = 0.0
     if len(by_layout(decayed + not_decayed)) > 1:
         kind = mixed(kind)
+    if chosen is None:
+        return kind(groups, **arguments)
     return _instance("--optimizer", kind, groups, arguments)
 
 
