@@ -43,7 +43,7 @@ from ..compat.lightning import set_mesh, start_process_group
 from ..layout import refuse_scalars
 from .mesh_sizes import ADDING, MeshSizes, Size
 from .pipeline.run import Pipeline, divide
-from .pipeline.schedule import Schedule
+from .pipeline.costs import Schedule
 from .sequence import shard_batch
 from .shard import shard_by_blocks, shard_by_plan, shard_module, try_rank
 

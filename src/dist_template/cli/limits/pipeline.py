@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...parallel.pipeline.schedule import bubble, stages_per_rank
+from ...parallel.pipeline.costs import bubble, stages_per_rank
 from .machine import ARGS, NOT_READ_YET, Setup
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from ...errors import InputError
 from ..blocks import find_blocks
-from .balance import balanced
-from .schedule import bubble, stages_of_rank, stages_per_rank
+from .costs import balanced, bubble, stages_of_rank, stages_per_rank
 
 
 def outline(model: nn.Module) -> tuple[nn.Module, str, list[nn.Module], list[nn.Module]]:

@@ -32,8 +32,8 @@ from ...layout import layout, local_shard, total_norm
 from .division import Division, StageEnd
 from .forward import ForwardPasses, shapes_of
 from .partition import bounds_between, facts_of
+from .costs import ONE_STAGE
 from .schedule import (
-    ONE_STAGE,
     SCHEDULES,
     Stage,
     own_error,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...parallel import data_parallel_size
-from ...parallel.pipeline.schedule import stages_per_rank
+from ...parallel.pipeline.costs import stages_per_rank
 
 PERSISTENT = 64  # elements: ZeRO-3 then keeps norms unsharded and shards matrices, as at full size
 REPLACED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterator
 from itertools import chain, repeat
 
-from ....parallel.pipeline.balance import balanced
+from ....parallel.pipeline.axis import Pipeline
+from ....parallel.pipeline.costs import balanced
 from ...history.run import History
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
@@ -33,7 +34,8 @@ def pipeline_waits(history: History) -> Iterator[Finding]:
         sentence = "Two stages on each device, and gradients of weights computed in the gaps."
         change = Change(f"{STRATEGY}pp_schedule", schedule, "ZBVZeroBubble")
         causes.append(Cause(sentence, [change]))
-    causes.append(Cause("The global batch is small for so many stages: a lower pp_size."))
+    sentence = f"The global batch is small for so many stages: a lower {Pipeline().key}."
+    causes.append(Cause(sentence))
     evidence = (
         f"{bubble / (1 + bubble):.0%} of a step: {num} micro-batches through {len(stages)} devices"
         f" by {schedule}, if all stages take the same time."
