@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import weights
 from ..compat.lightning import validation_may_follow
-from ..parallel import random_rank
+from ..parallel import run_strategy
 
 KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
 
@@ -85,7 +85,7 @@ class RandomState(Callback):
     @staticmethod
     def _new_seed(trainer: L.Trainer, step: int) -> int:
         """Returns this rank's seed; tensor-parallel ranks, which share a batch, share it."""
-        rank = random_rank(trainer.strategy)
+        rank = run_strategy(trainer.strategy).random_rank
         sequence = np.random.SeedSequence([torch.initial_seed(), step, rank])
         return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 

@@ -25,7 +25,7 @@ from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
 from ..observe.history.run import CONFIG, DEFAULTS, ENVIRONMENT, FACTS, without_folder
 from ..observe.loggers.tensorboard import TensorBoard
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
 from ..text.cache.quality import data_statistics, stored
@@ -79,7 +79,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     model, balancer = getattr(module, "model", module), own(module, "balancer", Balancer)
     data, size = trainer.datamodule, size_of(trainer, module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
-    balance, pipeline = {}, pipeline_of(trainer.strategy)
+    balance = {}
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
     counts = ("total", "trainable", "in_4_bits", "active", "embedding")
@@ -89,7 +89,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
         "balance": balance,
         "data": _data(data),
         "machine": _machine(trainer, hosts),
-        "pipeline": pipeline.division.facts if pipeline else {},
+        "pipeline": run_strategy(trainer.strategy).stage_facts,
         "training": _training(trainer, module) | {"flops_per_token": flops},
     }
     folder.mkdir(parents=True, exist_ok=True)

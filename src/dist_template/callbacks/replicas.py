@@ -25,7 +25,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -35,6 +34,7 @@ from ..compat.lightning import accumulates
 from ..compat.torch import is_persistent
 from ..errors import Ended, Exit
 from ..layout import local_shard, shard_place
+from ..parallel import run_strategy
 
 STEPS = (1, 2, 10)  # of an attempt: what starts after the first steps is seen before it is saved
 COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
@@ -82,7 +82,7 @@ class Replicas(Callback):
         Raises:
             Ended: on all ranks, if a tensor's replicas differ.
         """
-        if weights.is_alone() or isinstance(trainer.strategy, FSDPStrategy):  # it has flat shards
+        if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
         own = dict(self._replicas(trainer, module, with_moments))
         if self._positions is None:
@@ -238,4 +238,4 @@ def _difference(digest: int, ranks: list[dict]) -> tuple[str, list[int], list[in
 def _tolerance(strategy: Any) -> float:
     """Returns how much replicas may differ, relative to their norm: nothing on a CPU."""
     is_exact = strategy.root_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    return 0.0 if is_exact else getattr(strategy, "replica_tolerance", 0.0)
+    return 0.0 if is_exact else run_strategy(strategy).replica_tolerance

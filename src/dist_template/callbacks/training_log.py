@@ -13,7 +13,7 @@ from torch import Tensor
 from ..compat.lightning import accumulates
 from ..compat.self_log import log_at_optimizer_steps
 from ..model.any_module import metrics_of, tracks_metrics
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from ..text.batches.rows import NOT_COUNTED
 
 
@@ -46,8 +46,7 @@ class TrainingLog(Callback):
         callbacks, buffer = trainer.callbacks, metrics_of(pl_module)
         _call(callbacks, "before_log_step", trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
-        pipeline = pipeline_of(trainer.strategy)
-        agree = pipeline and pipeline.names_of_stages
+        agree = run_strategy(trainer.strategy).all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
         if tracks_metrics(pl_module):
             pl_module.derive(metrics)

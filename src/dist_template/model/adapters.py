@@ -28,7 +28,6 @@ ALL_LINEAR = "all-linear"
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; plans have .* there
 CONV1D = "Conv1D"  # GPT-2's linear layer: its weight is (in, out) (transformers.pytorch_utils)
 PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
-EXPERT_PLAN = {"gate_up_proj": PACKED, "down_proj": "rowwise"}  # which `_rewrite_plans` understands
 # What reads a layer's weight, and does not call it, leaves its adapter out: Mamba's mixers, which
 # have a parameter D, and AltUp of Gemma 3n.
 ONLY_READ = {"D": ["out_proj", "dt_proj"], "correction_coefs": ["correction_coefs"]}
@@ -105,22 +104,6 @@ def add_adapters(model: Any, config: AdapterConfig) -> nn.Module:
         module.requires_grad_(True)
     _rewrite_plans(model)
     return model
-
-
-def refuse_tensor_parallel(model: Any) -> None:
-    """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
-    for name, module in model.named_modules():
-        if inner := wrappers_of_parameters(module):
-            base = INDEX.sub(".*", name) + ".base_layer" * len(inner)
-            rules = [rule.rpartition(".") for rule in model.tp_plan]
-            plan = {
-                last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base
-            }
-            if plan and plan != EXPERT_PLAN:
-                raise InputError(
-                    f"adapters of {name} are not sharded by its tensor-parallel plan"
-                    f" ({', '.join(plan.values())}): name linear layers as model.adapter.targets"
-                )
 
 
 def _targets(model: Any, config: AdapterConfig) -> tuple[list[str], list[str]]:

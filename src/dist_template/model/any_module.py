@@ -11,7 +11,6 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from ..parallel import pipeline_of
 from .flops import Size
 from .metrics import MetricBuffer
 
@@ -50,10 +49,8 @@ def tracks_metrics(module: Any) -> bool:
 
 
 def size_of(trainer: Any, module: Any) -> Size:
-    """Returns the model's size; in a pipeline, that of all stages."""
-    if pipeline_of(trainer.strategy):
-        return module.whole_size
-    return Size.of(getattr(module, "model", module))
+    """Returns the size of the model, of which a rank may have some layers."""
+    return own(module, "whole_size", Size) or Size.of(getattr(module, "model", module))
 
 
 def results_of(trainer: Any, module: Any) -> dict[str, float]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..compat import transformers as compat
 from ..errors import InputError
+from ..parallel.axes import SequenceAxis
 from ..parallel.sequence import IS_SHARD, WHOLE, masks_of_all
 
 # (documents + 1,) int32: start of each document among the B*T tokens, and B*T; (0,) for
@@ -76,8 +77,8 @@ def known_documents(
     if bounds is None:
         if whole is not None or (is_flash and num_rows > 1):
             raise InputError(
-                f"flash attention and cp_size above 1 need {BOUNDS} in a batch of yours, as"
-                " text/batches/rows.py has it; see data.py"
+                f"flash attention and {SequenceAxis().key} above 1 need {BOUNDS} in a batch of"
+                " yours, as text/batches/rows.py has it; see data.py"
             )
         given = batch.get("position_ids")
         rows = None if given is None else given.expand(num_rows, -1)

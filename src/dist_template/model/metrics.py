@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch import version_of
 from ..errors import InputError
+from ..parallel import run_strategy
 from ..project import is_users
 
 FOLD = 64  # values of a metric kept before they are summed; each takes 512 bytes of GPU memory
@@ -176,8 +177,7 @@ class SplitMeans:
     def read(self, strategy: Any) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         sums = torch.stack([*self._sums.values()])
-        group = getattr(strategy, "group_of_stage", None)
-        tokens, *totals = strategy.reduce(sums, group, reduce_op="sum").tolist()
+        tokens, *totals = run_strategy(strategy).sum_of_batches(sums).tolist()
         names = [*self._sums][1:]
         return {n: total / (tokens or math.nan) for n, total in zip(names, totals, strict=True)}
 

@@ -16,12 +16,13 @@ adapters has them before these: "lora+fsdp+tp" (`axes_of`).
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from ..parallel import sharding_of
 from ..records import read_mapping, write_atomically
 from .adapters import AdapterConfig
 from .any_module import own
@@ -32,7 +33,6 @@ LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
 FILE = "proven.json"
 ADAPTER_KEYS = ("targets", "dora", "trainable", "quantize")  # other values need their own proof
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True)
@@ -119,21 +119,10 @@ def switches_of(config: Any) -> dict[str, Any]:
 
 
 def axes_of(strategy: Any, world_size: int, module: Any = None) -> str:
-    """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+".
-
-    Replicas are added only where nothing else is: they compute what one process computes.
-    """
+    """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+"."""
     if world_size == 1:
         return ""
-    adapters = _adapters_of(module)
-    if hasattr(strategy, "sizes"):
-        sizes = asdict(strategy.sizes(world_size))
-        axes = [name for name in ("fsdp", "tp", "ep", "cp", "pp") if sizes[name] > 1]
-        if "pp" in axes and strategy.pp_schedule in ZERO_BUBBLE:
-            axes.append("zb")
-        return "+".join(adapters + (axes or ["ddp"]))
-    stage = getattr(strategy, "stage", None)
-    return "+".join([*adapters, f"zero{stage}" if stage else "ddp"])
+    return "+".join([*_adapters_of(module), *sharding_of(strategy).axes(world_size)])
 
 
 def _adapters_of(module: Any) -> list[str]:

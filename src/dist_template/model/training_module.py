@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import weights
 from ..checkpoint.frozen import describe, exclude_frozen
 from ..layout import clip_by_norm
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
 from ..parallel.place import place
 from ..records import flatten
@@ -94,8 +94,8 @@ class TrainingModule(L.LightningModule):
             if self.adapter is not None:
                 self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
                 exclude_frozen(self)
-            pipeline = pipeline_of(self.trainer.strategy)
-            self.balancer = Balancer(self.model, self.balance, pipeline and pipeline.group)
+            group = run_strategy(self.trainer.strategy).layer_group
+            self.balancer = Balancer(self.model, self.balance, group)
 
     def build_with_adapters(self, data: Any) -> nn.Module:
         """Returns the network of `build_model`, with the adapters of `model.adapter`."""
@@ -153,7 +153,7 @@ class TrainingModule(L.LightningModule):
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
-        pipeline = pipeline_of(self.trainer.strategy)
-        norm = clip_by_norm(self.parameters(), gradient_clip_val, pipeline and pipeline.norm)
+        norm_of = run_strategy(self.trainer.strategy).norm
+        norm = clip_by_norm(self.parameters(), gradient_clip_val, norm_of)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)

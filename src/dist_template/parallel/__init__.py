@@ -25,8 +25,10 @@ from typing import Any
 
 from .mesh_sharding import Mesh
 from .plain import Plain
+from .run_strategy import run_strategy
 from .zero_sharding import Zero
 
+__all__ = ["run_strategy", "sharding_of"]
 SHARDINGS: dict[str, type[Mesh | Zero]] = {"MeshStrategy": Mesh, "ZeroStrategy": Zero}
 
 
@@ -43,25 +45,3 @@ def sharding_of(strategy: Any) -> Plain:
         return SHARDINGS[name].of(arguments) if name in SHARDINGS else Plain(arguments, name)
     bases = tuple(kind.__name__ for kind in type(strategy).__mro__)
     return getattr(strategy, "sharding", None) or Plain(name=bases[0], bases=bases)
-
-
-def data_parallel_size(strategy: Any, world_size: int) -> int:
-    """Returns the number of ranks that read different batches under `strategy` on `world_size`
-    ranks.
-
-    Raises:
-        InputError: the strategy's sizes do not fit this number.
-    """
-    return strategy.sizes(world_size).data_parallel if hasattr(strategy, "sizes") else world_size
-
-
-def pipeline_of(strategy: Any) -> Any:
-    """Returns the strategy's Pipeline, once the model is divided; None without one."""
-    return getattr(strategy, "pipeline", None)
-
-
-def random_rank(strategy: Any) -> int:
-    """Returns the number of this rank's random stream: only tensor-parallel ranks share one."""
-    if hasattr(strategy, "mesh_sizes"):
-        return strategy.global_rank // strategy.mesh_sizes.tp
-    return getattr(strategy, "distributed_sampler_kwargs", {"rank": 0})["rank"]

@@ -56,6 +56,20 @@ class Keys(Plain):
     def stages(self, facts: Facts) -> Stages:
         raise NotImplementedError
 
+    def rules(self, model: Any, sizes: MeshSizes) -> dict[str, str]:
+        """Returns the plans of `model`, built, with the user's changes."""
+        rules = model.tp_plan | (self.tp_plan or {})
+        return rules | model.ep_plan | (self.ep_plan or {}) if sizes.ep > 1 else rules
+
+    def block(self, facts: Facts) -> float:
+        """Returns the parameters of the largest block, gathered by FSDP2: other ranks' experts of
+        expert parallelism are not."""
+        sizes, experts = self.sizes(facts.world_size), facts.block_experts
+        largest = facts.block or (facts.parameters - facts.embedding) / facts.layers
+        if sizes.ep > 1:
+            return (largest - experts) / sizes.tp + experts / sizes.ep
+        return largest / sizes.tp
+
     def mean_share(self, facts: Facts) -> float:
         """Returns the mean over ranks of the share of the parameters that a rank stores."""
         stages = self.stages(facts)
@@ -99,6 +113,10 @@ class Axis:
         """Returns the share of the parameters that a rank stores."""
         return 1.0
 
+    def buffers(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> dict[str, float]:
+        """Returns bytes of a rank besides its shards, by part."""
+        return {}
+
     def refusals(self, sizes: MeshSizes, mesh: Keys, setup: Configured) -> Iterator[str]:
         return iter(())
 
@@ -121,7 +139,7 @@ class Axis:
         return given
 
 
-class Replicas(Axis):
+class ReplicaAxis(Axis):
     """HSDP: replicas of what fsdp shards."""
 
     name = "dp_replicate"
@@ -131,7 +149,7 @@ class Replicas(Axis):
     def traffic(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> Iterator[Sent]:
         """Gradients of a rank's shard, once per step."""
         own, span = mesh.mean_share(facts) * facts.trainable, facts.world_size // sizes.pp
-        calls = units(sizes, facts)
+        calls = (facts.layers + 2) / sizes.pp
         yield Sent("all_reduce", own, mesh.weight_bytes(facts), sizes.dp_replicate, calls, span)
 
     def small(self, given: Size, mesh: Keys) -> list[Size]:
@@ -139,7 +157,7 @@ class Replicas(Axis):
         return [*super().small(given, mesh), *[1] * (given != 1)]
 
 
-class Shards(Axis):
+class ShardAxis(Axis):
     """FSDP2: parameters are gathered where they are used, and gradients reduce-scattered."""
 
     name = "fsdp"
@@ -149,35 +167,38 @@ class Shards(Axis):
     def share(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> float:
         return 1 / sizes.fsdp
 
+    def buffers(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> dict[str, float]:
+        """The running block, the next one, and the embedding or the head are gathered."""
+        if sizes.pp > 1:
+            return {}
+        gathered = 2 * mesh.block(facts) + facts.vocab_size * facts.width / sizes.tp
+        parts = {"gathered weights": gathered * mesh.used_bytes(facts)}
+        if not mesh.reduce_each_micro_batch and mesh.accumulation(facts) > 1:
+            parts["unsharded gradients"] = facts.trainable / sizes.tp * mesh.weight_bytes(facts)
+        return parts
+
     def traffic(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> Iterator[Sent]:
         """Units are gathered in forward and, but for the norm and the head, again in backward;
         gradients are scattered in each micro-batch or the last. Experts of expert parallelism are
         units of their own, over fewer ranks. In a pipeline both happen once per step."""
-        span, once = sizes.fsdp * sizes.tp, sizes.pp > 1
+        span, m = sizes.fsdp * sizes.tp, mesh.accumulation(facts)
         experts = facts.experts / sizes.ep / sizes.pp if sizes.ep > 1 else 0.0  # before FSDP
         dense = mesh.mean_share(facts) * facts.parameters * sizes.fsdp
         dense -= experts * sizes.ep / sizes.tp
-        num, expert_units = units(sizes, facts), facts.moe_layers / sizes.pp
         head = facts.vocab_size * facts.width / sizes.tp
-        yield from self._unit(mesh, facts, once, dense, sizes.fsdp, num, span, head)
+        calls, num_kept = (facts.layers + 2) / sizes.pp, 1 + facts.is_tied
+        units = [(dense, sizes.fsdp, calls, head, num_kept)]
         if experts:
-            ranks = span // sizes.ep
-            yield from self._unit(mesh, facts, once, experts, ranks, expert_units, span)
-
-    def _unit(
-        self, mesh: Keys, facts: Facts, once: bool, elements: float, ranks: int, calls: float,
-        span: int, kept: float = 0.0,
-    ) -> Iterator[Sent]:  # fmt: skip
-        """Yields the collectives of `elements` in `calls` units; of these `kept` stay gathered."""
-        width, m = mesh.used_bytes(facts), mesh.accumulation(facts)
-        gathered, gathers = m * (2 * elements - kept), m * (2 * calls - (kept > 0))
-        if once:
-            m, gathered, gathers = 1, elements, calls
-        yield Sent("all_gather", gathered, width, ranks, gathers, span)
-        reduces = m if mesh.reduce_each_micro_batch else 1
-        scattered = reduces * elements * facts.trainable / facts.parameters
-        width = mesh.weight_bytes(facts)
-        yield Sent("reduce_scatter", scattered, width, ranks, reduces * calls, span)
+            units.append((experts, span // sizes.ep, facts.moe_layers / sizes.pp, 0, 0))
+        for elements, ranks, calls, kept, num_kept in units:
+            gathered, gathers = m * (2 * elements - kept), m * (2 * calls - num_kept)
+            reduces = m if mesh.reduce_each_micro_batch else 1
+            if sizes.pp > 1:
+                gathered, gathers, reduces = elements, calls, 1
+            yield Sent("all_gather", gathered, mesh.used_bytes(facts), ranks, gathers, span)
+            scattered = reduces * elements * facts.trainable / facts.parameters
+            width = mesh.weight_bytes(facts)
+            yield Sent("reduce_scatter", scattered, width, ranks, reduces * calls, span)
 
     def small(self, given: Size, mesh: Keys) -> list[Size]:
         """4 if experts would not stay sharded; dropped in a pipeline before 8 are needed."""
@@ -188,7 +209,7 @@ class Shards(Axis):
         return [*sizes, *[1] * (has_stages and given != 1)]
 
 
-class Tensor(Axis):
+class TensorAxis(Axis):
     """Tensor parallelism: ranks share each matrix product, by the model's plan."""
 
     name = "tp"
@@ -236,7 +257,7 @@ class Tensor(Axis):
         from .shard import complete_plan, refuse_adapters
 
         refuse_adapters(model)
-        complete_plan(model, mesh, sizes)
+        complete_plan(model, mesh.rules(model, sizes), sizes.tp)
 
     def traffic(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> Iterator[Sent]:
         """Activations: an output summed in forward, or the gradient of an input in backward. Under
@@ -254,7 +275,7 @@ class Tensor(Axis):
             yield Sent(kind, tokens * elements, width, sizes.tp, m * number, sizes.tp, waits=True)
 
 
-class Experts(Axis):
+class ExpertAxis(Axis):
     """Expert parallelism: ranks hold different experts."""
 
     name = "ep"
@@ -305,7 +326,7 @@ class Experts(Axis):
         yield Sent("all_to_all", calls * moved, width, sizes.ep, calls, sizes.ep, waits=True)
 
 
-class Sequences(Axis):
+class SequenceAxis(Axis):
     """Sequence parallelism: neighbours along fsdp share each sequence."""
 
     name = "cp"
@@ -353,11 +374,6 @@ class Sequences(Axis):
         elements = 4 * blocks * mesh.tokens(facts) * (queries + pairs) * width / sizes.tp
         size = mesh.used_bytes(facts)
         yield Sent("all_to_all", elements, size, sizes.cp, 8 * blocks, sizes.cp, waits=True)
-
-
-def units(sizes: MeshSizes, facts: Facts) -> float:
-    """Returns what FSDP2 gathers at once on a rank: the embedding, each block, norm and head."""
-    return (facts.layers + 2) / sizes.pp
 
 
 def experts_of(config: Any) -> tuple[str, int]:

@@ -89,7 +89,8 @@ class Facts:
         tp_widths: Elements of a token that tensor parallelism all-reduces in forward or backward,
             in `tp_calls` collectives.
         heads: Attention heads, those of keys, and the width of one.
-        matrices: Parameters with two dimensions or more.
+        is_tied: Whether the embedding is the output layer too.
+        tensors: Number of parameters of the model.
         loss_chunk: Tokens whose logits exist at a time. None: all.
         on_host: Devices are CPUs, so that offloading frees nothing.
         pipeline: What facts.json has of the stages; {} without a pipeline.
@@ -114,7 +115,8 @@ class Facts:
     tp_widths: int = 0
     tp_calls: int = 0
     heads: tuple[int, int, int] = (1, 1, 0)
-    matrices: int = 0
+    is_tied: bool = False
+    tensors: int = 0
     precision: str = "32-true"
     checkpointing: str = "none"
     micro_batch_size: int = 1

@@ -11,14 +11,26 @@ from math import prod
 from typing import Any, ClassVar
 
 from ..errors import InputError
-from .axes import Axis, Experts, Keys, MeshSizes, Replicas, Sequences, Shards, Size, Tensor
+from .axes import (
+    Axis,
+    ExpertAxis,
+    Keys,
+    MeshSizes,
+    ReplicaAxis,
+    SequenceAxis,
+    ShardAxis,
+    Size,
+    TensorAxis,
+)
 from .facts import ARGS, STATE, BlockRun, Configured, Facts, Saving, Sent, Small
-from .plain import SLOWER
-from .pipeline.axis import Pipeline
+from .pipeline.axis import PipelineAxis
 from .pipeline.costs import SPLIT_BACKWARD, V_SHAPED, Stages, stages_of, stages_per_rank
+from .plain import SLOWER
 
 # Outermost first. A package adds an axis of its own here, and gives its size as dict_kwargs.
-AXES: list[Axis] = [Pipeline(), Replicas(), Shards(), Tensor(), Experts(), Sequences()]
+AXES: list[Axis] = [
+    PipelineAxis(), ReplicaAxis(), ShardAxis(), TensorAxis(), ExpertAxis(), SequenceAxis(),
+]  # fmt: skip
 NUM_PROCESSES = (1, 2, 4)  # of a rehearsal
 
 
@@ -90,7 +102,8 @@ class Mesh(Keys):
         yield from super().refusals(setup)
         for axis in AXES:
             if (size := self.given(axis)) != "auto" and size < 1 and axis.name != "cp":
-                yield f"{ARGS}.{axis.key} {size} is not a number of processes: set 1 or more, or auto"
+                given = f"{ARGS}.{axis.key} {size}"
+                yield f"{given} is not a number of processes: set 1 or more, or auto"
                 return
         try:
             sizes = self.sizes(setup.machine.world_size)
@@ -102,7 +115,8 @@ class Mesh(Keys):
                 f"{ARGS}.cpu_offload true needs parameters that FSDP shards, but fsdp_size x"
                 " dp_replicate_size is 1: set it to false, or fsdp_size to 2 or more"
             )
-        for axis in reversed(self._active(sizes)):
+        # A model's plans come first, then its stages.
+        for axis in sorted(self._active(sizes), key=lambda axis: axis.name == "pp"):
             yield from axis.refusals(sizes, self, setup)
         if setup.optimizer.get("class_path") == "torch.optim.Adafactor":
             # torch 2.13: "in-place operations that require placement changes are not supported"
@@ -142,34 +156,10 @@ class Mesh(Keys):
         return super().state(facts) | (dict.fromkeys(STATE, 0.0) if offloaded else {})
 
     def buffers(self, facts: Facts) -> dict[str, float]:
-        """A pipeline gathers a stage's weights once per step (ZeRO-1). FSDP2 has the running block,
-        the next one, and the embedding or the head."""
-        sizes, width = self.sizes(facts.world_size), self.weight_bytes(facts)
-        trained, used = facts.trainable / facts.parameters, self.used_bytes(facts)
-        if sizes.pp > 1 and sizes.dp_replicate * sizes.fsdp > 1:
-            experts = facts.experts if sizes.ep > 1 else 0
-            gathered = (facts.parameters - experts) / sizes.tp + experts / sizes.ep
-            gathered *= self.stages(facts).largest
-            return {
-                "gathered weights": gathered * used,
-                "unsharded gradients": gathered * trained * width,
-            }
-        if sizes.fsdp == 1:
-            return {}
-        gathered = 2 * self.block(facts) + facts.vocab_size * facts.width / sizes.tp
-        parts = {"gathered weights": gathered * used}
-        if not self.reduce_each_micro_batch and self.accumulation(facts) > 1:
-            parts["unsharded gradients"] = facts.trainable / sizes.tp * width
+        sizes, parts = self.sizes(facts.world_size), dict[str, float]()
+        for axis in self._active(sizes):
+            parts |= axis.buffers(sizes, self, facts)
         return parts
-
-    def block(self, facts: Facts) -> float:
-        """Returns the parameters of the largest block, gathered by FSDP2: other ranks' experts of
-        expert parallelism are not."""
-        sizes, experts = self.sizes(facts.world_size), facts.block_experts
-        largest = facts.block or (facts.parameters - facts.embedding) / facts.layers
-        if sizes.ep > 1:
-            return (largest - experts) / sizes.tp + experts / sizes.ep
-        return largest / sizes.tp
 
     def memory(self, facts: Facts) -> dict[str, float]:
         """Traced, the block whose gradients are reduced is counted, and that the last stage's rank,
@@ -217,6 +207,14 @@ class Mesh(Keys):
             return False
         return sizes.pp == 1 or self.pp_schedule != "Interleaved1F1B" or m % sizes.pp == 0
 
+    def stage_facts(self, model: Any, world_size: int) -> dict[str, Any]:
+        if (pp := self.sizes(world_size).pp) == 1:
+            return {}
+        from .pipeline.partition import facts_of
+
+        settings = self.pp_schedule, self.pp_stages_per_rank, self.pp_layers
+        return facts_of(model, pp, *settings)
+
     def slowdown(self, facts: Facts) -> float:
         stages, pp = self.stages(facts), self.sizes(facts.world_size).pp
         waits = facts.pipeline.get("bubble", 0.0) / self.accumulation(facts)
@@ -258,7 +256,7 @@ class Mesh(Keys):
         return True
 
     def _small(self, small: Mesh, num: int) -> Small:
-        dropped = [a for a in AXES if small.given(a) == 1 != self.given(a) and num > 1]
+        dropped = [a for a in AXES if small.given(a) == 1 != self.given(a)]
         notes = [f"{axis.key} is 1: the mesh would need 8 processes" for axis in dropped]
         arguments, stages = dict(small.arguments), 1
         if small.sizes(num).pp > 1:

@@ -219,6 +219,14 @@ class Plain:
         """Whether `fit` accepts the checkpointing and the number of micro-batches."""
         return True
 
+    def stage_facts(self, model: Any, world_size: int) -> dict[str, Any]:
+        """Returns what facts.json would have of the stages of `model`; {} without a pipeline.
+
+        Raises:
+            InputError: the model cannot be divided.
+        """
+        return {}
+
     def slowdown(self, facts: Facts) -> float:
         """Returns the time of a step over that of a rank that computes its even part without a
         pause."""

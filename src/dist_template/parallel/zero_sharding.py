@@ -138,7 +138,7 @@ class Zero(Plain):
                 )
 
     def _optimizer(self, setup: Configured) -> Iterator[str]:
-        """DeepSpeed passes flat shards of parameters to the optimizer, which must be element-wise."""
+        """DeepSpeed passes flat shards to the optimizer, which must be element-wise."""
         if not setup.optimizer:
             return
         module, _, name = setup.optimizer["class_path"].rpartition(".")
@@ -203,16 +203,17 @@ class Zero(Plain):
 
     def traffic(self, facts: Facts) -> Iterator[Sent]:
         """Stages 1 and 2 all-reduce gradients, once or in every micro-batch, and gather parameters
-        after the step. The calls of stage 3 are an upper bound: it fetches ahead in groups."""
+        after the step. The calls of stage 3 are an upper bound: small tensors stay
+        unsharded, and what is fetched ahead is fetched together."""
         n, width, m = facts.world_size, self.weight_bytes(facts), self.accumulation(facts)
         trained, buckets = facts.trainable, ceil(facts.trainable / BUCKET)
         if self.stage < 3:
             m = m if self.stage > 1 else 1
             yield Sent("all_reduce", m * trained, width, n, m * buckets, n)
-            yield Sent("all_gather", trained, width, n, buckets, n)
+            yield Sent("all_gather", trained, width, n, buckets + 1, n)  # two parameter groups
             return
         gathers = m * (1 if facts.parameters < LIVE_PARAMETERS else 2)
-        calls = gathers * facts.matrices
+        calls = gathers * facts.tensors
         yield Sent("all_gather", gathers * facts.parameters, width, n, calls, n)
         yield Sent("reduce_scatter", m * trained, width, n, m * buckets, n)
 

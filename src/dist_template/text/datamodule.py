@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..cluster.signals import isolate_worker
+from ..parallel import run_strategy
 from ..weights import from_all_ranks
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.order import (
@@ -152,9 +153,7 @@ class PackedText(PreparedText, L.LightningDataModule):
             self.require()
         if self.trainer is None:
             return
-        alone = {"num_replicas": 1, "rank": 0}
-        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", alone)
-        self.rank, self.world_size = ranks["rank"], ranks["num_replicas"]
+        self.rank, self.world_size = run_strategy(self.trainer.strategy).data_rank
         if stage == "fit":
             self.check(self.world_size)
             self.trainer.accumulate_grad_batches = self.accumulation

@@ -18,7 +18,7 @@ from ..errors import InputError
 from ..model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from .batches.rows import PAIRS
 from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
 
@@ -126,9 +126,7 @@ class TextModule(TrainingModule):
         self._log_split("test", "test")
 
     def _log_split(self, prefix: str, split: str) -> None:
-        pipeline = pipeline_of(self.trainer.strategy)
-        compute = partial(self._means, split)
-        means = pipeline.from_last(compute) if pipeline else compute()
+        means = run_strategy(self.trainer.strategy).from_last(partial(self._means, split))
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
 
     def _means(self, split: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ from ..facts import ARGS, Configured, Facts, Sent
 from .costs import bubble, stages_per_rank
 
 
-class Pipeline(Axis):
+class PipelineAxis(Axis):
     """Each rank has some consecutive blocks."""
 
     name = "pp"
@@ -18,6 +18,19 @@ class Pipeline(Axis):
 
     def share(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> float:
         return mesh.stages(facts).largest
+
+    def buffers(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> dict[str, float]:
+        """Inside a stage it is ZeRO-1: weights are gathered once per step."""
+        if sizes.dp_replicate * sizes.fsdp == 1:
+            return {}
+        experts = facts.experts if sizes.ep > 1 else 0
+        gathered = (facts.parameters - experts) / sizes.tp + experts / sizes.ep
+        gathered *= mesh.stages(facts).largest
+        trained = facts.trainable / facts.parameters * mesh.weight_bytes(facts)
+        return {
+            "gathered weights": gathered * mesh.used_bytes(facts),
+            "unsharded gradients": gathered * trained,
+        }
 
     def refusals(self, sizes: MeshSizes, mesh: Keys, setup: Configured) -> Iterator[str]:
         per_rank = stages_per_rank(mesh.pp_schedule, mesh.pp_stages_per_rank)

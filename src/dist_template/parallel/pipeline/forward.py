@@ -29,7 +29,7 @@ class ForwardPasses:
     def __init__(self, model: nn.Module, division: Division, strategy: Any) -> None:
         self.model, self.division, self.position = model, division, division.position
         self.module, self.device = strategy.lightning_module, strategy.root_device
-        self.schedule, self.num_stages = strategy.pp_schedule, len(division.bounds)
+        self.schedule, self.num_stages = strategy.sharding.pp_schedule, len(division.bounds)
         self.own = list(division.parts)
         self.group = strategy.device_mesh.get_group("pp")  # for collectives
         # NCCL would run messages and collectives of one group one after the other.

@@ -29,10 +29,10 @@ from ...compat.lightning import accumulates
 from ...compat.torch import reduce_pipeline_gradients
 from ...errors import InputError
 from ...layout import layout, local_shard, total_norm
+from .costs import ONE_STAGE
 from .division import Division, StageEnd
 from .forward import ForwardPasses, shapes_of
 from .partition import bounds_between, facts_of
-from .costs import ONE_STAGE
 from .schedule import (
     SCHEDULES,
     Stage,
@@ -48,8 +48,9 @@ def divide(model: nn.Module, strategy: Any) -> Division:
     Raises:
         InputError: it has too few blocks, or cannot be divided.
     """
-    keys = strategy.pp_schedule, strategy.pp_stages_per_rank, strategy.pp_layers
-    facts = facts_of(model, strategy.mesh_sizes.pp, *keys)
+    keys = strategy.sharding
+    settings = keys.pp_schedule, keys.pp_stages_per_rank, keys.pp_layers
+    facts = facts_of(model, strategy.mesh_sizes.pp, *settings)
     own = facts["stages"][strategy.stages.get_local_rank("pp")]
     return Division(model, bounds_between(facts["blocks"]), own, facts)
 
@@ -73,6 +74,11 @@ class Pipeline(ForwardPasses):
         for pair in ends if self.last != self.rank_of[0] else ():
             group = dist.new_group(pair)  # of all ranks, in one order
             self._ends = group if dist.get_rank() in pair else self._ends
+
+    def start_clocks(self, make: Callable[[], Any]) -> list[Any]:
+        """Times the passes of each of this rank's stages by a clock that `make` returns."""
+        self.clocks.update((stage, make()) for stage in self.own)
+        return [*self.clocks.values()]
 
     # ---- training --------------------------------------------------------------------------------
 

@@ -131,11 +131,12 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
 
 def _compare_memory(cli: Any, machine: Any, memory: int) -> None:
     """Warns if a device has less than `plan` counts, which no GPU has calibrated."""
-    from ..plan import candidates, estimate, planner
+    from ...parallel import sharding_of
+    from ...parallel.candidates import Candidate
+    from ..plan import estimate, planner
 
-    given, trainer = cli.config.fit.trainer.strategy, vars(cli.config_init.fit.trainer)
-    of_class = () if isinstance(given, str) else (type(trainer["strategy"]), vars(given.init_args))
-    candidate = candidates.Candidate("", str(given), {}, *of_class)
+    trainer = vars(cli.config_init.fit.trainer)
+    candidate = Candidate("", "", {}, sharding_of(trainer["strategy"]))
     where = estimate.Machine(machine.num_nodes, machine.devices, memory, 0, 0, 0, 0)
     try:
         made = planner.Planner(cli.model, data := cli.datamodule, trainer, machine)

@@ -124,10 +124,10 @@ def make_small(
     from .shrink_config import shrink
 
     cli = _parse([*flags, *sizes.as_flags(own)], project)
-    strategy, config = cli.config_init.trainer.strategy, model_config(cli)
+    config = model_config(cli)
     shrinks = (own.steps, own.processes, own.keep_data)
-    small = shrink(cli.given, config, strategy, folder, *shrinks)
-    return cli, config, Runs(small, strategy, folder, project, prelude, own.timeout)
+    small = shrink(cli.given, config, folder, *shrinks)
+    return cli, config, Runs(small, folder, project, prelude, own.timeout)
 
 
 def _parse(flags: list[str], project: Project) -> Any:

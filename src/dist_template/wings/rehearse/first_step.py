@@ -14,8 +14,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from ...compat.lightning import accumulates
-from ...parallel import pipeline_of
-from ...parallel.pipeline.division import Elsewhere, Position
+from ...parallel import run_strategy
+from ...parallel.pipeline.division import Elsewhere
+from ...parallel.run_strategy import RunDefaults
 from ...weights import from_all_ranks
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
@@ -72,9 +73,9 @@ class Details(Callback):
             self._hooks.note("dropout")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        pipeline = pipeline_of(trainer.strategy)
-        self._group = pipeline and pipeline.group
-        self._hooks = _Draws(pl_module, self._passes, pipeline and pipeline.position)
+        strategy = run_strategy(trainer.strategy)
+        self._group = strategy.layer_group
+        self._hooks = _Draws(pl_module, self._passes, strategy)
         self._call = ForwardCall(pl_module)
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
@@ -169,10 +170,10 @@ class _Draws(ForwardHooks):
     """Also records which modules advance the random generator in their own code."""
 
     def __init__(
-        self, root: nn.Module, passes: list[dict[str, Any]], position: Position | None
+        self, root: nn.Module, passes: list[dict[str, Any]], strategy: RunDefaults
     ) -> None:
         self.draws: dict[str, str] = {}
-        self.passes, self._position = passes, position
+        self.passes, self._strategy = passes, strategy
         super().__init__(root)
 
     def begin(self, rows: list[str], labels: list[str]) -> None:
@@ -182,11 +183,11 @@ class _Draws(ForwardHooks):
         self._state = _random_state()
 
     def _keep(self, key: str, value: Any) -> None:
-        if self._position is not None:  # all micro-batches run after the last one's start
-            if not self._position.is_inside:
-                return
-            self.tensors = self.passes[self._position.micro_batch]["tensors"]
-        super()._keep(key, value)
+        # In a pipeline all micro-batches run after the last one's start.
+        number = self._strategy.micro_batch_of_pass(len(self.passes) - 1)
+        if number is not None:
+            self.tensors = self.passes[number]["tensors"]
+            super()._keep(key, value)
 
     def note(self, what: str) -> None:
         self.draws.setdefault(self.inside[-1] if self.inside else "training_step", what)

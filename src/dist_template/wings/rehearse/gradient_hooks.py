@@ -16,7 +16,7 @@ from ...compat.deepspeed import is_partitioned_in_half
 from ...compat.hooks import own
 from ...compat.lightning import accumulates
 from ...compat.torch import on_optimizer_step
-from ...parallel import pipeline_of
+from ...parallel import run_strategy
 from ...weights import is_partitioned_by_zero
 from . import code_locations
 from .forward_hooks import full
@@ -92,8 +92,9 @@ class GradientHooks(Callback):
 
 def _norm(trainer: Any, module: Any) -> float:
     """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
-    if pipeline := pipeline_of(trainer.strategy):
-        return pipeline.norm([*module.parameters()]).item()
+    strategy = run_strategy(trainer.strategy)
+    if strategy.layer_group is not None:
+        return strategy.norm([*module.parameters()]).item()
     total = 0.0
     for parameter in module.parameters():
         gradient = gradient_of(parameter) if parameter.requires_grad else None

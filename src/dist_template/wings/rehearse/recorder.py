@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ...layout import local_shard, shard_place
 from ...model.any_module import metrics_of, results_of
+from ...parallel import run_strategy
 from ...weights import gather, is_partitioned_by_zero
 
 OF_LIGHTNING = set(vars(L.LightningModule())) | set(vars(Callback()))
@@ -60,10 +61,8 @@ class Recorder(Callback):
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        single = {"rank": 0, "num_replicas": 1}
-        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", single)
-        data_parallel = {"dp_rank": sampler["rank"], "dp_size": sampler["num_replicas"]}
-        self._write("run", folder=str(self.run), **data_parallel)
+        rank, size = run_strategy(trainer.strategy).data_rank
+        self._write("run", folder=str(self.run), dp_rank=rank, dp_size=size)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._recorded_step = trainer.global_step

@@ -24,6 +24,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from ...checkpoint import manifest
+from ...parallel import sharding_of
 from ...project import Project
 from .first_step import Details
 from .gradient_hooks import GradientHooks
@@ -31,7 +32,6 @@ from .interventions import KillAt, RaggedLabels
 from .leakage import LeakageTest
 from .record import RunRecord
 from .shrink_config import Small, checkpoint_step
-from .shrink_strategy import halve
 from .step_probes import LabelProbe, SeedProbe
 from .workers import Workers
 
@@ -60,7 +60,6 @@ class Runs:
 
     Args:
         small: The small configuration.
-        strategy: The chosen strategy object, which computes mesh sizes.
         folder: Each training gets a folder in it.
         project: Its module and data are trained.
         prelude: Called in each process before anything else.
@@ -71,7 +70,6 @@ class Runs:
     def __init__(
         self,
         small: Small,
-        strategy: Any,
         folder: Path,
         project: Project,
         prelude: Callable[[], None] | None = None,
@@ -79,7 +77,6 @@ class Runs:
         known: dict[str, RunRecord] | None = None,
     ) -> None:
         self.small = small
-        self.strategy_object = strategy
         self.folder = folder.absolute()
         self.project = project
         self.prelude = prelude
@@ -147,7 +144,10 @@ class Runs:
     def fewer(self) -> RunRecord:
         checkpoint = self.strategy.run / "checkpoints" / manifest.name(self.kept_step)
         small = self.small
-        spec, num, data_parallel = halve(small.strategy, self.strategy_object, small.processes)
+        spec, half = small.strategy, sharding_of(small.strategy).halved(small.processes)
+        num, data_parallel = half.processes, half.data_parallel
+        if isinstance(spec, dict):
+            spec = spec | {"init_args": half.arguments}
         config = small.variant(num, spec, data_parallel)
         return self._run("fewer", num, config, checkpoint=str(checkpoint))
 

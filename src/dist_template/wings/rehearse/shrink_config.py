@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...model.architecture_keys import EXTRA
-from ...parallel import data_parallel_size
+from ...parallel import sharding_of
 from .shrink_model import dropouts, shrink_architecture
-from .shrink_strategy import num_stages, shrink_strategy, with_sizes
 
 SEQ_LEN, MICRO_BATCH_SIZE, ACCUMULATION = 32, 2, 2
 DROPOUT = 0.1  # for kill and resume, so that a lost random state has an effect
@@ -94,7 +93,6 @@ class Small:
 def shrink(
     given: dict[str, Any],
     model_config: Any,
-    strategy: Any,
     folder: Path,
     steps: int = 6,
     processes: int | None = None,
@@ -105,7 +103,6 @@ def shrink(
     Args:
         given: The production configuration with every key resolved.
         model_config: Its transformers configuration; None for another kind of model.
-        strategy: Its strategy, instantiated, or the strategy's name.
         folder: Destination of the generated text and of all runs.
         steps: Optimizer steps of an uninterrupted training.
         processes: Ranks; None: the minimum for the strategy.
@@ -115,12 +112,16 @@ def shrink(
         InputError: the strategy does not work on `processes`.
     """
     config = copy.deepcopy(given)
-    notes: list[str] = []
-    spec, num = shrink_strategy(config["trainer"]["strategy"], strategy, processes, notes)
-    if hasattr(strategy, "sizes"):
-        strategy = with_sizes(strategy, spec["init_args"])
-    stages = num_stages(spec["init_args"]) if hasattr(strategy, "sizes") else 1
-    small = Small(config, num, data_parallel_size(strategy, num), steps, stages, notes=notes)
+    spec = config["trainer"]["strategy"]
+    shrunk = sharding_of(spec).shrunk(processes)
+    num, notes = shrunk.processes, shrunk.notes
+    small = Small(config, num, shrunk.data_parallel, steps, shrunk.stages, notes=notes)
+    if isinstance(spec, dict):
+        spec["init_args"] = shrunk.arguments
+        if "process_group_backend" in shrunk.arguments:
+            shrunk.arguments["process_group_backend"] = None  # the default of a CPU
+    elif spec == "auto":
+        spec = "ddp"
     config["run"] |= {"root": str(folder / "runs"), "name": "rehearsal", "report": False}
     _shrink_trainer(config["trainer"], spec, num, steps)
     config["trainer"]["limit_val_batches"] = small.accumulation

@@ -7,7 +7,6 @@ import json
 import sys
 from typing import Any
 
-from ...errors import InputError
 from ...project import Project
 from .. import sizes
 
@@ -30,18 +29,11 @@ def _complete_config(cli: Any) -> dict[str, Any]:
     import torch
 
     from ...cli.limits.machine import Machine, Setup
-    from ...cli.limits.zero import settings_of
-    from ...parallel.zero import ZeroStrategy
+    from ...parallel.zero import complete_config
 
     trainer = vars(cli.config_init.trainer)
-    strategy = trainer["strategy"]
-    if not isinstance(strategy, ZeroStrategy):
-        raise InputError(
-            f"trainer.strategy {strategy!r} does not use DeepSpeed; add a file such as"
-            " --config configs/strategy/zero2.yaml"
-        )
     machine = Machine.described(trainer, default=max(1, torch.accelerator.device_count()))
     if hasattr(cli.datamodule, "check"):
         cli.datamodule.check(machine.world_size)
     setup = Setup(machine, trainer, cli.model, cli.datamodule, model_config=None, trains=True)
-    return strategy.complete_config(settings_of(setup))
+    return complete_config(trainer["strategy"], setup)
