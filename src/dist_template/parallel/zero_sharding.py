@@ -182,7 +182,7 @@ class Zero(Plain):
         return parts
 
     def block_run(self, facts: Facts) -> BlockRun:
-        return super().block_run(facts)._replace(casts=False)
+        return BlockRun(facts.is_half, casts=False, shared_by=1)
 
     def savings(self, facts: Facts) -> Iterator[Saving]:
         if facts.world_size > 1 and self.stage < 3:
