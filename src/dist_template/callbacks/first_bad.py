@@ -71,7 +71,7 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
 def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str] | None:
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
-    strategy = run_strategy(trainer.strategy)
+    layers = run_strategy(trainer.strategy).layers
     calls: list[Call] = []  # in the order in which they return
     activations: list[Tensor] = []  # those with a gradient
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str
                 handle = submodule.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         for batch in batches:
-            output = strategy.forward_only(module.training_step, (batch, 0))
+            output = layers.forward_only(module.training_step, (batch, 0))
             if output is None:  # the loss is on the last stage of a pipeline
                 continue
             loss = output["loss"] if isinstance(output, dict) else output

@@ -89,7 +89,7 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
         "balance": balance,
         "data": _data(data),
         "machine": _machine(trainer, hosts),
-        "pipeline": run_strategy(trainer.strategy).stage_facts,
+        "pipeline": run_strategy(trainer.strategy).layers.facts,
         "training": _training(trainer, module) | {"flops_per_token": flops},
     }
     folder.mkdir(parents=True, exist_ok=True)

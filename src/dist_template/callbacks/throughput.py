@@ -48,9 +48,9 @@ class Throughput(Callback):
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
-        strategy = run_strategy(trainer.strategy)
-        self._clocks = strategy.clocks(lambda: ForwardClock(device))
-        self._stages = strategy.stage_facts.get("stages", [])
+        layers = run_strategy(trainer.strategy).layers
+        self._clocks = layers.start_clocks(lambda: ForwardClock(device))
+        self._stages = layers.facts.get("stages", [])
         self._seq_len = getattr(trainer.datamodule, "seq_len", None)
         if self._seq_len:
             size = size_of(trainer, pl_module)

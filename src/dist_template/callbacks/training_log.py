@@ -46,7 +46,7 @@ class TrainingLog(Callback):
         callbacks, buffer = trainer.callbacks, metrics_of(pl_module)
         _call(callbacks, "before_log_step", trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
-        agree = run_strategy(trainer.strategy).all_names
+        agree = run_strategy(trainer.strategy).layers.all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
         if tracks_metrics(pl_module):
             pl_module.derive(metrics)

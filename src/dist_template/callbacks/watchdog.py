@@ -60,8 +60,8 @@ class Watchdog(Callback):
         if fetches:
             step, batch = trainer.global_step + 1, batch + 1
         number = batch % trainer.accumulate_grad_batches + 1
-        stage = run_strategy(trainer.strategy).position
-        return f"step {step}, {stage}micro-batch {number}, {phase}"
+        layers = run_strategy(trainer.strategy).layers
+        return f"step {step}, {layers}micro-batch {number}, {phase}"
 
     # ---- progress --------------------------------------------------------------------------------
 

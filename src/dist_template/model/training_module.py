@@ -94,7 +94,7 @@ class TrainingModule(L.LightningModule):
             if self.adapter is not None:
                 self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
                 exclude_frozen(self)
-            group = run_strategy(self.trainer.strategy).layer_group
+            group = run_strategy(self.trainer.strategy).layers.group
             self.balancer = Balancer(self.model, self.balance, group)
 
     def build_with_adapters(self, data: Any) -> nn.Module:
@@ -153,7 +153,7 @@ class TrainingModule(L.LightningModule):
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
-        norm_of = run_strategy(self.trainer.strategy).norm
+        norm_of = run_strategy(self.trainer.strategy).layers.norm
         norm = clip_by_norm(self.parameters(), gradient_clip_val, norm_of)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)

@@ -16,21 +16,19 @@ rank; this file adds that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -40,6 +38,7 @@ from ..checkpoint import sharded
 from ..checkpoint.commit import agreed
 from ..checkpoint.formats import format_of
 from ..checkpoint.resume import load_foreign
+from ..compat.attributes import wrap_method
 from ..compat.lightning import set_mesh, start_process_group
 from ..errors import InputError
 from ..layout import refuse_scalars
@@ -48,7 +47,7 @@ from .mesh_sharding import AXES, Mesh
 from .pipeline.costs import Layers, Schedule
 from .pipeline.run import Pipeline, divide
 from .protocol import DataRank
-from .run_strategy import RunDefaults, T
+from .run_strategy import RunDefaults
 from .sequence import shard_batch
 from .shard import shard_by_blocks, shard_by_plan, shard_module, try_rank
 
@@ -191,7 +190,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
         if not is_overridden("configure_model", model):  # its layers are made in __init__
-            model.configure_model = partial(shard_module, model, self)
+            wrap_method(model, "configure_model", lambda _: shard_module(model, self))
 
     def teardown(self) -> None:
         if self.lightning_module is not None:
@@ -213,7 +212,8 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         refuse_scalars(model, "FSDP2")
         full = weights.take(model)
         try_rank(model, self)
-        division = divide(model, self) if self.mesh_sizes.pp > 1 else None
+        facts = self.sharding.stage_facts(model, self.world_size)
+        division = facts and divide(model, facts, self.stages.get_local_rank("pp"))
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
         if has_plan and self.world_size > 1:
             shard_by_plan(model, self)
@@ -222,8 +222,8 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         weights.fill(
             model, full, torch.device("cpu") if self.sharding.cpu_offload else self.root_device
         )
-        if division is not None:
-            self.pipeline = Pipeline(model, division, self)
+        if division:
+            self.layers = self.pipeline = Pipeline(model, division, self, facts)
         return model
 
     def model_to_device(self) -> None:
@@ -276,12 +276,6 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         step = super().test_step
         return self.pipeline.evaluate(step, *args) if self.pipeline else step(*args, **kwargs)
 
-    def sum_of_batches(self, sums: Tensor) -> Tensor:
-        group = None if self.pipeline is None else self.stages.get_group("of_stage")
-        return self.reduce(sums, group, reduce_op="sum")
-
-    # ---- answers, where a rank has some layers ---------------------------------------------------
-
     @property
     def replica_tolerance(self) -> float:
         """Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics
@@ -290,39 +284,6 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         if self.mesh_sizes.tp > 1:
             return 1e-2
         return 1e-5 if self.mesh_sizes.dp_replicate > 1 else 0.0
-
-    @property
-    def layer_group(self) -> dist.ProcessGroup | None:
-        return self.pipeline and self.pipeline.group
-
-    @property
-    def stage_facts(self) -> Mapping[str, Any]:
-        return self.pipeline.division.facts if self.pipeline else {}
-
-    @property
-    def position(self) -> str:
-        return f"pipeline {self.pipeline}, " if self.pipeline else ""
-
-    def norm(self, parameters: list[nn.Parameter]) -> Tensor | None:
-        return self.pipeline.norm(parameters) if self.pipeline else super().norm(parameters)
-
-    def from_last(self, compute: Callable[[], T]) -> T:
-        return self.pipeline.from_last(compute) if self.pipeline else compute()
-
-    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
-        return self.pipeline.forward_only(step, args) if self.pipeline else step(*args)
-
-    def all_names(self, own: list[str]) -> list[str]:
-        return self.pipeline.names_of_stages(own) if self.pipeline else own
-
-    def clocks(self, make: Callable[[], Any]) -> list[Any]:
-        return self.pipeline.start_clocks(make) if self.pipeline else []
-
-    def micro_batch_of_pass(self, newest: int) -> int | None:
-        if self.pipeline is None:
-            return newest
-        position = self.pipeline.position
-        return position.micro_batch if position.is_inside else None
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

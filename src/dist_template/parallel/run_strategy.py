@@ -1,4 +1,4 @@
-"""A strategy's answers on a rank of a training, whatever its class; imports no torch by itself."""
+"""A strategy's answers on a rank of a training, whatever its class."""
 
 from __future__ import annotations
 
@@ -14,20 +14,65 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class RunDefaults:
-    """The answers where each rank has the full model, or shards of all of its tensors.
+class Layers:
+    """The model's layers on this rank: all of them. A pipeline has another class.
 
     Attributes:
-        layer_group: The ranks that have the model's other layers. None: a rank has all layers.
-        stage_facts: What facts.json has of the stages; {} if a rank has all layers.
+        group: The ranks that have the other layers.
+        batch_group: The ranks that have the same layers. None: all.
+        facts: What facts.json has of the stages.
+    """
+
+    group: dist.ProcessGroup | None = None
+    batch_group: dist.ProcessGroup | None = None
+    facts: Mapping[str, Any] = {}
+
+    def __str__(self) -> str:
+        """Describes them in a message, with a comma at the end."""
+        return ""
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor | None:
+        """Returns () the joint 2-norm of the gradients of all ranks; None if there are none here,
+        because the engine keeps and clips them. Collective."""
+        from ..layout import total_norm
+
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return total_norm(gradients) if gradients else None
+
+    def from_last(self, compute: Callable[[], T]) -> T:
+        """Returns on every rank what the ranks that have the model's output compute. Collective."""
+        return compute()
+
+    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
+        """Runs a step on all layers; None on ranks that do not have its result. Collective."""
+        return step(*args)
+
+    def all_names(self, names: list[str]) -> list[str]:
+        """Returns the names that any rank has, in one order on every rank. Collective."""
+        return names
+
+    def start_clocks(self, make: Callable[[], Any]) -> list[Any]:
+        """Times the passes of each stage of this rank by a clock that `make` returns."""
+        return []
+
+    def micro_batch_of_pass(self, newest: int) -> int | None:
+        """Returns the number of the micro-batch that runs, of which Lightning has handed over
+        `newest` + 1; None in a module of another rank's layers."""
+        return newest
+
+
+class RunDefaults:
+    """The answers of DDP, one device and other strategies of Lightning's.
+
+    Attributes:
+        layers: The model's layers on this rank.
         replica_tolerance: How much replicas may differ on a GPU by rounding alone, relative to
             their norm.
         has_replicas: Whether tensors of the same place on two ranks are comparable.
         frees_gradients: Whether gradients are gone once they are reduced.
     """
 
-    layer_group: dist.ProcessGroup | None = None
-    stage_facts: Mapping[str, Any] = {}
+    layers = Layers()
     replica_tolerance = 0.0
     has_replicas = True
     frees_gradients = False
@@ -44,6 +89,7 @@ class RunDefaults:
 
     @property
     def random_rank(self) -> int:
+        """The number of this rank's random stream; ranks that repeat computations share one."""
         return self.data_rank.rank
 
     def shard(self, model: nn.Module) -> nn.Module:
@@ -53,44 +99,9 @@ class RunDefaults:
         weights.spread(model, self.lightning.root_device)
         return model
 
-    def norm(self, parameters: list[nn.Parameter]) -> Tensor | None:
-        """Returns () the joint 2-norm of the gradients of all ranks; None if there are none here,
-        because the engine keeps and clips them."""
-        from ..layout import total_norm
-
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return total_norm(gradients) if gradients else None
-
     def sum_of_batches(self, sums: Tensor) -> Tensor:
-        return self.lightning.reduce(sums, reduce_op="sum")
-
-    # ---- a pipeline's other stages: here, none ---------------------------------------------------
-
-    @property
-    def position(self) -> str:
-        """Describes the rank's layers in messages, with a comma at the end; "" if it has all."""
-        return ""
-
-    def from_last(self, compute: Callable[[], T]) -> T:
-        """Returns on every rank what the ranks that have the model's output compute. Collective."""
-        return compute()
-
-    def forward_only(self, step: Callable[..., T], args: tuple[Any, ...]) -> T | None:
-        """Runs a step on all layers; None on ranks that do not have its result. Collective."""
-        return step(*args)
-
-    def all_names(self, own: list[str]) -> list[str]:
-        """Returns the names that any rank has, in one order on every rank. Collective."""
-        return own
-
-    def clocks(self, make: Callable[[], Any]) -> list[Any]:
-        """Times the passes of each stage of this rank by a clock that `make` returns."""
-        return []
-
-    def micro_batch_of_pass(self, newest: int) -> int | None:
-        """Returns the number of the micro-batch that runs, of which Lightning has handed over
-        `newest` + 1; None in a module of another rank's layers."""
-        return newest
+        """Returns sums over all ranks that read different batches. Collective."""
+        return self.lightning.reduce(sums, self.layers.batch_group, reduce_op="sum")
 
 
 class PlainStrategy(RunDefaults):

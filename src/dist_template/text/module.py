@@ -126,7 +126,7 @@ class TextModule(TrainingModule):
         self._log_split("test", "test")
 
     def _log_split(self, prefix: str, split: str) -> None:
-        means = run_strategy(self.trainer.strategy).from_last(partial(self._means, split))
+        means = run_strategy(self.trainer.strategy).layers.from_last(partial(self._means, split))
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
 
     def _means(self, split: str) -> dict[str, float]:

@@ -31,9 +31,9 @@ class Stage(FrugalStage):
         is_last = number == pipeline.num_stages - 1
         scalar = torch.empty((), device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        given = index if number == 0 else pipeline.outline_of(number, key)
-        result = scalar if is_last else pipeline.outline_of(number + 1, key)
-        modules = nn.ModuleList(pipeline.division.parts[number])
+        given = index if number == 0 else pipeline.hidden_of(number, key)
+        result = scalar if is_last else pipeline.hidden_of(number + 1, key)
+        modules = nn.ModuleList(pipeline.division.modules[number])
         super().__init__(
             modules, number, pipeline.num_stages, pipeline.device, given, result,
             group=pipeline.messages,

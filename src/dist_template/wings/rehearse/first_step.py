@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...compat.lightning import accumulates
 from ...parallel import run_strategy
-from ...parallel.pipeline.division import Elsewhere
-from ...parallel.run_strategy import RunDefaults
+from ...parallel.pipeline.division import RemoteModule
+from ...parallel.run_strategy import Layers
 from ...weights import from_all_ranks
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
@@ -73,13 +73,13 @@ class Details(Callback):
             self._hooks.note("dropout")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        strategy = run_strategy(trainer.strategy)
-        self._group = strategy.layer_group
-        self._hooks = _Draws(pl_module, self._passes, strategy)
+        layers = run_strategy(trainer.strategy).layers
+        self._group = layers.group
+        self._hooks = _Draws(pl_module, self._passes, layers)
         self._call = ForwardCall(pl_module)
         data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
         order = getattr(trainer.train_dataloader, "batch_sampler", None)
-        modules = [(n, m) for n, m in pl_module.named_modules() if not isinstance(m, Elsewhere)]
+        modules = [(n, m) for n, m in pl_module.named_modules() if not isinstance(m, RemoteModule)]
         places = {name: code_locations.of_module(module) for name, module in modules}
         for name in STEPS:
             if hasattr(pl_module, name):
@@ -169,11 +169,9 @@ def _untied(module: nn.Module) -> str:
 class _Draws(ForwardHooks):
     """Also records which modules advance the random generator in their own code."""
 
-    def __init__(
-        self, root: nn.Module, passes: list[dict[str, Any]], strategy: RunDefaults
-    ) -> None:
+    def __init__(self, root: nn.Module, passes: list[dict[str, Any]], layers: Layers) -> None:
         self.draws: dict[str, str] = {}
-        self.passes, self._strategy = passes, strategy
+        self.passes, self._layers = passes, layers
         super().__init__(root)
 
     def begin(self, rows: list[str], labels: list[str]) -> None:
@@ -184,7 +182,7 @@ class _Draws(ForwardHooks):
 
     def _keep(self, key: str, value: Any) -> None:
         # In a pipeline all micro-batches run after the last one's start.
-        number = self._strategy.micro_batch_of_pass(len(self.passes) - 1)
+        number = self._layers.micro_batch_of_pass(len(self.passes) - 1)
         if number is not None:
             self.tensors = self.passes[number]["tensors"]
             super()._keep(key, value)

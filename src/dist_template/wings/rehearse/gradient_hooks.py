@@ -92,9 +92,9 @@ class GradientHooks(Callback):
 
 def _norm(trainer: Any, module: Any) -> float:
     """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
-    strategy = run_strategy(trainer.strategy)
-    if strategy.layer_group is not None:
-        return strategy.norm([*module.parameters()]).item()
+    layers = run_strategy(trainer.strategy).layers
+    if layers.group is not None:
+        return layers.norm([*module.parameters()]).item()
     total = 0.0
     for parameter in module.parameters():
         gradient = gradient_of(parameter) if parameter.requires_grad else None
