@@ -53,6 +53,9 @@ WING_MODULE = r"(dist_template|\.*)\.wings\.|wings\."  # as a string; entry poin
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
 
+# Module outside parallel/: how often it still looks into a strategy, until the strategies hold their checkpoint format.
+LOOKS = {"checkpoint.asynchronous": 2, "checkpoint.resume": 1}
+
 PROJECT_FILES, PROJECT_LINES = 56, 1_651  # without licences and lock; one CI file more than a generated project has
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt|locked\.txt|torch-.*\.txt|tools\.txt")
@@ -94,6 +97,20 @@ def broken_private(package: Path) -> list[str]:
     files = {name: path for name, path in house.modules(package).items() if house.room_of(name, path) != "compat"}
     found = {name: house.private_names(path) for name, path in files.items()}
     return [f"{name}: {names}" for name, names in found.items() if len(names) > PRIVATE.get(name, 0)]
+
+
+ASKED = re.compile(r"\b(pp|dp_replicate|fsdp|tp|ep|cp)_size\b|\bpipeline_of\(")
+
+
+def broken_strategies(package: Path) -> list[str]:
+    """Code outside of parallel/ that looks into a strategy: an axis's key, a class, an attribute that it may have."""
+    found = []
+    for name, path in house.modules(package).items():
+        if house.room_of(name, path) != "parallel":
+            text = path.read_text(encoding="utf-8")
+            looks = [*ASKED.findall(text), *house.checks_of_strategies(path)]
+            found += [f"{name}: {looks}"] if len(looks) > LOOKS.get(name, 0) else []
+    return found
 
 
 def broken_mock(package: Path) -> list[str]:
@@ -151,7 +168,15 @@ def broken_paths(root: Path) -> list[str]:
     return [name for name in found if name.split(": ")[1] not in PLACEHOLDERS]
 
 
-LIBRARY_RULES = [broken_files, broken_rooms, broken_core, broken_private, broken_mock, broken_size]
+LIBRARY_RULES = [
+    broken_files,
+    broken_rooms,
+    broken_core,
+    broken_private,
+    broken_strategies,
+    broken_mock,
+    broken_size,
+]
 
 
 @pytest.mark.parametrize("rule", LIBRARY_RULES, ids=lambda rule: rule.__name__)
@@ -205,6 +230,12 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     "a private module": (broken_private, {"cli/a.py": "def f():\n    from torch._dynamo import config"}),
     "a private attribute": (broken_private, {"cli/a.py": "def f(trainer):\n    trainer.fit_loop._data_fetcher"}),
     "a private attribute by its name": (broken_private, {"cli/a.py": "getattr(strategy, '_timeout', None)"}),
+    "an axis's key": (broken_strategies, {"cli/a.py": "print('set tp_size to 1')"}),
+    "an axis's size": (broken_strategies, {"model/a.py": "def f(strategy):\n    return strategy.fsdp_size"}),
+    "a pipeline": (broken_strategies, {"text/a.py": "stage = pipeline_of(trainer.strategy)"}),
+    "a strategy's class": (broken_strategies, {"cli/a.py": "isinstance(trainer.strategy, A | MeshStrategy)"}),
+    "one of several classes": (broken_strategies, {"cli/a.py": "isinstance(given, (str, strategies.DDPStrategy))"}),
+    "a strategy's attribute": (broken_strategies, {"cli/a.py": "hasattr(self.trainer.strategy, 'stage')"}),
     "a mock": (broken_mock, {"cli/a.py": "from unittest.mock import patch"}),
     "a test that imports a test": (broken_tests, {"cli/test_a.py": "", "text/test_b.py": "from ..cli.test_a import f"}),
     "too many lines": (broken_size, {"cli/a.py": "\n" * (LINES + sum(ADDED.values()) + 1)}),

@@ -21,7 +21,8 @@ from dist_template.errors import InputError
 from dist_template.model.flops import Size
 from dist_template.model.optim import OptimConfig, build_optimizer
 from dist_template.parallel.mesh import MeshStrategy
-from dist_template.text.model.adapters import AdapterConfig, add_adapters, refuse_tensor_parallel
+from dist_template.parallel.shard import refuse_adapters
+from dist_template.text.model.adapters import AdapterConfig, add_adapters
 from dist_template.text.model.quantize import Linear4bit, dequantize, quantize
 from tests.support.parity import MODELS
 from tests.support.runs import run
@@ -187,9 +188,9 @@ def test_experts_that_tensor_parallelism_shards_in_another_way_get_no_adapters(k
     """Inkling-2 lost 7e-5 of its loss without a word; Llama-4, Aria and LongCat ended in an error."""
     architecture = yaml.safe_dump(variants(kind)["default"])
     with pytest.raises(InputError, match=rf"layers.0.mlp.experts are not sharded .*\({PLANS[kind]}\): name linear"):
-        refuse_tensor_parallel(add_adapters(built(architecture), AdapterConfig()))
-    refuse_tensor_parallel(add_adapters(built(architecture), AdapterConfig(["q_proj"])))
-    refuse_tensor_parallel(add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
+        refuse_adapters(add_adapters(built(architecture), AdapterConfig()))
+    refuse_adapters(add_adapters(built(architecture), AdapterConfig(["q_proj"])))
+    refuse_adapters(add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
 
 
 def test_a_model_without_linear_layers_is_told_what_it_has() -> None:

@@ -20,7 +20,7 @@ from .. import weights
 from ..layout import local_shard
 from ..model.any_module import metrics_of
 from ..model.metrics import MetricBuffer
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 
 # A module's name, then two () bools on the device: whether its inputs and its outputs are finite.
 Call = tuple[str, Tensor, Tensor]
@@ -72,13 +72,7 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
 def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[str, str] | None:
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
-    pipeline = pipeline_of(trainer.strategy)
-
-    def step(batch: Any) -> Any:
-        if pipeline:
-            return pipeline.forward_only(module.training_step, (batch, 0))
-        return module.training_step(batch, 0)
-
+    layers = run_strategy(trainer.strategy).layers
     calls: list[Call] = []  # in the order in which they return
     activations: list[Tensor] = []  # those with a gradient
     with ExitStack() as stack:
@@ -94,8 +88,8 @@ def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[st
                 handle = submodule.register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
         for batch in batches:
-            output = step(batch)
-            if output is None:  # of a pipeline; the loss is on the last stage
+            output = layers.forward_only(module.training_step, (batch, 0))
+            if output is None:  # the loss is on the last stage of a pipeline
                 continue
             loss = output["loss"] if isinstance(output, dict) else output
             calls.append(("the loss", torch.tensor(True), _are_finite([loss])))

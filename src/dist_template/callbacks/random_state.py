@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import weights
 from ..compat.lightning import validation_may_follow
-from ..parallel import random_rank
+from ..parallel import run_strategy
 
 KEY = "random_state"  # of a checkpoint: one State per rank
 State = dict[str, Any]
@@ -84,7 +84,8 @@ class RandomState(Callback):
             " samples is not affected."
         )
         # Tensor-parallel ranks, which share a batch, share the seed.
-        entropy = [torch.initial_seed(), checkpoint["global_step"], random_rank(trainer.strategy)]
+        rank = run_strategy(trainer.strategy).random_rank
+        entropy = [torch.initial_seed(), checkpoint["global_step"], rank]
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
         torch.manual_seed(int(seed >> 1))
         self._state = _get_state()

@@ -24,7 +24,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -34,6 +33,7 @@ from ..compat.lightning import accumulates
 from ..compat.torch import is_persistent
 from ..errors import Ended, Exit
 from ..layout import local_shard, shard_place
+from ..parallel import run_strategy
 
 STEPS = (1, 2, 10)  # of an attempt: what starts after the first steps is seen before it is saved
 COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
@@ -87,7 +87,7 @@ class Replicas(Callback):
         Raises:
             Ended: on all ranks, if a tensor's replicas differ.
         """
-        if weights.is_alone() or isinstance(trainer.strategy, FSDPStrategy):  # it has flat shards
+        if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
         held = self._replicas(trainer, module, with_moments)
         if self._positions is None:
@@ -169,7 +169,7 @@ class Replicas(Callback):
         tolerance = 0.0
         is_cpu = trainer.strategy.root_device.type == "cpu"
         if not is_cpu and not torch.are_deterministic_algorithms_enabled():
-            tolerance = getattr(trainer.strategy, "replica_tolerance", 0.0)
+            tolerance = run_strategy(trainer.strategy).replica_tolerance
         if size > tolerance:
             saved = " They are not saved; older checkpoints stay."
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}{saved}{causes}")

@@ -26,6 +26,7 @@ from ..compat.epochs import make_fit_resumable
 from ..compat.lightning import weigh_uneven_batches
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
+from ..parallel import run_strategy
 from ..project import has_command_line
 from .checkpoint import LastCheckpoint
 from .global_order import ConsumedSamples, GlobalOrder, Jump
@@ -67,8 +68,7 @@ class SampleOrder(Callback):
             return
         make_fit_resumable(trainer)
         weigh_uneven_batches(trainer)
-        shard = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        self._rank, self._num_ranks = shard.get("rank", 0), shard.get("num_replicas", 1)
+        self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}
             self._first = None

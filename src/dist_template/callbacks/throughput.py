@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..model.any_module import data_of, metrics_of, samples_of, size_of
 from ..model.flops import peak
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
 STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
@@ -48,12 +48,12 @@ class Throughput(Callback):
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
         self._forward = ForwardClock(device)
-        self._pipeline = pipeline_of(trainer.strategy)
-        if self._pipeline:
-            self._pipeline.clocks.update((n, ForwardClock(device)) for n in self._pipeline.own)
+        layers = run_strategy(trainer.strategy).layers
+        self._clocks = layers.start_clocks(lambda: ForwardClock(device))
+        self._stages = layers.facts.get("stages", [])
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
-            size = size_of(trainer, pl_module)
+            size = size_of(pl_module)
             self._flops = size.flops_per_token(self._seq_len)
         self._peak_tflops = peak_of(device, str(trainer.precision))
 
@@ -94,7 +94,7 @@ class Throughput(Callback):
         if trainer.world_size > 1:
             forward_s = self._forward.mean_s() * trainer.accumulate_grad_batches
             metrics.put_of_rank(OWN, self._own_wait_s / steps + forward_s)
-        for number, clock in enumerate(self._pipeline.clocks.values() if self._pipeline else ()):
+        for number, clock in enumerate(self._clocks):
             metrics.put_of_rank(STAGE.format(number), sum(clock.seconds()) / steps)
         self._window_s = self._wait_s = self._own_wait_s = 0.0
         self._window_step = trainer.global_step
@@ -122,9 +122,8 @@ class Throughput(Callback):
             metrics["rank/slowest_step_s"] = slowest
             metrics["rank/slowest"] = own.index(slowest)
             metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
-        stages = self._pipeline.division.facts["stages"] if self._pipeline else []
-        replicas = trainer.world_size // max(len(stages), 1)
-        for rank, numbers in enumerate(stages):
+        replicas = trainer.world_size // max(len(self._stages), 1)
+        for rank, numbers in enumerate(self._stages):
             for number, stage in enumerate(numbers):
                 seconds = metrics_of(module).of_ranks[STAGE.format(number)]
                 seconds = seconds[rank * replicas : (rank + 1) * replicas]

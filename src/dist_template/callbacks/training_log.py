@@ -13,7 +13,7 @@ from torch import Tensor
 from ..compat.lightning import accumulates, log_at_optimizer_steps
 from ..model.any_module import callbacks_of, data_of, metrics_of, tracks_metrics
 from ..model.metrics import NOT_COUNTED
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 
 
 def logs(trainer: Any, step: int) -> bool:
@@ -49,8 +49,7 @@ class TrainingLog(Callback):
         callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)
         _call(callbacks, "before_log_step", trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
-        pipeline = pipeline_of(trainer.strategy)
-        agree = pipeline and pipeline.names_of_stages
+        agree = run_strategy(trainer.strategy).layers.all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
         derive = getattr(pl_module, "derive", None)
         if tracks_metrics(pl_module) and callable(derive):

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 
 from ..compat.lightning import accumulates, needs_every_gradient
 from ..errors import InputError
+from ..parallel import run_strategy
 from .console import write_lines
 
 MOST = 5  # names in the warning
@@ -29,7 +30,7 @@ class UnusedParameters(Callback):
         self._checks = trainer.is_global_zero or self._needs_all
         self._reached: set[str] = set()
         self._hooks: list[Any] = []
-        if not self._checks or not hasattr(trainer.strategy, "deepspeed_engine"):
+        if not self._checks or not run_strategy(trainer.strategy).frees_gradients:
             return
         # DeepSpeed frees gradients during the backward pass.
         for name, parameter in pl_module.named_parameters():

@@ -18,7 +18,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import accumulates, timeout_of
 from ..compat.torch import limit_collectives, process_groups
 from ..errors import check_least
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from ..project import has_command_line
 
 LATER_S = 60.0  # collectives time out later than the watchdog, which can name the stalled rank
@@ -60,9 +60,8 @@ class Watchdog(Callback):
         if fetches:
             step, batch = trainer.global_step + 1, batch + 1
         number = batch % trainer.accumulate_grad_batches + 1
-        pipeline = pipeline_of(trainer.strategy)
-        stage = f"pipeline {pipeline}, " if pipeline else ""
-        return f"step {step}, {stage}micro-batch {number}, {phase}"
+        layers = run_strategy(trainer.strategy).layers
+        return f"step {step}, {layers}micro-batch {number}, {phase}"
 
     # ---- progress --------------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ tests/compat/test_names.py fails when a new version has another name or signatur
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 
@@ -40,3 +41,12 @@ def replaced(owner: Any, **values: Any) -> Generator[None]:
                 setattr(owner, name, value)
             else:  # of its class
                 delattr(owner, name)
+
+
+def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replaces a method of this instance by `wrapper`, which gets the method before its arguments.
+
+    The class, its names and an instance's hooks stay. nn.Module calls `self.forward` (torch 2.13),
+    Lightning `module.configure_model` (2.6): both read the instance first."""
+    method = getattr(owner, name)
+    setattr(owner, name, wraps(method)(partial(wrapper, method)))

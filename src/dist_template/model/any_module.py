@@ -12,7 +12,6 @@ import lightning as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from ..parallel import pipeline_of
 from .flops import Size
 from .metrics import MetricBuffer
 
@@ -69,12 +68,9 @@ def tracks_metrics(module: L.LightningModule) -> bool:
     return typed_attribute(module, "metrics", MetricBuffer) is not None
 
 
-def size_of(trainer: L.Trainer, module: L.LightningModule) -> Size:
-    """Returns the model's size; in a pipeline, of all stages."""
-    size = typed_attribute(module, "whole_size", Size)
-    if pipeline_of(trainer.strategy) and size:
-        return size
-    return Size.of(network_of(module))
+def size_of(module: L.LightningModule) -> Size:
+    """Returns the size of the model; a rank may have some of its layers."""
+    return typed_attribute(module, "whole_size", Size) or Size.of(network_of(module))
 
 
 def results_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:

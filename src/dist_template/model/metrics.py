@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch import version_of
 from ..errors import InputError
+from ..parallel import run_strategy
 from ..project import is_users
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
@@ -172,8 +173,7 @@ class SplitMeans:
     def read(self, strategy: Strategy) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         sums = torch.stack([*self._sums.values()])
-        group = getattr(strategy, "group_of_stage", None)
-        reduced = strategy.reduce(sums, group, reduce_op="sum")
+        reduced = run_strategy(strategy).sum_of_batches(sums)
         means = dict(zip(self._sums, reduced.tolist(), strict=True))
         tokens = means.pop("") or math.nan
         return {name: total / tokens for name, total in means.items()}

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import InputError, reason
 from ..records import flatten
+from .facts import Configured
 
 AUTO, ACCUMULATION = "auto", "data.global_batch_size / (data.micro_batch_size x processes)"
 KEY = "trainer.strategy.init_args.config"
@@ -60,6 +61,18 @@ class Settings:
     accumulation: int
     gradient_clip_val: float
     hidden_size: Callable[[], int]
+
+
+def settings_of(setup: Configured) -> Settings:
+    """Returns what a DeepSpeed JSON takes from the other keys."""
+    accumulation = setup.trainer.get("accumulate_grad_batches") or 1
+    return Settings(
+        accelerator=setup.machine.accelerator,
+        precision=setup.machine.precision,
+        gradient_clip_val=setup.trainer.get("gradient_clip_val") or 0.0,
+        hidden_size=lambda: hidden_size(setup.module),
+        **batch_sizes(setup.data, setup.machine.world_size, accumulation),
+    )
 
 
 def batch_sizes(data: Any, processes: int, accumulation: int) -> dict[str, int]:

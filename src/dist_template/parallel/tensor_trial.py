@@ -78,15 +78,15 @@ def missing_rules(
             path, found = f"{name}.{own}", kinds.get(id(parameter), set())
             style = trial.style(path) or trial.style(name)
             if PARTIAL in found and style in NO_RULE:
-                rules[_pattern(name)] = STYLE
-            if COMPLETE in found and STYLE in (style, rules.get(_pattern(name))):
+                rules[pattern_of(name)] = STYLE
+            if COMPLETE in found and STYLE in (style, rules.get(pattern_of(name))):
                 raise ValueError(f"the gradient of {path} is complete, and {STYLE} multiplies it")
             if PARTIAL in found and style in NO_RULE and trial.style(name):
                 raise ValueError(f"no rule of the plan sums the gradient of {path}")
     return rules
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
@@ -97,7 +97,7 @@ class _Trial:
 
     def style(self, name: str) -> str:
         """Returns the style of a module or parameter; `*` in the plan is a layer's number."""
-        return self.plan.get(name) or self.plan.get(_pattern(name), "")
+        return self.plan.get(name) or self.plan.get(pattern_of(name), "")
 
     @contextmanager
     def shapes_of_a_rank(self) -> Generator[None]:
@@ -185,7 +185,7 @@ class _Trial:
                 if parameter.requires_grad and style in NO_RULE - {"replicate"}:
                     raise ValueError(
                         f"its gradients cannot be traced ({why}), and no rule says whether that of"
-                        f" {_pattern(name)} is complete on each rank (replicate) or to be summed"
+                        f" {pattern_of(name)} is complete on each rank (replicate) or to be summed"
                         f" ({STYLE}): set tp_size to 1, or give a rule as tp_plan"
                     )
         return {}

@@ -30,6 +30,9 @@ from ..compat.lightning import set_deepspeed_config, start_deepspeed
 from ..errors import InputError, require
 from ..layout import refuse_scalars
 from . import deepspeed_config as config_file
+from .facts import Configured
+from .run_strategy import RunDefaults
+from .zero_sharding import Zero
 from .zero_step import ZeroPrecision
 
 for expected in (
@@ -45,7 +48,7 @@ if not torch.cuda.is_available():
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class ZeroStrategy(DeepSpeedStrategy):
+class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
     """Shards by DeepSpeed's ZeRO.
 
     Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results
@@ -69,6 +72,8 @@ class ZeroStrategy(DeepSpeedStrategy):
         param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
             unsharded in stage 3: a collective would cost more than their memory.
     """
+
+    frees_gradients = True
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         )
         self.format = ZeroFormat(self)
         assert isinstance(self.config, dict)
-        self.given = self.config
+        self.sharding = Zero(given=self.config)
         if config is None:
             zero = self.config["zero_optimization"]
             if zero["stage"] > 1:  # in stage 1 it would select another DeepSpeed optimizer
@@ -111,7 +116,7 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def _check(self, name: str, given: int | None) -> None:
         """Refuses an argument that differs from the DeepSpeed file."""
-        in_file = getattr(self, name)
+        in_file = getattr(self.sharding, name)
         if given not in (None, in_file):
             raise InputError(
                 f"trainer.strategy.init_args.{name} is {given}, and config, the DeepSpeed file,"
@@ -120,24 +125,9 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     # ---- the configuration -----------------------------------------------------------------------
 
-    @property
-    def stage(self) -> int:
-        return self.given["zero_optimization"]["stage"]
-
-    @property
-    def offload_optimizer(self) -> bool:
-        return self._offloads("offload_optimizer")
-
-    @property
-    def offload_parameters(self) -> bool:
-        return self._offloads("offload_param")
-
-    def _offloads(self, section: str) -> bool:
-        return self.given["zero_optimization"].get(section, {}).get("device", "none") != "none"
-
     def complete_config(self, settings: config_file.Settings) -> dict[str, Any]:
         """Returns the configuration that DeepSpeed gets with these settings."""
-        config = config_file.resolve(self.given, settings)
+        config = config_file.resolve(self.sharding.given, settings)
         if config.get("fp16", {}).get("enabled"):
             names = "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"
             own = {name: getattr(self, name) for name in names.split()}
@@ -173,7 +163,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         return device if device.index is not None else torch.device(device.type, self.local_rank)
 
     def setup_environment(self) -> None:
-        autocast = self.given.get("torch_autocast", {}).get("enabled", False)
+        autocast = self.sharding.given.get("torch_autocast", {}).get("enabled", False)
         self.precision_plugin = ZeroPrecision(self.precision_plugin.precision, autocast)
         super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's refuses CPUs
 
@@ -273,6 +263,20 @@ class ZeroStrategy(DeepSpeedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         return formats.load(self.format, Path(checkpoint_path), weights_only)
+
+
+def complete_config(strategy: Any, setup: Configured) -> dict[str, Any]:
+    """Returns the configuration that DeepSpeed would get in the training of `setup`.
+
+    Raises:
+        InputError: the strategy is not ZeroStrategy, or its file conflicts with other keys.
+    """
+    if not isinstance(strategy, ZeroStrategy):
+        raise InputError(
+            f"trainer.strategy {strategy!r} does not use DeepSpeed; add a file such as"
+            " --config configs/strategy/zero2.yaml"
+        )
+    return strategy.complete_config(config_file.settings_of(setup))
 
 
 def _materialize(tensor: Tensor, device: torch.device) -> None:

@@ -41,6 +41,7 @@ from ..callbacks.global_order import (
 )
 from ..cluster.signals import isolate_worker
 from ..errors import InputError
+from ..parallel import run_strategy
 from ..weights import from_all_ranks
 from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
@@ -266,9 +267,7 @@ class PackedText(L.LightningDataModule):
             self.require()
         if self.trainer is None:
             return
-        alone = {"num_replicas": 1, "rank": 0}
-        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", alone)
-        self.rank, self.world_size = ranks["rank"], ranks["num_replicas"]
+        self.rank, self.world_size = run_strategy(self.trainer.strategy).data_rank
         if stage != "fit":
             return
         self.check(self.world_size)

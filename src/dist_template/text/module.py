@@ -19,7 +19,7 @@ from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..errors import InputError
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
-from ..parallel import pipeline_of
+from ..parallel import run_strategy
 from .batches.rows import PAIRS
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.head import ChunkedLoss, Kernel, check_kernel, without_head
@@ -101,7 +101,7 @@ class TextModule(TrainingModule):
 
     def refusals(self, setup: Setup) -> Iterator[str]:
         """Yields a sentence for each setting of this module that cannot work."""
-        yield from refusals(self, setup, self.loss_kernel, self.adapter, self.preference)
+        yield from refusals(self, setup, self.adapter, self.preference)
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
         found = super().fixed_settings(data)
@@ -175,8 +175,7 @@ class TextModule(TrainingModule):
                     means[f"{source}/{name}"] = mean
             return means
 
-        pipeline = pipeline_of(self.trainer.strategy)
-        means = pipeline.from_last(compute) if pipeline else compute()
+        means = run_strategy(self.trainer.strategy).layers.from_last(compute)
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
 
     @torch.no_grad()

@@ -31,7 +31,6 @@ ALL_LINEAR = "all-linear"
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # of a layer; plans have .* there
 CONV1D = "Conv1D"  # GPT-2's linear layer: its weight is (in, out) (transformers.pytorch_utils)
 PACKED = "packed_colwise"  # FSDP2 cannot shard its interleaved rows once more
-EXPERT_PLAN = {"gate_up_proj": PACKED, "down_proj": "rowwise"}  # which `_rewrite_plans` understands
 # Modules that read a layer's weight without calling it bypass its adapter: Mamba's mixers, which
 # have a parameter D, and AltUp of Gemma 3n.
 ONLY_READ = {"D": ["out_proj", "dt_proj"], "correction_coefs": ["correction_coefs"]}
@@ -106,21 +105,6 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
         module.requires_grad_(True)
     _rewrite_plans(model)
     return model
-
-
-def refuse_tensor_parallel(model: PreTrainedModel) -> None:
-    """Raises InputError if adapters of experts would be sharded otherwise than their matrices."""
-    for name, module in model.named_modules():
-        if inner := wrappers_of_parameters(module):
-            base, plan = INDEX.sub(".*", name) + ".base_layer" * len(inner), {}
-            for rule, style in model.tp_plan.items():
-                if rule.rpartition(".")[0] == base:
-                    plan[rule.rpartition(".")[2]] = style
-            if plan and plan != EXPERT_PLAN:
-                raise InputError(
-                    f"adapters of {name} are not sharded by its tensor-parallel plan"
-                    f" ({', '.join(plan.values())}): name linear layers as model.adapter.targets"
-                )
 
 
 def _targets(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], list[str]]:

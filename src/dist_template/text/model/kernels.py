@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...compat import transformers as compat
 from ...errors import InputError
+from ...parallel.axes import SequenceAxis
 from ...parallel.sequence import IS_SHARD, WHOLE, masks_of_all
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def known_documents(
     if bounds is None:
         if full is not None or (is_flash and num_rows > 1):
             raise InputError(
-                f"flash attention and cp_size above 1 need {BOUNDS} in a batch of yours, as"
-                " text/batches/rows.py has it; see data.py"
+                f"flash attention and {SequenceAxis().key} above 1 need {BOUNDS} in a batch of"
+                " yours, as text/batches/rows.py has it; see data.py"
             )
         if (positions := batch.get("position_ids")) is None:
             yield {}

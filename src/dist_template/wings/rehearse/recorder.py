@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from ...layout import local_shard, shard_place
 from ...model.any_module import metrics_of, results_of
+from ...parallel import run_strategy
 from ...weights import gather, is_partitioned_by_zero
 
 NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
@@ -54,8 +55,8 @@ class Recorder(Callback):
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"rank": 0})
-        self._write("run", folder=str(self.run), dp_rank=sampler["rank"])
+        rank = run_strategy(trainer.strategy).data_rank.rank
+        self._write("run", folder=str(self.run), dp_rank=rank)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save_weights("start", pl_module)
