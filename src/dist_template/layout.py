@@ -100,7 +100,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 def clip_by_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
-    norm_of: Callable[[list[nn.Parameter]], Tensor] | None = None,
+    norm_of: Callable[[list[nn.Parameter]], Tensor | None] | None = None,
 ) -> Tensor | None:
     """Scales all gradients in place to a joint 2-norm of at most `max_norm`; None or 0 measures it.
 
@@ -120,7 +120,7 @@ def clip_by_norm(
         return None
     else:
         norm = total_norm(cast(Tensor, p.grad) for p in parameters)
-    if max_norm:
+    if max_norm and norm is not None:
         for group in by_layout(parameters, lambda p: p.grad):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm

@@ -210,7 +210,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         full = scatter.move_to_meta(model)
         try_rank(model, self)
         facts = self.sharding.stage_facts(model, self.world_size)
-        division = facts and divide(model, facts, self.stages.get_local_rank("pp"))
+        division = divide(model, facts, self.stages.get_local_rank("pp")) if facts else None
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
         if has_plan and self.world_size > 1:
             shard_by_plan(model, self)
@@ -218,7 +218,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
             shard_by_blocks(model, self)
         device = torch.device("cpu") if self.sharding.cpu_offload else self.root_device
         scatter.materialize(model, full, device)
-        if division:
+        if division is not None:
             self.layers = self.pipeline = Pipeline(model, division, self, facts)
         return model
 

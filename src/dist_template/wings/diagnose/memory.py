@@ -49,7 +49,8 @@ class Estimate:
         strategy = FILES.get(self._changes.get("config", "")) or self._key("trainer.strategy")
         if not isinstance(strategy, dict):
             return sharding_of(strategy or "auto")
-        given = dict(strategy.get("init_args") or {})
+        arguments: Any = strategy.get("init_args")
+        given: dict[str, Any] = dict(arguments or {})
         for key, value in self._changes.items():
             if key.startswith(STRATEGY):
                 given[key.removeprefix(STRATEGY)] = value
@@ -57,7 +58,9 @@ class Estimate:
 
     def _facts(self) -> Facts:
         counts = ("trainable", "in_4_bits", "embedding", "experts", "tp_replicates", "block")
-        sizes = {name: self._fact(f"parameters.{name}") for name in (*counts, "block_experts")}
+        sizes: dict[str, Any] = {
+            name: self._fact(f"parameters.{name}") for name in (*counts, "block_experts")
+        }
         total = self._fact("parameters.total")
         sizes["trainable"] = sizes["trainable"] or total
         return Facts(

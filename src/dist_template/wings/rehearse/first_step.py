@@ -149,7 +149,8 @@ class FirstStep(Callback):
         """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
         layers = run_strategy(self._trainer.strategy).layers
         if layers.group is not None:
-            return layers.norm([*self._module.parameters()]).item()
+            norm = layers.norm([*self._module.parameters()])
+            return 0.0 if norm is None else norm.item()
         total = 0.0
         for parameter in self._module.parameters():
             gradient = gradient_of(parameter) if parameter.requires_grad else None
