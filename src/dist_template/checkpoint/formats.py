@@ -20,7 +20,7 @@ from typing import TypeVar, cast
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -57,15 +57,21 @@ def format_of(path: Path) -> type[CheckpointFormat] | None:
     return None
 
 
+# Lightning's strategies that write another format than its one file.
+OF_LIGHTNING: dict[str, type[CheckpointFormat]] = {
+    "DeepSpeedStrategy": ZeroFormat,
+    "ModelParallelStrategy": ShardedFormat,
+}
+
+
 def format_for(strategy: Strategy) -> CheckpointFormat:
     """Returns the strategy's `format`, or the format that a strategy of Lightning's writes."""
     found: CheckpointFormat | None = getattr(strategy, "format", None)
     if found is not None:
         return found
-    if isinstance(strategy, DeepSpeedStrategy):
-        return ZeroFormat(strategy)
-    if isinstance(strategy, ModelParallelStrategy):
-        return ShardedFormat(strategy)
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in OF_LIGHTNING:
+            return OF_LIGHTNING[kind.__name__](strategy)
     return PlainFormat(strategy)
 
 
