@@ -116,12 +116,12 @@ class Throughput(Callback):
     def on_log_step(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
-        own = metrics_of(module).of_ranks.get(OWN, [])
-        if own and not any(map(math.isnan, own)):
-            slowest = max(own)
+        times_s = metrics_of(module).of_ranks.get(OWN, [])
+        if times_s and not any(map(math.isnan, times_s)):
+            slowest = max(times_s)
             metrics["rank/slowest_step_s"] = slowest
-            metrics["rank/slowest"] = own.index(slowest)
-            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
+            metrics["rank/slowest"] = times_s.index(slowest)
+            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
         stages = self._pipeline.division.facts["stages"] if self._pipeline else []
         replicas = trainer.world_size // max(len(stages), 1)
         for rank, numbers in enumerate(stages):
@@ -159,7 +159,7 @@ class ForwardClock:
             self._started = None
 
     def mean_s(self) -> float:
-        """Returns the mean of the finished passes; NaN if there is none."""
+        """Returns the mean of the finished passes; NaN before the first."""
         seconds = self.seconds()
         return statistics.fmean(seconds) if seconds else math.nan
 

@@ -12,7 +12,7 @@ from ..compat.lightning import accumulates, needs_every_gradient
 from ..errors import InputError
 from .console import write_lines
 
-MOST = 5  # names in the warning
+MAX_NAMES = 5  # in the warning
 
 
 class UnusedParameters(Callback):
@@ -53,8 +53,8 @@ class UnusedParameters(Callback):
             if parameter.requires_grad and parameter.grad is None and name not in self._reached:
                 unused.append(name)
         if unused:
-            more = f" and {len(unused) - MOST} more" if len(unused) > MOST else ""
-            what = f"no gradient in the first step: {', '.join(unused[:MOST])}{more}"
+            more = f" and {len(unused) - MAX_NAMES} more" if len(unused) > MAX_NAMES else ""
+            what = f"no gradient in the first step: {', '.join(unused[:MAX_NAMES])}{more}"
             if self._needs_all and trainer.world_size > 1:
                 cure = "trainer.strategy ddp_find_unused_parameters_true allows them"
                 raise InputError(f"{what}. DDP needs one of each trainable parameter: {cure}")
