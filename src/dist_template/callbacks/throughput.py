@@ -65,7 +65,7 @@ class Throughput(Callback):
         # Then the rank waits for the others, to sum token counts: that is not its own time.
         fetched = getattr(data_of(trainer), "fetched_s", now)
         self._own_wait_s += max(0.0, fetched - self._last_end)
-        if trainer.world_size > 1:  # else nobody reads, and frees, the passes
+        if trainer.world_size > 1:  # else no rank reads, and frees, the passes
             self._forward.start()
 
     def on_before_backward(
