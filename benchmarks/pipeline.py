@@ -1,4 +1,4 @@
-"""Pipelines: the time in which stages wait, against each schedule's formula; and the library against a loop by hand.
+"""Pipelines: the time that stages wait, against each schedule's formula; the library against a hand-written loop.
 
 Waiting: blocks that sleep (30 ms forward, 30 ms for the gradient of their input, 30 ms for their weight's) on 2
 and 4 processes under `MeshStrategy`, so that the machine's cores do not matter. The step's time over the time of a
@@ -154,7 +154,7 @@ class Asleep(torch.autograd.Function):
         return gradients[0]
 
 
-# ---- the library against a loop by hand ------------------------------------------------------------------------------
+# ---- the library against a hand-written loop -------------------------------------------------------------------------
 
 
 def by_hand(options: Options) -> Comparison:

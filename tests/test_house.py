@@ -65,6 +65,12 @@ LONG_PAGES = {
     "reference.md": 477,
 }  # fmt: skip
 
+# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH". CHANGELOG.md is history.
+PRONOUNS = re.compile(r",\sof which|\bthose\sof\b|\bthat\sof\b|\bis\snone\b|\bas\sit\sis\b")
+MOST_PRONOUNS = 10
+PROSE = ("src", "docs", "tests", "benchmarks", "README.md", "CONTRIBUTING.md")
+NOT_REWRITTEN = ("src/dist_template/parallel", "src/dist_template/wings/plan")  # remove what has been rewritten
+
 
 def broken_files(package: Path) -> list[str]:
     """Import cycles between files."""
@@ -152,6 +158,23 @@ def broken_api(docs: Path) -> list[str]:
     return found
 
 
+def broken_sentences(root: Path) -> list[str]:
+    """Places of PRONOUNS in Python and Markdown outside of code blocks, where there are more than MOST_PRONOUNS."""
+    skipped = [root / name for name in NOT_REWRITTEN]
+    found = []
+    for path in [file for name in PROSE for file in [root / name, *(root / name).rglob("*")]]:
+        is_prose = path.suffix in (".py", ".md") and path.is_file() and not CACHES & set(path.parts)
+        if is_prose and not set(skipped) & set(path.parents):
+            found += pronouns(path)
+    return found if len(found) > MOST_PRONOUNS else []
+
+
+def pronouns(path: Path) -> list[str]:
+    """Returns each place of PRONOUNS outside of code blocks, with its words."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [f"{path}: {words}" for words in PRONOUNS.findall(text)]
+
+
 # Folders from which comments name files: of this repository, of a generated project, of a library that is read.
 LIBRARIES = [Path(str(library.__file__)).parent for library in (torch, lightning, lightning.pytorch, transformers)]
 BASES = [ROOT, PROJECT, LIBRARY, DOCS, ROOT / "tests", *LIBRARIES]
@@ -190,6 +213,12 @@ def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> N
     for folder in (LIBRARY, PROJECT, ROOT / "tests", ROOT / "benchmarks", ROOT / "hooks"):
         assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
+
+
+def test_sentences_have_nouns() -> None:
+    assert broken_sentences(ROOT) == []
+    for name in NOT_REWRITTEN:
+        assert any(pronouns(path) for path in (ROOT / name).rglob("*.py")), f"{name} is rewritten: remove its entry"
 
 
 def test_no_class_outside_compat_uses_a_private_name_of_its_base() -> None:
@@ -245,6 +274,7 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     "a page that grows": (broken_pages, {"decisions.md": "\n" * 500}),
     "a path that is not there": (broken_paths, {"cli/a.py": "# as in configs/cluster/nowhere.yaml", "cli/b.py": ""}),
     "a path in YAML": (broken_paths, {"a.yaml": "trainer: {}  # see cli/nowhere.py"}),
+    "pronouns in place of nouns": (broken_sentences, {"docs/page.md": "Its losses are those of one process.\n" * 11}),
     "a name without documentation": (broken_api, {"api.md": "## dist_template\n| `main` | … |"}),
 }
 

@@ -37,9 +37,9 @@ def first_bad(trainer: L.Trainer, module: nn.Module, batches: list[Any]) -> dict
     return _agreed(_bad_weight(module)) or _agreed(_bad_output(trainer, module, batches))
 
 
-def _agreed(own: tuple[str, str] | None) -> dict[str, Any] | None:
+def _agreed(local: tuple[str, str] | None) -> dict[str, Any] | None:
     """Returns the first rank's result and the ranks that have the same one. Collective."""
-    results = weights.from_all_ranks(own)
+    results = weights.from_all_ranks(local)
     first = next((result for result in results if result), None)
     if first is None:
         return None

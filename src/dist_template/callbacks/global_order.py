@@ -51,7 +51,7 @@ class GlobalOrder(Sampler[list[int]]):
     `costs` returns the work of given rows: then ranks get equal work. `speeds`, one number per
     rank, gives a fast rank more samples in each micro-batch, and more of the work.
 
-    `stream` returns the row at a position of the stream, for another order than that of epochs.
+    `stream` returns the row at a position of the stream. It replaces the order by epochs.
     """
 
     num_rows: int
@@ -151,7 +151,8 @@ def eval_batches(
 ) -> list[list[int]]:
     """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
 
-    Over all ranks every row is there once. Padding gives all ranks equally many full batches.
+    Together the ranks read every row exactly once. Padding gives all ranks the same number of full
+    batches.
     `sizes` are the numbers of rows of each source; row -1 - n is padding of source n.
     """
     timed, first = [], 0

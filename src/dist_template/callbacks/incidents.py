@@ -78,8 +78,8 @@ class StepCheck:
 
 def write_incident(folder: Path, check: StepCheck, decision: str, data: Any) -> dict[str, Any]:
     """Appends a line to `incidents.jsonl` on rank 0 and returns it on all ranks. Collective."""
-    own = {"data_parallel_rank": getattr(data, "rank", 0), "rows": check.rows}
-    ranks = weights.from_all_ranks(own)
+    local = {"data_parallel_rank": getattr(data, "rank", 0), "rows": check.rows}
+    ranks = weights.from_all_ranks(local)
     incident = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "step": check.step,

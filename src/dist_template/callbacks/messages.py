@@ -53,7 +53,7 @@ class WarningsOfRanks(Callback):
     @staticmethod
     def _exchange(trainer: L.Trainer) -> None:
         """Gathers the warnings and prints new ones. Collective."""
-        ranks = weights.from_all_ranks(MESSAGES.take())
+        ranks = weights.from_all_ranks(MESSAGES.drain())
         if trainer.is_global_zero and (lines := new_lines(ranks, MESSAGES.reported)):
             write_lines(trainer, "\n".join(lines), file=sys.stderr)
 

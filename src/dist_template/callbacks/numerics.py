@@ -157,8 +157,8 @@ class Numerics(Callback):
         assert loss is not None
         norm = norm.to(loss, non_blocking=True)
         if several := self._num_ranks > 1:
-            own, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
-            dist.all_gather_into_tensor(figures, own)  # on a GPU the stream waits, not the host
+            local, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
+            dist.all_gather_into_tensor(figures, local)  # on a GPU the stream waits, not the host
             loss, norm = figures[::2].mean(), figures[1::2].amax()  # NaN if one of them is
         both = loss + norm
         self.skipped = torch.nan_to_num(both - both, nan=1.0)  # inf - inf is NaN
@@ -178,8 +178,8 @@ class Numerics(Callback):
         if self._steps < self.spike_window // 2:
             return self._no_limit
         median = self._recent.nanmedian(dim=0).values
-        spread = (self._recent - median).abs().nanmedian(dim=0).values
-        return median + self.spike_sigmas * MAD_TO_SIGMA * spread
+        deviation = (self._recent - median).abs().nanmedian(dim=0).values
+        return median + self.spike_sigmas * MAD_TO_SIGMA * deviation
 
     # ---- on the host, one step later -------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Numerics(Callback):
             self._has_searched = True
             if found := first_bad(trainer, module, check.batches):
                 add_first_bad(folder, incident, found)
-                where = f"; the first non-finite {found['what']} is that of {found['module']}"
+                where = f"; first non-finite {found['what']}: {found['module']}"
         sentence = f"{check}{where}; see {folder / INCIDENTS}"
         if trainer.is_global_zero:
             print(f"\nnumerics: {sentence}", flush=True)

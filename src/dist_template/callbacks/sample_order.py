@@ -128,7 +128,7 @@ class SampleOrder(Callback):
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
 
     def _compare(self) -> None:
-        """Refuses another order than that of the checkpoint, once both are known."""
+        """Refuses an order that differs from the checkpoint's, once both are known."""
         last = (c for c in callbacks_of(self._trainer) if isinstance(c, LastCheckpoint))
         accepted = [key for callback in last for key in {*callback.accept_changes} & OF_AN_ORDER]
         before = {key: self._loaded[key] for key in self._settings if key in self._loaded}
@@ -248,7 +248,7 @@ class _EachOnce(DistributedSampler):
 
 def even_batch_size(num_rows: int, batch_size: int, num_ranks: int) -> int | None:
     """Returns the largest batch size up to `batch_size` with which all ranks have equally many
-    batches, none empty, and each row once; None if there is none, or only a much smaller one.
+    batches, none empty, and each row once; None if no such size exists, or only a much smaller one.
 
     Ranks call collectives in each batch, so their numbers must agree."""
     for size in range(batch_size, batch_size // 2, -1):

@@ -65,7 +65,7 @@ class Throughput(Callback):
         # Then the rank waits for the others, to sum token counts: that is not its own time.
         fetched = getattr(data_of(trainer), "fetched_s", now)
         self._own_wait_s += max(0.0, fetched - self._last_end)
-        if trainer.world_size > 1:  # else nobody reads, and frees, the passes
+        if trainer.world_size > 1:  # else no rank reads, and frees, the passes
             self._forward.start()
 
     def on_before_backward(
@@ -116,12 +116,12 @@ class Throughput(Callback):
     def on_log_step(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
-        own = metrics_of(module).of_ranks.get(OWN, [])
-        if own and not any(map(math.isnan, own)):
-            slowest = max(own)
+        times_s = metrics_of(module).of_ranks.get(OWN, [])
+        if times_s and not any(map(math.isnan, times_s)):
+            slowest = max(times_s)
             metrics["rank/slowest_step_s"] = slowest
-            metrics["rank/slowest"] = own.index(slowest)
-            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
+            metrics["rank/slowest"] = times_s.index(slowest)
+            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
         replicas = trainer.world_size // max(len(self._stages), 1)
         for rank, numbers in enumerate(self._stages):
             for number, stage in enumerate(numbers):
@@ -158,7 +158,7 @@ class ForwardClock:
             self._started = None
 
     def mean_s(self) -> float:
-        """Returns the mean of the finished passes; NaN if there is none."""
+        """Returns the mean of the finished passes; NaN before the first."""
         seconds = self.seconds()
         return statistics.fmean(seconds) if seconds else math.nan
 

@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..parallel import run_strategy
 from .console import write_lines
 
-MOST = 5  # names in the warning
+MAX_NAMES = 5  # in the warning
 
 
 class UnusedParameters(Callback):
@@ -54,8 +54,8 @@ class UnusedParameters(Callback):
             if parameter.requires_grad and parameter.grad is None and name not in self._reached:
                 unused.append(name)
         if unused:
-            more = f" and {len(unused) - MOST} more" if len(unused) > MOST else ""
-            what = f"no gradient in the first step: {', '.join(unused[:MOST])}{more}"
+            more = f" and {len(unused) - MAX_NAMES} more" if len(unused) > MAX_NAMES else ""
+            what = f"no gradient in the first step: {', '.join(unused[:MAX_NAMES])}{more}"
             if self._needs_all and trainer.world_size > 1:
                 cure = "trainer.strategy ddp_find_unused_parameters_true allows them"
                 raise InputError(f"{what}. DDP needs one of each trainable parameter: {cure}")

@@ -116,7 +116,7 @@ def read_full(
     Args:
         path: The checkpoint.
         module: The module into which it is to be loaded. None: any.
-        optimizer: false saves the memory of the optimizer's state, twice that of the weights.
+        optimizer: false skips the optimizer's state, which needs twice the memory of the weights.
 
     Returns:
         Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
@@ -146,13 +146,16 @@ def _opened(
         then, now = metadata.get(key), getattr(module, key, None)
         if not then or not now or then["sha256"] == now["sha256"]:
             continue
-        how = "with another reference for data.source Preferences: restore model.pretrained, or"
+        how = "with another reference model for data.source Preferences"
         if key == KEY:
             how = (
-                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, and {now['name']} has"
-                f" {now['sha256'][:12]} now: restore model.pretrained, or with model.architecture"
+                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, but {now['name']} has"
+                f" {now['sha256'][:12]} now"
             )
-        raise InputError(f"checkpoint {str(path)!r} was trained {how} the seed, of its run")
+        raise InputError(
+            f"checkpoint {str(path)!r} was trained {how}: restore the run's model.pretrained, or"
+            " its seed if only model.architecture is set"
+        )
     if shapes is not None and saved != shapes:
         names = [name for name in saved | shapes if saved.get(name) != shapes.get(name)]
         here, there = shapes.get(names[0], "missing"), saved.get(names[0], "missing")

@@ -145,7 +145,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
     if evaluates and given == "start":
         settings.ckpt_path = None
-        message = f"{verb}: the weights are those that training starts with"
+        message = f"{verb}: the weights are the initial weights of training"
         return _new_run(settings), None, message
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
@@ -157,9 +157,9 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         if evaluates or given == "last":
             run = newest
         if given != "last":
-            message = f"{verb}: the weights are those of {checkpoint}"
+            message = f"{verb}: the weights come from {checkpoint}"
     elif evaluates and not given:
-        message = f"{verb}: the weights are those of model.pretrained; run.name has no checkpoint"
+        message = f"{verb}: the weights come from model.pretrained; run.name has no checkpoint"
     if run is None:
         run = _new_run(settings)
     folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))

@@ -24,7 +24,7 @@ TRAINING = {
 
 
 def verbs() -> dict[str, EntryPoint]:
-    """Returns every verb: those of TRAINING, then the registered ones by name.
+    """Returns every verb: TRAINING's, then the registered ones by name.
 
     Raises:
         InputError: a verb is registered twice.

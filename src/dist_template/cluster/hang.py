@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 
 class Status(TypedDict):
-    """What a rank does."""
+    """State of one rank: its progress, and the line that runs."""
 
     beats: int  # progress that every rank makes equally
     place: str

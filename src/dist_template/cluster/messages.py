@@ -66,7 +66,7 @@ class Messages:
             self._buffer.append(text[:2000])
         return True
 
-    def take(self) -> list[str]:
+    def drain(self) -> list[str]:
         """Returns the buffered warnings and empties the buffer."""
         buffer, self._buffer = self._buffer, []
         return buffer
@@ -75,7 +75,7 @@ class Messages:
         """Prints the buffered warnings, also while another thread holds Python's stderr lock."""
         environment = os.environ
         rank = environment.get("RANK") or environment.get("LOCAL_RANK")
-        for text in self.take():
+        for text in self.drain():
             os.write(2, f"rank {rank or environment.get('SLURM_PROCID')}: {text}\n".encode())
 
 

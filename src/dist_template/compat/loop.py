@@ -249,7 +249,7 @@ class EpochLoop(ResumableEpochLoop):
 
 
 class Optimization(_AutomaticOptimization):
-    """What Lightning calls within a micro-batch and an optimizer step."""
+    """Automatic optimization with fewer calls per micro-batch and optimizer step."""
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Lightning creates four closures, two objects and two copies of the loss for this."""

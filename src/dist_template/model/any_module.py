@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class OrderedSamples(Protocol):
-    """What shards and orders the samples: PackedText, or the callback SampleOrder."""
+    """Component that shards and orders the samples: PackedText, or the callback SampleOrder."""
 
     global_batch_size: int
 

@@ -1,4 +1,4 @@
-"""What a TextModule refuses before a start: its adapters, its keys of an architecture, its loss."""
+"""Checks of a TextModule before a start: its adapters, its keys of an architecture, its loss."""
 
 from __future__ import annotations
 

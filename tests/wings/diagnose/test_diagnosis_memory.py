@@ -245,8 +245,8 @@ def test_a_stage_keeps_what_its_schedule_has_in_flight() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_micro_batches_in_flight_are_those_of_torchs_orders(schedule: str) -> None:
-    """A rank's activations, and for gradients of weights that are computed later those of activations."""
+def test_micro_batches_in_flight_match_torchs_orders(schedule: str) -> None:
+    """Counts a rank's activations, and gradients of activations while the weights' gradients are delayed."""
     moves = {"F": [1], "B": [-1], "I": [1, -0.5], "W": [-1.5]}
     for ranks, micro_batches in ((2, 4), (4, 8), (4, 16), (8, 32)):
         v = stages_per_rank(schedule, 3)

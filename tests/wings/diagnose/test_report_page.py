@@ -177,7 +177,7 @@ def test_the_configuration_is_compared_with_the_defaults(tmp_path: Path) -> None
         "data": {"source": {"class_path": "pkg.TextFiles", "init_args": {"paths": []}}, "seed": 0},
     }
     config = json.loads(json.dumps(defaults))
-    config["samples"]["folder"] = str(folder)  # as it is written, with the folder filled in
+    config["samples"]["folder"] = str(folder)  # as a run writes it, with the folder filled in
     config["trainer"] |= {"max_steps": 7, "precision": "bf16"}
     config["trainer"]["strategy"] = {"class_path": "pkg.parallel.ZeroStrategy", "init_args": {"stage": 2}}
     assert from_defaults(read_run(write_run(folder, falling(3), config, defaults))) == [

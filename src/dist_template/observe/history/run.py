@@ -25,7 +25,7 @@ OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
 @dataclass
 class History:
-    """What a run has recorded; `read_run` reads it, wings/diagnose/callback.py adds to it.
+    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them.
 
     Args:
         folder: The run's folder.

@@ -32,9 +32,9 @@ class WandB(WandbLogger):
         project: W&B project.
         save_dir: The run's folder; its name is the id of the W&B run.
         name: Display name. null uses the id.
-        group: Group of runs that this run belongs to. null is none.
-        tags: Labels. null is none.
-        notes: Free text. null is none.
+        group: Group of runs that this run belongs to. null: no group.
+        tags: Labels. null: no labels.
+        notes: Free text. null: no text.
         offline: true keeps all on disk for `wandb sync`. null: offline if there is no API key.
         artifacts: Committed checkpoints to upload in the background: none, best (of
             `best_checkpoint`), last (of `last_checkpoint`, each one as a new version), all (both).

@@ -28,7 +28,7 @@ COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
 
 
 class Counted(NamedTuple):
-    """How many labels count on this rank."""
+    """Numbers of labels on this rank that contribute to the loss."""
 
     step: int  # in the optimizer step
     following: int | None  # in the step after it; None: this is the last step

@@ -140,7 +140,7 @@ class PackedRows(Rows):
 
 
 class Packing(NamedTuple):
-    """Which documents are in which row."""
+    """Assignment of documents to rows."""
 
     documents: np.ndarray  # numbers of documents, row by row
     rows: np.ndarray  # (rows + 1,) starts of the rows in `documents`, and its length

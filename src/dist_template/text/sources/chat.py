@@ -1,4 +1,4 @@
-"""Chat and Preferences: conversations, whose assistant turns are trained on, and pairs of answers.
+"""Chat and Preferences: conversations, with a loss on assistant turns alone; pairs of answers.
 
     data:
       source:

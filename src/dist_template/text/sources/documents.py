@@ -45,9 +45,9 @@ class Encoded(NamedTuple):
 class Source(Choice, ABC):
     """Base class of a source: it yields the same documents in the same order each time.
 
-    `whole`: its documents are not cut. Their starts and the labels that count are in the cache too,
-    and a row holds documents that fit into it together (rows.py). `pairs`: each of them is two
-    sequences, which do not attend to each other (Preferences).
+    `whole`: documents are stored unsplit, with start offsets and loss masks, and a row holds
+    documents that fit into it together (rows.py). `pairs`: each document is two sequences, which do
+    not attend to each other (Preferences).
     """
 
     whole = False

@@ -127,8 +127,9 @@ class StreamedRows(IterableDataset):
             start = {"texts": texts.state_dict(), "rest": [], "block": 0, "read": 0, "sizes": sizes}
         if start.get("sizes", sizes) != sizes:
             raise InputError(
-                "with data.stream a run resumes with the data.micro_batch_size, data.seq_len and"
-                f" data.stream.shuffle_rows of before, {start['sizes']}: now they are {sizes}"
+                "a streamed run must resume with the same data.micro_batch_size,"
+                " data.stream.shuffle_rows and data.seq_len: they were"
+                f" {start['sizes']}, and are {sizes} now"
             )
         texts.load_state_dict(start["texts"])
         documents, first = iter(texts), start["read"] * micro

@@ -19,7 +19,7 @@ PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
 
 @dataclass(frozen=True)
 class Job:
-    """What a target renders and starts: `verb` of `package` with `flags`, on nodes of equal size.
+    """Job that a target renders and starts: `verb` of `package` with `flags`, on equal nodes.
 
     Args:
         run: The run's folder.

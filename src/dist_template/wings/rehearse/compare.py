@@ -225,7 +225,7 @@ def _lost(
 
 
 def relative_difference(expected: Curve, got: Curve) -> tuple[float, dict[int, float]]:
-    """Returns the largest relative difference, and that of each step of `got`.
+    """Returns (largest relative difference, relative difference by step of `got`).
 
     It is infinite for a step that `expected` lacks, and for NaN.
     """
@@ -278,7 +278,7 @@ def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
 
 
 def samples(expected: RunRecord, got: RunRecord) -> str:
-    """Describes the first step at which `got` lacks samples of `expected`; "" if there is none."""
+    """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
     known = {row for rows in want.values() for row, _ in rows}
     for step in sorted(have):

@@ -259,7 +259,7 @@ def _untied(module: nn.Module) -> str:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the unsharded gradient, or None if there is none. Collective."""
+    """Returns the unsharded gradient; None for a parameter without one. Collective."""
     if is_partitioned_by_zero(parameter) or is_partitioned_in_half(parameter):
         from deepspeed.utils import safe_get_full_grad  # DeepSpeed does not keep it in .grad
 

@@ -135,7 +135,7 @@ def samples_in(batch: Any) -> Tensor:
 
 def labels_in(batch: object) -> Tensor | tuple:
     """Returns the tensor whose rows are the samples' labels: `labels`, or the second of a tuple; an
-    empty tuple if there is none, or if ranks share sequences and have parts of the labels."""
+    empty tuple if the batch has no labels, or if ranks share sequences and have parts of them."""
     found = None
     if isinstance(batch, Mapping) and "whole_input_ids" not in batch:
         found = batch.get("labels")

@@ -1,6 +1,6 @@
 """Shrinks a production configuration to a few CPU processes, without changing what is checked.
 
-Kept: the user's module and data module, all callbacks, the strategy with its plans, clipping,
+Unchanged: the user's module and data module, all callbacks, the strategy with its plans, clipping,
 schedule, activation checkpointing, accumulation. Reduced: mesh, batch, model. Replaced: the
 text is generated (unless --keep_data), precision is fp32 to make results comparable, no loggers.
 """

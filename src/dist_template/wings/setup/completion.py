@@ -51,11 +51,11 @@ def main(argv: list[str], project: Project) -> None:
     of_fit: dict[str, str] = {}
     for verb in verbs():
         text = help_of(verb, ("--help", *STRATEGIES) if verb == "fit" else ("--help",), project)
-        own = dict(FLAG.findall(text))
-        of_fit = of_fit or own  # the first verb
+        flags = dict(FLAG.findall(text))
+        of_fit = of_fit or flags  # the first verb
         rest = f"$(_{project.package}_words fit -)" if verb != "fit" and "fit's" in text else ""
-        words[f"'{verb} -'"] = f"{' '.join(own)} {rest}"
-        words |= {f"'{verb} {key}'": v for key, v in own.items() if v != of_fit.get(key)}
+        words[f"'{verb} -'"] = f"{' '.join(flags)} {rest}"
+        words |= {f"'{verb} {key}'": v for key, v in flags.items() if v != of_fit.get(key)}
     words |= {f"*' {key}'": values for key, values in of_fit.items()}
     cases = [f"{key}) echo {values.replace(',', ' ')} ;;" for key, values in words.items()]
     print(SCRIPT.format(project.package, "\n".join(cases)), end="")

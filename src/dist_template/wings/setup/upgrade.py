@@ -86,7 +86,7 @@ def _check_trust(root: Path, address: str, is_given: bool) -> None:
     configuration, which no commit contains.
 
     Raises:
-        InputError: they may not, or nobody can be asked.
+        InputError: they may not, or there is no terminal to ask on.
     """
     print(f"the template is {address}", flush=True)
     if is_given or _git(root, "config", "--local", TRUSTED, check=False) == address:

@@ -82,7 +82,7 @@ class Figure:
 
 
 def figures(histories: list[History], names: list[str]) -> tuple[list[Figure], list[Figure]]:
-    """Returns the panels that have data, and those of all other metrics."""
+    """Returns (panels that have data, one panel for each other metric)."""
     logged = sorted(set().union(*(history.metrics.names for history in histories)))
     panels, drawn = list(PANELS), set(NOT_DRAWN)
     for panel in PANELS:

@@ -1,4 +1,4 @@
-"""The final figures of a run, those of several side by side, and the command that resumes a run."""
+"""Final figures of one run or of several side by side, and the command that resumes a run."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     if incidents and math.isfinite(incidents[0]["loss"]):
         parts.append(f"the loss was {incidents[0]['loss']:.4g} and the gradient was not finite")
     if origin:
-        parts.append(f"the first non-finite {origin['what']} is that of {origin['module']}")
+        parts.append(f"first non-finite {origin['what']}: {origin['module']}")
     is_error = not incidents or len(incidents) > 3 or incidents[-1]["decision"] == "stop"
     level: Level = "error" if is_error else "warning"
     title, evidence = "the loss or the gradient is not finite", "; ".join(parts) + "."

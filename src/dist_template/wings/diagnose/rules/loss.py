@@ -22,7 +22,7 @@ SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and
 WIDTH = 9  # log steps of a running median
 ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
 NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
-UNTRAINED = 0.8  # of ln(vocabulary): a higher loss is that of an untrained model
+UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
 MIN_NORMS = 10  # log steps with a gradient norm
 NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median; absolute: 0.1 to 10 is usual
 

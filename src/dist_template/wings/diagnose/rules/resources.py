@@ -176,7 +176,7 @@ def uneven_stages(history: History) -> Iterator[Finding]:
     if len(series) < 2 or min(map(len, series)) < MIN_POINTS:
         return
     times = [robust.median(each.values) for each in series]
-    of_devices = [sum(times[n] for n in own) for own in stages]
+    of_devices = [sum(times[n] for n in numbers) for numbers in stages]
     rank = int(np.argmax(of_devices))
     ratio = of_devices[rank] / np.mean(of_devices)
     if ratio < UNEVEN:
