@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template import plugins
-from dist_template.errors import InputError
-from dist_template.project import Project
+from dist_template import InputError, Project, plugins
 
 GROUP = "dist_template.examples"  # this library registers none
 Install = Callable[[str, str], None]

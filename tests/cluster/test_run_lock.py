@@ -16,12 +16,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from dist_template import InputError
 from dist_template.cluster import run_lock
 from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.launch import LAUNCH, RUN_ID
 from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.cluster.run_lock import FILE, RunLock
-from dist_template.errors import InputError
 from tests.support.runs import main
 
 ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since": 1.0, "launch": ""}

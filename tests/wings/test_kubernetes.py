@@ -10,8 +10,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
-from dist_template.errors import DECIDED, Exit, InputError
+from dist_template.errors import DECIDED, Exit
 from dist_template.wings.launch.job import Job
 from dist_template.wings.launch.targets import target
 from tests import PROJECT

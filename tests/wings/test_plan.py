@@ -13,10 +13,10 @@ import pytest
 from trainer_dev.module import LanguageModule
 
 from benchmarks.traffic import STRATEGIES, Setting
+from dist_template import Project
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.cli.main import command
 from dist_template.model.flops import PEAKS
-from dist_template.project import Project
 from dist_template.wings.plan.candidates import Candidate, candidates
 from dist_template.wings.plan.command import _largest
 from dist_template.wings.plan.estimate import STATE, Machine, Planned

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from dist_template.parallel.mesh import MeshStrategy
+from dist_template.strategies import MeshStrategy
 from dist_template.wings.rehearse.shrink_config import shrink
 from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architecture
 from dist_template.wings.rehearse.shrink_strategy import SIZES, halve, shrink_strategy
