@@ -1,4 +1,4 @@
-"""Writes a run's small files atomically, flattens what is in them, and hashes files."""
+"""Reads a run's small files, writes them atomically, flattens what is in them, and hashes files."""
 
 from __future__ import annotations
 

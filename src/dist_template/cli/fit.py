@@ -66,11 +66,6 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError(f"trainer: {str(error).replace('. ', '; ')}") from error
 
 
-def describe(argv: list[str], project: Project) -> CLI:
-    """Returns the objects of `argv`, one of Lightning's verbs and its flags; runs nothing."""
-    return WithoutTrainer(project, argv, run=True)
-
-
 def parse(argv: list[str], project: Project) -> CLI:
     """Returns the objects that `argv`, a tool's verb and flags, describes, without a Trainer."""
     return WithoutTrainer(project, argv[1:], run=False, verb=argv[0])

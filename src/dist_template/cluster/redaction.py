@@ -76,6 +76,15 @@ def redacted(value: Any, is_secret: bool = False) -> Any:
     return HIDDEN if is_secret and value else PASSWORD_IN_URL.sub(HIDDEN, value)
 
 
+def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables with a text in place of each secret; all are kept."""
+    shown = redacted(dict(environment))
+    for name in shown:
+        if SECRET_VARIABLE.search(name):
+            shown[name] = HIDDEN
+    return shown
+
+
 def names_a_secret(key: str) -> bool:
     """Returns whether the text below `key` is a secret, by the last two words of the name."""
     words = ["", "", *re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]

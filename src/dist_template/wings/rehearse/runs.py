@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 from lightning.pytorch import Callback
 
-from ...checkpoint import manifest
+from ...checkpoint.manifest import SavedCheckpoint
 from ...project import Project
 from .first_step import FirstStep
 from .interventions import KillAt, LeakageTest, RaggedLabels, StepProbe
@@ -117,7 +117,8 @@ class Runs:
 
     @property
     def fewer(self) -> RunRecord:
-        checkpoint = self.strategy.run / "checkpoints" / manifest.name(self.kept_step)
+        saved = SavedCheckpoint.all_in(self.strategy.run / "checkpoints")
+        checkpoint = next(each.path for each in saved if each.step == self.kept_step)
         small = self.small
         spec, num, data_parallel = halve(small.strategy, self.strategy_object, small.processes)
         config = small.variant(num, spec, data_parallel)
