@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from importlib.util import find_spec
 
+__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "reason", "require", "shortened"]
+
 
 class Exit(IntEnum):
     """Exit codes, for a launcher or scheduler. Codes from 64 on follow BSD's sysexits.h."""

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from .errors import InputError
 
+__all__ = ["local_shard", "shard_place"]
+
 PART = 2**15  # elements whose squares may be added one by one
 T = TypeVar("T")
 

@@ -13,6 +13,8 @@ from yaml import YAMLError
 
 from .errors import InputError, first_line
 
+__all__ = ["GIB", "flatten", "read_mapping", "sha256", "write_atomically"]
+
 GIB = 2**30  # bytes
 
 

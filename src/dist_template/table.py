@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+__all__ = ["Table"]
+
 CELL = 60  # characters of a cell on a terminal; longer ones are truncated
 
 

@@ -145,7 +145,10 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
     for rule in spec["podFailurePolicy"]["rules"]:
         for code in rule.get("onExitCodes", {}).get("values", []):
             actions[code] = rule["action"]
-    assert {code for code, action in actions.items() if action == "FailJob"} == {code for code in Exit if Exit.is_deliberate([code])} - {Exit.REQUEUE}
+    deliberate = {code for code in Exit if Exit.is_deliberate([code])}
+    assert {code for code, action in actions.items() if action == "FailJob"} == {
+        code for code in Exit if Exit.is_deliberate([code])
+    } - {Exit.REQUEUE}
     assert {code for code, action in actions.items() if action == "Ignore"} == {Exit.REQUEUE}
     assert Exit.HUNG not in actions and Exit.FAILED not in actions, "these are retried and counted"
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (10, 0)

@@ -38,6 +38,8 @@ from .sharded import META, ShardedFormat
 from .untrusted import reading
 from .zero import ZeroFormat
 
+__all__ = ["load_full"]
+
 FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
 # Entries with the size of the weights; the third is the callback WeightAveraging's.
 LARGE = ("state_dict", "optimizer_states", "current_model_state")

@@ -19,6 +19,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from .. import weights
 from ..errors import InputError, reason
 
+__all__ = ["SavedCheckpoint"]
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 NAME = re.compile(r"(best-)?step(\d{8,})\.ckpt")

@@ -17,6 +17,8 @@ import yaml
 from ..errors import InputError
 from .defaults import always_on
 
+__all__ = ["check", "read"]
+
 TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}

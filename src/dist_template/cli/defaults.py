@@ -10,6 +10,8 @@ from importlib.util import find_spec
 
 from ..plugins import LIBRARY, registered
 
+__all__ = ["always_on"]
+
 # Configuration key: callback, in the order of calls: measure, write, show. Those that packages
 # register follow, then those that act.
 CALLBACKS = "dist_template.callbacks"

@@ -50,6 +50,8 @@ from .run import (
 )
 from .trainer import complete
 
+__all__ = ["CLI", "WithoutTrainer", "parse"]
+
 hide_expected()
 
 

@@ -24,6 +24,8 @@ from ..cluster.watchdog import START_TIMEOUT_S
 from ..errors import InputError
 from ..observe.history.run import PlotlyJs
 
+__all__ = ["RunConfig", "is_checkpoint", "verified_checkpoint"]
+
 MAX_NAME_BYTES = 255  # of one part of a path, in the file systems of Linux and macOS
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
 

@@ -14,6 +14,8 @@ from importlib.metadata import EntryPoint
 from ..plugins import LIBRARY, file_of, registered
 from ..project import Project
 
+__all__ = ["verbs"]
+
 GROUP = "dist_template.verbs"
 TRAINING = {
     "fit": "trains and validates; resumes with --ckpt_path last",

@@ -15,6 +15,8 @@ from pathlib import Path
 from .redaction import recorded_variables, redacted_command
 from .signals import job_started
 
+__all__ = ["comparable", "driver", "packages"]
+
 DRIVER = Path("/proc/driver/nvidia/version")
 CGROUPS = Path("/sys/fs/cgroup")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+__all__ = ["find_stalled", "rank_ranges"]
+
 
 class Status(TypedDict):
     """What a rank does."""

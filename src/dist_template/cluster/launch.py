@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+__all__ = ["Variable"]
+
 
 class Variable:
     """Names of the environment variables."""

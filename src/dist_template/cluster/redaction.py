@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+__all__ = ["redacted_command", "redacted_environment"]
+
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
 # By prefix, variables of the libraries that training depends on: for reports, and for the

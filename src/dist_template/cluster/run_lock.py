@@ -31,6 +31,8 @@ from .environment import machine
 from .launch import Variable
 from .watchdog import WATCHDOG
 
+__all__ = ["RunLock"]
+
 FILE = "lock.json"
 BEAT_S, LEASE_S, SETTLE_S = 5.0, 60.0, 0.3
 PARENT = os.getppid()

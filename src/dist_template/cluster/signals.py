@@ -21,6 +21,8 @@ from ..errors import Exit, is_first_on_node
 from .launch import Variable, record_exit
 from .messages import MESSAGES
 
+__all__ = ["STOP", "end_with_parent", "listen"]
+
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: not between fork and exec

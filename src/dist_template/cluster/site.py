@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from ..errors import InputError
 
+__all__ = ["Site"]
+
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
 TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")

@@ -28,6 +28,8 @@ from .training_module import NOT_DECISIVE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+__all__ = ["axes_of", "remember"]
+
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes

@@ -15,6 +15,8 @@ from ...records import flatten, read_mapping
 from . import goodput
 from .metrics import FILE, Metrics, is_number, read_lines, read_metrics
 
+__all__ = ["CONFIG", "History", "last_write", "read_run"]
+
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS, ENVIRONMENT = "defaults.yaml", "environment.json"
 CONFIG = "config.yaml"
