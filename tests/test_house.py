@@ -60,8 +60,15 @@ PROJECT_FILES, PROJECT_LINES = 56, 1_651  # without licences and lock; one CI fi
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt|locked\.txt|torch-.*\.txt|tools\.txt")
 
+# Names that wings take from the core (the aim is 60), and imports of internal names by tests.
+WING_NAMES = 104
+INTERNALS = 900
+INTERFACE = "For wings and packages"  # the section of docs/api.md
+NOT_YET = ("parallel.", "cli.limits.")  # a protocol replaces these names
+
 PAGE_LINES = 150
 LONG_PAGES = {
+    "api.md": 179,
     "reference.md": 477,
 }  # fmt: skip
 
@@ -153,6 +160,8 @@ def broken_api(docs: Path) -> list[str]:
     """Names that a section of the page documents and its module does not offer, or the reverse."""
     found = []
     for section in re.split(r"^## ", (docs / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        if section.startswith(INTERFACE):
+            continue
         module, documented = (section.split()[0], set(re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE)))
         found += [f"{module}: {name}" for name in sorted(documented ^ set(import_module(module).__all__))]
     return found
@@ -173,6 +182,37 @@ def pronouns(path: Path) -> list[str]:
     """Returns each place of PRONOUNS outside of code blocks, with its words."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return [f"{path}: {words}" for words in PRONOUNS.findall(text)]
+
+
+def documented_interface(docs: Path) -> set[str]:
+    """Names of the section of docs/api.md, as "module.name"."""
+    section = (docs / "api.md").read_text(encoding="utf-8").partition(f"## {INTERFACE}")[2]
+    return set(re.findall(r"^\| `([\w.]+)`", section, flags=re.MULTILINE))
+
+
+def broken_interface(package: Path, docs: Path = DOCS) -> list[str]:
+    """Names that wings take from the core without an `__all__` or a row of docs/api.md, and too many names."""
+    names, offered, documented = house.wing_names(package), house.offered(package), documented_interface(docs)
+    found = [f"{len(names)} names"] if len(names) > WING_NAMES else []
+    names = {name for name in names if not name.startswith(NOT_YET)}
+    found += [f"{name} is in no __all__" for name in sorted(names - offered)]
+    return found + [f"docs/api.md: {name}" for name in sorted(names ^ documented)]
+
+
+def public_names() -> set[str]:
+    """Names that docs/api.md documents, as "module.name" below the package."""
+    sections = re.findall(r"^## (dist_template[\w.]*)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    found = documented_interface(DOCS)
+    for module in sections:
+        names = import_module(module).__all__
+        found |= {f"{module}.{name}".partition(".")[2] for name in names}
+    return found
+
+
+def broken_internals(tests: Path) -> list[str]:
+    """Imports of names by tests that docs/api.md does not document, where there are more than INTERNALS."""
+    found = house.internals(tests, "dist_template", public_names())
+    return found if len(found) > INTERNALS else []
 
 
 # Folders from which comments name files: of this repository, of a generated project, of a library that is read.
@@ -199,6 +239,7 @@ LIBRARY_RULES = [
     broken_strategies,
     broken_mock,
     broken_size,
+    broken_interface,
 ]
 
 
@@ -209,7 +250,7 @@ def test_the_library_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
 
 def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> None:
     assert broken_project(PROJECT) == [] and broken_pages(DOCS) == [] and broken_api(DOCS) == []
-    assert broken_tests(ROOT / "tests") == []
+    assert broken_tests(ROOT / "tests") == [] and broken_internals(ROOT / "tests") == []
     for folder in (LIBRARY, PROJECT, ROOT / "tests", ROOT / "benchmarks", ROOT / "hooks"):
         assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
@@ -275,6 +316,18 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     "a path that is not there": (broken_paths, {"cli/a.py": "# as in configs/cluster/nowhere.yaml", "cli/b.py": ""}),
     "a path in YAML": (broken_paths, {"a.yaml": "trainer: {}  # see cli/nowhere.py"}),
     "pronouns in place of nouns": (broken_sentences, {"docs/page.md": "Its losses are those of one process.\n" * 11}),
+    "a name of a wing that no __all__ has": (
+        broken_interface,
+        {"errors.py": "class InputError: ...", "wings/a.py": "from ..errors import InputError"},
+    ),
+    "a module of which a wing uses an undocumented name": (
+        broken_interface,
+        {"errors.py": "__all__ = ['f']", "wings/a.py": "from .. import errors\nerrors.f()"},
+    ),
+    "many internal names in tests": (
+        broken_internals,
+        {f"test_{n}.py": "from dist_template.errors import EXTRAS" for n in range(INTERNALS + 1)},
+    ),
     "a name without documentation": (broken_api, {"api.md": "## dist_template\n| `main` | … |"}),
 }
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from importlib.util import find_spec
 
+__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "reason", "require", "shortened"]
+
 
 class Exit(IntEnum):
     """Exit codes, for a launcher or scheduler. Codes from 64 on follow BSD's sysexits.h."""
@@ -43,6 +45,11 @@ class Exit(IntEnum):
         if found and max(found) > 0:
             return cls.FAILED
         return cls.REQUEUE if found else cls.DONE
+
+    @staticmethod
+    def is_deliberate(codes: Iterable[int]) -> bool:
+        """Returns whether one of `codes` is deliberate: an immediate restart does not help."""
+        return not set(codes).isdisjoint(DECIDED)
 
 
 # Deliberate exits: an immediate restart does not help. Those that forbid a relaunch come first.
@@ -144,8 +151,8 @@ def shortened(text: str, most: int = 1000) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
-def reason(error: BaseException) -> str:
-    """Returns the first sentence of an error message."""
+def reason(error: BaseException | str) -> str:
+    """Returns the first sentence of an error message; the error's type if it has none."""
     return first_line(error).split(". ")[0].rstrip(".")
 
 

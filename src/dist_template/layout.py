@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from .errors import InputError
 
+__all__ = ["local_shard", "shard_place"]
+
 PART = 2**15  # elements whose squares may be added one by one
 T = TypeVar("T")
 
@@ -39,11 +41,14 @@ def local_shard(parameter: Tensor) -> Tensor:
     return getattr(parameter, "ds_tensor", parameter)
 
 
-def shard_place(tensor: Tensor) -> str:
-    """Returns the coordinate of this rank's shard; "" for a tensor that is not sharded.
+def shard_place(tensor: Tensor) -> str | None:
+    """Returns the coordinate of this rank's shard; "" for a tensor that is not sharded, None for a
+    ZeRO-3 parameter, of which no two ranks hold the same partition.
 
     Ranks with equal places of one tensor hold the same values.
     """
+    if hasattr(tensor, "ds_tensor"):
+        return None
     if not isinstance(tensor, DTensor):
         return ""
     coordinate = tensor.device_mesh.get_coordinate() or []

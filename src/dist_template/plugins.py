@@ -23,6 +23,8 @@ from pathlib import Path
 from .errors import InputError
 from .project import program_name
 
+__all__ = ["registered"]
+
 LIBRARY = __name__.split(".")[0]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+__all__ = ["Table"]
 
 CELL = 60  # characters of a cell on a terminal; longer ones are truncated
 
@@ -27,22 +27,10 @@ class Table:
         for row in (self.head, *self.rows):
             texts.append([_truncated(cell) for cell in row])
             widths = list(map(max, widths, map(len, texts[-1])))
-        lines = [in_columns(cells, widths) for cells in texts]
+        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in texts]
         return "\n".join(filter(None, [self.title, *lines, self.note]))
 
 
 def _truncated(cell: str) -> str:
     line = " ".join(cell.split())
     return line if len(line) <= CELL else f"{line[: CELL - 1]}…"
-
-
-def in_columns(cells: Iterable[str], widths: Iterable[int]) -> str:
-    """Returns one line of a table on a terminal."""
-    return "  ".join(map(str.ljust, cells, widths)).rstrip()
-
-
-def shown(value: object) -> str:
-    """Returns a configuration's value as YAML writes it on one line."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, default=str, ensure_ascii=False)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+__all__ = ["from_all_ranks", "gather"]
+
 T = TypeVar("T")
 Ties = list[list[tuple[nn.Module, str]]]  # the owners and names of each shared parameter
 

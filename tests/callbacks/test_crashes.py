@@ -17,10 +17,8 @@ from lightning.pytorch import Callback
 from dist_template.callbacks import crash as noting
 from dist_template.errors import Exit, is_out_of_memory
 from dist_template.observe import crash
-from dist_template.observe.history.run import History, read_run
-from dist_template.wings.diagnose import engine, hooks
+from dist_template.wings.diagnose import Finding, History, engine, hooks, read_run
 from dist_template.wings.diagnose.engine import diagnose
-from dist_template.wings.diagnose.finding import Finding
 from tests.support.injury import Training
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, command, only_run, run
 from tests.support.tiers import tiers

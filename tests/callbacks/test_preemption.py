@@ -18,11 +18,11 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
 
-from dist_template.callbacks import preemption
-from dist_template.callbacks.preemption import Preemption, Vote
+from dist_template import InputError
+from dist_template.callbacks import Preemption, preemption
+from dist_template.callbacks.preemption import Vote
 from dist_template.checkpoint import manifest
 from dist_template.cli.parser import as_launched
-from dist_template.errors import InputError
 from dist_template.wings.rehearse.record import RunRecord
 from tests.support.injury import children
 from tests.support.runs import SMALL_LLAMA, Workers, run

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.replicas import Replicas, checksum
+from dist_template import Project
+from dist_template.callbacks import Replicas
+from dist_template.callbacks.replicas import checksum
 from dist_template.checkpoint import manifest
 from dist_template.layout import local_shard
-from dist_template.project import Project
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.workers import Workers
 from tests.support.classifier import PlainClassifier

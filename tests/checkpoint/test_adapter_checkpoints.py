@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dist_template import InputError
 from dist_template.checkpoint.formats import read_full
-from dist_template.errors import InputError
 from dist_template.text.model.quantize import quantize
 from dist_template.wings.ship.export import command as export
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dist_template.callbacks.checkpoint import LastCheckpoint
+from dist_template.callbacks import LastCheckpoint
 from dist_template.checkpoint import commit, manifest, sharded
 from dist_template.checkpoint.formats import FILE, read_full
 from dist_template.wings.rehearse.compare import first_difference

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_template.callbacks.checkpoint import BestCheckpoint, outdated
+from dist_template import InputError
+from dist_template.callbacks import BestCheckpoint
+from dist_template.callbacks.checkpoint import outdated
 from dist_template.checkpoint import commit, formats, manifest
 from dist_template.checkpoint.optimizer import by_name
-from dist_template.errors import InputError
 from tests.support.formats import (
     NAMES,
     REST,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
+from dist_template.callbacks import RandomState
 from dist_template.callbacks.global_order import ConsumedSamples
-from dist_template.callbacks.random_state import RandomState
 from dist_template.checkpoint import manifest
 from dist_template.compat.epochs import KEY, Point, ResumableEpochLoop
 from dist_template.wings.rehearse.compare import first_difference, trace_resumed

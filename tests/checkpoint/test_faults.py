@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from dist_template import InputError
 from dist_template.checkpoint import formats as loading
 from dist_template.checkpoint import manifest
 from dist_template.checkpoint.formats import read_full
-from dist_template.errors import InputError
 from tests.support.injury import corrupt
 from tests.support.kill_points import EXIT_CODE, crash
 from tests.support.saves import STEPS, Trainings, assert_same, equal

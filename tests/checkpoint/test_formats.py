@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from dist_template import InputError
 from dist_template.checkpoint.formats import PlainFormat, format_of, read_full
 from dist_template.checkpoint.optimizer import by_name, numbered
 from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.cli.run import check_checkpoint
-from dist_template.errors import InputError
 from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step, write_distributed, write_file, write_zero
 
 

@@ -13,11 +13,9 @@ from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
+from dist_template import BlockConfig, OptimConfig
 from dist_template.cli.limits import Machine, violations
-from dist_template.model.optim import OptimConfig
-from dist_template.parallel.blocks import BlockConfig
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.parallel.zero import ZeroStrategy
+from dist_template.strategies import MeshStrategy, ZeroStrategy
 from tests.support.limits import LLAMA, violations_of
 from tests.support.runs import run
 from tests.support.strategies import NAMES, settings_of

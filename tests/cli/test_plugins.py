@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_template import plugins
+from dist_template import InputError, Project, plugins
 from dist_template.cli import main as command_line
-from dist_template.errors import InputError
-from dist_template.project import Project
 
 GROUP = "dist_template.examples"  # this library registers none
 Install = Callable[[str, str], None]

@@ -16,9 +16,8 @@ from lightning.pytorch.strategies import Strategy
 from dist_template.cli.fit import CLI
 from dist_template.cli.ranges import RANGES
 from dist_template.compat.lightning_cli import keys_of
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.text.sources.documents import Source
-from dist_template.text.tokenizers import TokenizerSpec
+from dist_template.strategies import MeshStrategy
+from dist_template.text import Source, TokenizerSpec
 from tests.support.line import OURS
 from tests.support.runs import refused, run
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dist_template import InputError, Project
 from dist_template.cli import config_file
 from dist_template.cli.fit import CLI, parse
-from dist_template.errors import InputError
-from dist_template.project import Project
 from tests.support.runs import FIT_CONFIGS, OF_ANOTHER_RUN, OURS, PACKAGE
 
 HEAVY = ["torch", "lightning", "transformers", "jsonargparse", "numpy"]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from dist_template.callbacks.watchdog import Watchdog
+from dist_template.callbacks import Watchdog
 from dist_template.errors import Exit
 from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import SMALL_LLAMA, Workers, run

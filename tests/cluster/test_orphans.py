@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from dist_template import Ended
 from dist_template.cli import main as entry
-from dist_template.errors import Ended, Exit
+from dist_template.errors import Exit
 from tests.support.injury import children
 from tests.support.runs import OF_ANOTHER_RUN, PROJECT, main, run
 

@@ -16,12 +16,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from dist_template import InputError
 from dist_template.cluster import run_lock
 from dist_template.cluster.fingerprint import SameEnvironment
-from dist_template.cluster.launch import LAUNCH, RUN_ID
+from dist_template.cluster.launch import Variable
 from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.cluster.run_lock import FILE, RunLock
-from dist_template.errors import InputError
 from tests.support.runs import main
 
 ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since": 1.0, "launch": ""}
@@ -31,7 +31,7 @@ ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BEAT_S": 0.05, "LEASE_S": 0.6, "SETTLE_S": 0.05}.items():
         monkeypatch.setattr(run_lock, name, value)
-    for name in (LAUNCH, "SLURM_JOB_ID"):
+    for name in (Variable.LAUNCH, "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -66,7 +66,7 @@ def test_a_second_process_is_refused_while_the_first_lives(
     path = held_by(tmp_path, **neighbour(process))
     before = path.read_bytes()
     why = lock.take(tmp_path)
-    assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ") and RUN_ID in why
+    assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ") and Variable.RUN_ID in why
     assert path.read_bytes() == before
     process.kill()
     time.sleep(0.1)  # its parent has not waited for it: a zombie
@@ -109,10 +109,10 @@ def test_a_restart_of_the_same_launch_does_not_wait(
     lock: RunLock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "LEASE_S", 600.0)
-    monkeypatch.setenv(LAUNCH, "node0:29400 run")
+    monkeypatch.setenv(Variable.LAUNCH, "node0:29400 run")
     held_by(tmp_path, **ELSEWHERE | {"launch": "node0:29400 run"})
     assert lock.take(tmp_path) is None
-    monkeypatch.delenv(LAUNCH)
+    monkeypatch.delenv(Variable.LAUNCH)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     held_by(tmp_path, **ELSEWHERE | {"launch": "slurm 17.0"})
@@ -160,7 +160,7 @@ def test_all_ranks_of_a_refused_launch_say_so() -> None:
 def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
     flags: list[str], process: subprocess.Popen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.setenv(RUN_ID, "one")
+    monkeypatch.setenv(Variable.RUN_ID, "one")
     folder = tmp_path / "runs" / "default" / "one"
     folder.mkdir(parents=True)
     held_by(folder, **neighbour(process))
@@ -168,7 +168,7 @@ def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
     (sentence,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "is in use by process" in sentence
     assert [path.name for path in folder.iterdir()] == [FILE]
-    monkeypatch.setenv(RUN_ID, "one")
+    monkeypatch.setenv(Variable.RUN_ID, "one")
     process.kill()
     assert main(["fit", *flags, "--trainer.max_steps=1", "--trainer.limit_val_batches=0"]) == 0
     assert (folder / "metrics.jsonl").exists() and not (folder / FILE).exists()

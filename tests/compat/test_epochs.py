@@ -20,14 +20,13 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader
 from trainer_dev.data import DataModule
 
-from dist_template.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from dist_template.callbacks.preemption import TIME_IS_UP, Preemption
+from dist_template import Ended
+from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
+from dist_template.callbacks.preemption import TIME_IS_UP
 from dist_template.checkpoint import manifest
 from dist_template.checkpoint.formats import PlainFormat
 from dist_template.compat.loop import lighten
-from dist_template.errors import Ended
-from dist_template.text.sources.documents import TextFiles
-from dist_template.text.tokenizers import Bytes
+from dist_template.text import Bytes, TextFiles
 from dist_template.wings.rehearse.interventions import KillAt
 from tests.support import saves
 from tests.support.runs import newest

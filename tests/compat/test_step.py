@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from trainer_dev.module import LanguageModule
 
+from dist_template import OptimConfig
 from dist_template.callbacks import garbage
 from dist_template.checkpoint.formats import read_full
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
-from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
+from dist_template.model.optim import build_optimizer, build_schedule
 from dist_template.observe.loggers import run_log, tensorboard
 from dist_template.text.batches.rows import PackedRows
 from tests.support.operations import Ops

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dist_template import Project
 from dist_template.checkpoint import manifest
 from dist_template.cli import main as command_line
-from dist_template.observe.history.run import History
-from dist_template.project import Project
+from dist_template.wings.diagnose import Cause, Change, Finding, History
 from dist_template.wings.diagnose.engine import applicable
-from dist_template.wings.diagnose.finding import Cause, Change, Finding
 from dist_template.wings.rehearse.interventions import KillAt
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.workers import Workers

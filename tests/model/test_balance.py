@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from dist_template.errors import InputError
-from dist_template.model.balance import BIAS, BalanceConfig, Balancer, probabilities
+from dist_template import BalanceConfig, InputError
+from dist_template.model.balance import BIAS, Balancer, probabilities
 from dist_template.wings.rehearse.record import RunRecord
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import SHORT, PauseAfter, Trainings, assert_close

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.model.metrics import FOLD, MetricBuffer
 from dist_template.wings.rehearse.workers import Workers
 from tests.support.operations import Ops

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.callbacks.throughput import Throughput
+from dist_template.callbacks import Throughput
 from dist_template.observe.history.metrics import read_metrics
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.recorder import fingerprint

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.model.metrics import MetricBuffer
 from dist_template.text.model.kernels import BOUNDS
 from tests.support.modules import ARCHITECTURES, Standalone, build

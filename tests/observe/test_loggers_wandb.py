@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from dist_template.errors import Ended, Exit
-from dist_template.observe.history.run import read_run
+from dist_template import Ended
+from dist_template.errors import Exit
 from dist_template.observe.loggers.wandb import Uploads, WandB
+from dist_template.wings.diagnose import Finding, read_run
 from dist_template.wings.diagnose import callback as diagnosis
-from dist_template.wings.diagnose.finding import Finding
 from tests.support import read_back
 from tests.support.wandb_service import Service
 from tests.support.written import falling, write_run

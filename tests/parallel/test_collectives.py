@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from dist_template.callbacks.preemption import Preemption
+from dist_template.callbacks import Preemption
 from dist_template.layout import total_norm
 from dist_template.model.optim import build_optimizer
 from tests.support.collectives import ToGroups

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.project import Project
+from dist_template import Project
 from dist_template.wings.rehearse.workers import Workers
 from tests.support.runs import logged
 from tests.support.strategies import flags_of

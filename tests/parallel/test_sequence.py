@@ -19,14 +19,12 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from dist_template import BalanceConfig, InputError
 from dist_template.cli.limits import Machine, violations
 from dist_template.compat.transformers import reason_against_sequence_shards
-from dist_template.errors import InputError
-from dist_template.model.balance import BalanceConfig
-from dist_template.parallel.mesh import MeshStrategy
 from dist_template.parallel.sequence import shard_batch, share_attention
-from dist_template.text.model.kernels import known_documents
-from dist_template.text.sources.chat import Preferences
+from dist_template.strategies import MeshStrategy
+from dist_template.text import Preferences, known_documents
 from dist_template.wings.rehearse.workers import clean_processes
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers

@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.parallel.deepspeed_config import KNOWN_KEYS, Settings, read, resolve
-from dist_template.parallel.zero import ZeroStrategy, _materialize
+from dist_template.parallel.zero import _materialize
+from dist_template.strategies import ZeroStrategy
 from dist_template.wings.setup import deepspeed_config as tool
 from tests.support.runs import CONFIGS, OURS, logged, only_run, run
 from tests.support.strategies import flags_of

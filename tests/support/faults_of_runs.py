@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from trainer_dev.module import LanguageModule
 
+from dist_template.callbacks import RandomState
 from dist_template.callbacks.global_order import GlobalOrder
-from dist_template.callbacks.random_state import RandomState
 from tests.support.faults import after_configure_model
 
 

@@ -22,6 +22,7 @@ CONNECTORS = {"self", "cls", "super"}
 
 
 PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
+NOT_CORE = ("wings", "text", *PUBLIC)
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -170,18 +171,73 @@ def closure(package: Path, roots: set[str]) -> set[str]:
 
 
 def wing_names(package: Path) -> set[str]:
-    """Returns the names that files of wings/ import from the rest, as "module.name"."""
-    files, found = modules(package), set()
+    """Returns what wings/ and testing.py import from the core, as "module.name": not from text, nor from wings.
+
+    Of a module that is imported, each attribute that the file uses counts.
+    """
+    files, found = modules(package), set[str]()
     for name, path in files.items():
-        if room_of(name, path) != "wings":
+        if room_of(name, path) != "wings" and name != "testing":
             continue
         own = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if node.level:
                 base = ".".join([*own[: len(own) - node.level + 1], *filter(None, [node.module])])
-                if base.split(".")[0] != "wings":
-                    found |= {f"{base}.{alias.name}".lstrip(".") for alias in node.names}
-    return {name for name in found if not name.startswith("wings.")}
+            elif (node.module or "").split(".")[0] == package.name:
+                base = (node.module or "").partition(".")[2]
+            else:
+                continue
+            for alias in node.names:
+                target = f"{base}.{alias.name}".lstrip(".")
+                if target in files:
+                    found |= {f"{target}.{used}" for used in _attributes(tree, alias.asname or alias.name)}
+                else:
+                    found.add(target)
+    return {name for name in found if name.split(".")[0] not in NOT_CORE}
+
+
+def _attributes(tree: ast.Module, name: str) -> set[str]:
+    """Returns the attributes of the variable `name` that a file uses."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == name}
+
+
+def offered(package: Path) -> set[str]:
+    """Returns the names in each module's `__all__`, as "module.name"; PLACES is the one of a lazy module."""
+    found = set()
+    for name, path in modules(package).items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(getattr(target, "id", "") in ("__all__", "PLACES") for target in targets):
+                texts = [each.value for each in _names_in(node.value)]  # ty: ignore[unresolved-attribute]
+                found |= {f"{name}.{text}".lstrip(".") for text in texts}
+    return found
+
+
+def _names_in(value: ast.expr) -> list[ast.Constant]:
+    """Returns the strings of a list, or the keys of a dictionary."""
+    if isinstance(value, ast.Dict):
+        return [key for key in value.keys if isinstance(key, ast.Constant)]
+    if isinstance(value, ast.List | ast.Tuple):
+        return [each for each in value.elts if isinstance(each, ast.Constant)]
+    return []
+
+
+def internals(tests: Path, package: str, public: set[str]) -> list[str]:
+    """Returns "file: name" for each name of the package that a test imports and that is not in `public`."""
+    found = set[str]()
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+                base = (node.module or "").partition(".")[2]
+                for alias in node.names:
+                    name = f"{base}.{alias.name}".lstrip(".")
+                    if name not in public:
+                        found.add(f"{path.relative_to(tests)}: {name}")
+    return sorted(found)
 
 
 def dense(path: Path) -> tuple[int, int]:

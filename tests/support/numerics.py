@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.numerics import Numerics
+from dist_template import Ended
+from dist_template.callbacks import Numerics
 from dist_template.checkpoint import manifest
 from dist_template.checkpoint.manifest import step_of
-from dist_template.errors import Ended, Exit
+from dist_template.errors import Exit
 from dist_template.layout import local_shard
 from dist_template.wings.rehearse.record import RunRecord
 from tests.support.parity import MODELS, PROCESSES

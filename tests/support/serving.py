@@ -17,9 +17,9 @@ import httpx
 import torch
 
 from dist_template.cli.main import run
-from dist_template.cluster.environment import free_port
 from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.ship.serve import app as serving
+from dist_template.wings.values import free_port
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.line import OURS
 

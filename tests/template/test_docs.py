@@ -21,9 +21,8 @@ from typing import Any
 
 import pytest
 
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.parallel.zero import ZeroStrategy
-from dist_template.text.model.adapters import AdapterConfig
+from dist_template import AdapterConfig
+from dist_template.strategies import MeshStrategy, ZeroStrategy
 from dist_template.wings.diagnose.engine import RULES
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS

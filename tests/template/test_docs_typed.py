@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dist_template.cluster.environment import free_port
+from dist_template.wings.values import free_port
 from tests.support import chats
 from tests.support.line import PACKAGE
 

@@ -16,13 +16,13 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from benchmarks.zoo_models import variants
+from dist_template import AdapterConfig, InputError, OptimConfig
 from dist_template.cli.limits import Machine, violations
-from dist_template.errors import InputError
 from dist_template.model.flops import Size
-from dist_template.model.optim import OptimConfig, build_optimizer
-from dist_template.parallel.mesh import MeshStrategy
+from dist_template.model.optim import build_optimizer
 from dist_template.parallel.shard import refuse_adapters
-from dist_template.text.model.adapters import AdapterConfig, add_adapters
+from dist_template.strategies import MeshStrategy
+from dist_template.text.model.adapters import add_adapters
 from dist_template.text.model.quantize import Linear4bit, dequantize, quantize
 from tests.support.parity import MODELS
 from tests.support.runs import run

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
+from dist_template import InputError
 from dist_template.callbacks.equal_work import assign, shared_out
-from dist_template.errors import InputError
 from dist_template.text.batches.rows import ATTENTION_TOKENS, PackedRows
 from tests.support.parity import SHORT, Trainings
 from tests.support.tiers import tiers

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
+from dist_template import InputError
+from dist_template.text import ByteBPE, Bytes, Pretrained
 from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.cache.token_cache import SPLITS
 from dist_template.text.sources import documents as documents_module
-from dist_template.text.tokenizers import ByteBPE, Bytes, Pretrained
 from tests.support.runs import quiet
 
 

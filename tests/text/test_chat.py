@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist_template.errors import InputError
+from dist_template import InputError
+from dist_template.text import Chat
 from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.model.kernels import BOUNDS
-from dist_template.text.sources.chat import Chat
 from tests.support import chats
 from tests.support.chat_corpus import GOOD, counted_text, prepared, refused
 from tests.support.chats import TURNS, messages, write

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
+from dist_template.text import causal_lm, causal_lm_config
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.ship.export import command as export
 from tests.support import chats

@@ -15,7 +15,7 @@ import pytest
 import torch
 from trainer_dev.module import LanguageModule
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.text.model import head
 from tests.support.modules import Head, hidden_states
 from tests.support.parity import SHORT, Trainings, assert_close

@@ -12,13 +12,12 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
+from dist_template import InputError
 from dist_template.callbacks.global_order import PADDING
-from dist_template.errors import InputError
+from dist_template.text import Preferences, Pretrained
 from dist_template.text.batches.rows import NOT_COUNTED, PAIRS
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.preference_loss import PreferenceConfig, pair_sums
-from dist_template.text.sources.chat import Preferences
-from dist_template.text.tokenizers import Pretrained
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.runs import quiet

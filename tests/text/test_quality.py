@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from trainer_dev.data import DataModule
 
-from dist_template.observe.history.run import History
+from dist_template.text import Bytes, Chat, Jsonl, Pretrained
 from dist_template.text.cache import quality
 from dist_template.text.cache.quality import measure, quality_of, similar
 from dist_template.text.cache.token_cache import Corpus
-from dist_template.text.sources.chat import Chat
-from dist_template.text.sources.documents import Jsonl
-from dist_template.text.tokenizers import Bytes, Pretrained
+from dist_template.wings.diagnose import History
 from dist_template.wings.diagnose.report.sections import of_one
 from tests.support import chats
 from tests.support.chats import TURNS, messages

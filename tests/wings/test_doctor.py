@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from trainer_dev.data import DataModule
 
-from dist_template.cluster.environment import free_port
 from dist_template.wings.setup import doctor
 from dist_template.wings.setup.doctor import OK, PROBLEM, WARNING, Where
+from dist_template.wings.values import free_port
 from tests.support.runs import OURS, main
 
 Usage = namedtuple("Usage", "total used free")

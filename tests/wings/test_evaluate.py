@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from dist_template.project import Project
+from dist_template import Project
 from dist_template.text.cache.token_cache import Corpus
 from dist_template.wings.ship.evaluate import evaluation, tasks
 from dist_template.wings.ship.evaluate.paired import Pair, compare
@@ -138,7 +138,7 @@ def folder_of(trained: Path, output: Path, tokenizer: Any = None) -> Path:
 def test_an_exported_folder_and_one_with_another_tokenizer(
     trained: Path, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dist_template.text.tokenizers import ByteBPE
+    from dist_template.text import ByteBPE
 
     caches = len([*cache.iterdir()])
     assert run("evaluate", str(trained), f"--baseline={folder_of(trained, tmp_path / 'same')}", "--name=x") == 0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.ship.evaluate import tasks
 from dist_template.wings.ship.evaluate.documents import DocumentScores
 from dist_template.wings.ship.evaluate.evaluation import figures_of

@@ -17,8 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.zoo_models import variants
-from dist_template.errors import InputError
-from dist_template.project import Project
+from dist_template import InputError, Project
 from dist_template.wings.ship.export import command
 from dist_template.wings.ship.export.gate import EXACT, PROMPTS, Gate, prompts_of
 from dist_template.wings.ship.export.trained import Trained, from_folder, load_trained

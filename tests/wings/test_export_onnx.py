@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.ship.export import command
 from dist_template.wings.ship.export.gate import Gate
 from dist_template.wings.ship.export.onnx import write_onnx

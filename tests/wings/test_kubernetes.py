@@ -10,8 +10,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
-from dist_template.errors import DECIDED, Exit, InputError
+from dist_template.errors import Exit
 from dist_template.wings.launch.job import Job
 from dist_template.wings.launch.targets import target
 from tests import PROJECT
@@ -144,7 +145,8 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
     for rule in spec["podFailurePolicy"]["rules"]:
         for code in rule.get("onExitCodes", {}).get("values", []):
             actions[code] = rule["action"]
-    assert {code for code, action in actions.items() if action == "FailJob"} == {*DECIDED} - {Exit.REQUEUE}
+    deliberate = {code for code in Exit if Exit.is_deliberate([code])}
+    assert {code for code, action in actions.items() if action == "FailJob"} == deliberate - {Exit.REQUEUE}
     assert {code for code, action in actions.items() if action == "Ignore"} == {Exit.REQUEUE}
     assert Exit.HUNG not in actions and Exit.FAILED not in actions, "these are retried and counted"
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (10, 0)

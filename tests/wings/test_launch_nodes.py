@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from dist_template.errors import Exit, InputError
+from dist_template import InputError
+from dist_template.errors import Exit
 from dist_template.wings.launch import nodes
 from dist_template.wings.launch.command import require_end, withdraw, write
 from dist_template.wings.launch.job import Job, describe

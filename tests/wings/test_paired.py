@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.ship.evaluate import paired
 from dist_template.wings.ship.evaluate.paired import Comparison, Pair, compare
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from trainer_dev.module import LanguageModule
 
+from dist_template import Project
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.cli.main import command
 from dist_template.model.flops import PEAKS
 from dist_template.parallel import sharding_of
 from dist_template.parallel.candidates import Candidate, candidates
 from dist_template.parallel.facts import STATE
-from dist_template.project import Project
 from dist_template.wings.plan.command import _largest
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.parallel.blocks import BlockConfig, wrap_blocks
+from dist_template import BlockConfig
+from dist_template.parallel.blocks import wrap_blocks
 from dist_template.wings.plan.trace import Traced
 from tests.support.line import command
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dist_template.errors import Ended, Exit, InputError
-from dist_template.project import Project
+from dist_template import Ended, InputError, Project
+from dist_template.errors import Exit
 from dist_template.wings.ship import promote
 from dist_template.wings.ship.promote import main
 

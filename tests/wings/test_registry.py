@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.ship.promote import Registry
 

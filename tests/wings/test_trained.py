@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.ship.export import command as export
 from dist_template.wings.ship.export.trained import Trained, load_trained
 from tests.support.runs import OURS, newest, only_run, run

@@ -17,6 +17,8 @@ from ..cluster.messages import is_rank_zero
 from ..errors import Ended, another_rank_is_gone, reason
 from ..model.any_module import callbacks_of, results_of
 
+__all__ = ["console_of", "only_shows"]
+
 COLUMNS = {  # metrics without a value are omitted
     "train/loss": "loss {:.3f}",
     "train/grad_norm": "norm {:.2f}",

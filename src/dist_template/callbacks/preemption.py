@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..cluster.launch import RUN_ID
+from ..cluster.launch import Variable
 from ..cluster.signals import job_started, listen, stop_request
 from ..compat.lightning import accumulates, leave_signals_alone
 from ..errors import Ended, Exit, InputError
@@ -117,7 +117,7 @@ class Preemption(Checkpoint):
             Exit.REQUEUE,
             f"{cause}: {stopped} after step {trainer.global_step}. The same command resumes from"
             f" {start}; without a scheduler that sets the run's name, set"
-            f" {RUN_ID}={os.environ.get(RUN_ID)}.",
+            f" {Variable.RUN_ID}={os.environ.get(Variable.RUN_ID)}.",
         )
 
 

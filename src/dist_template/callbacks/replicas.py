@@ -127,9 +127,10 @@ class Replicas(Callback):
             # A quantized tensor may be of a class without bits of its own.
             is_special = shard.is_meta or hasattr(shard, "__tensor_flatten__")
             is_ignored = any(fnmatchcase(name, pattern) for pattern in self.ignore)
-            if is_special or is_ignored or weights.is_partitioned_by_zero(tensor):
+            place = shard_place(tensor)
+            if is_special or is_ignored or place is None:
                 continue
-            key = f"{name}{shard_place(tensor)} {tuple(shard.shape)} {shard.dtype}"
+            key = f"{name}{place} {tuple(shard.shape)} {shard.dtype}"
             digest = blake2b(key.encode(), digest_size=8).digest()
             found[int.from_bytes(digest, "big")] = (name, tensor)
         return found

@@ -29,7 +29,7 @@ from torch.utils.serialization import config
 from .. import weights
 from ..errors import InputError
 from ..layout import full_shape
-from .frozen import KEY, REFERENCE
+from .frozen import KEY, REFERENCE, exclude_frozen
 from .manifest import agreed
 from .optimizer import ANEW, State, by_name, is_by_name, report_missing_moments
 from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
@@ -37,6 +37,8 @@ from .scatter import load_weights
 from .sharded import META, ShardedFormat
 from .untrusted import reading
 from .zero import ZeroFormat
+
+__all__ = ["load_full"]
 
 FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
 # Entries with the size of the weights; the third is the callback WeightAveraging's.
@@ -132,6 +134,14 @@ def read_full(
         expected = _shapes(module.state_dict(keep_vars=True))
     opened = _opened(Path(path), module, expected)
     return opened.format.read(opened.path, optimizer)
+
+
+def load_full(path: str | Path, module: nn.Module) -> None:
+    """Loads the weights of a checkpoint that `read_full` reads into `module`, on the host; raises
+    InputError as `read_full` does."""
+    if getattr(module, KEY, None):
+        exclude_frozen(module)
+    module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
 
 
 def _opened(

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from .. import weights
 from ..errors import InputError, reason
+
+__all__ = ["SavedCheckpoint"]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -112,6 +115,33 @@ def _has_every_entry(manifest: dict[str, Any], has_score: bool) -> bool:
             return False
         numbers += entry
     return all(isinstance(number, int | float) for number in numbers)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint in a folder of checkpoints."""
+
+    path: Path
+
+    @classmethod
+    def all_in(cls, folder: Path) -> list[SavedCheckpoint]:
+        """Returns the checkpoints in `folder`, newest first; the best ones come last."""
+        return list(map(cls, found(folder)))
+
+    @property
+    def step(self) -> int:
+        """The optimizer step after which it was saved."""
+        return step_of(self.path)
+
+    @property
+    def damage(self) -> str | None:
+        """Why it is not valid, by its files' names and sizes; None if it is."""
+        return torn(self.path)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Format, step, number of ranks, strategy and files; raises ValueError if damaged."""
+        return read(self.path)
 
 
 # ---- verifying -----------------------------------------------------------------------------------

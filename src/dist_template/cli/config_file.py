@@ -17,6 +17,8 @@ import yaml
 from ..errors import InputError
 from .defaults import always_on
 
+__all__ = ["check", "read"]
+
 TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
@@ -65,8 +67,9 @@ def _refuse_unknown(section: str, where: str) -> None:
         raise InputError(f"{what}{hint} see --help for every key")
 
 
-def read(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Returns the keys of the file at `path`.
+def read(path: str, flag: str = "--config", package: str | None = None) -> dict[str, Any]:
+    """Returns the keys of the file at `path`; with `package`, with its classes' present names
+    (rename_old_classes).
 
     Raises:
         InputError: it cannot be read, is not YAML, has no keys or too many values.
@@ -92,6 +95,8 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
         raise InputError(f"{where} is a {kind}: give keys, as in `trainer: {{max_steps: 9}}`")
     for name, value in content.items():
         check_section(str(name), value, f"{where}: {name}")
+    if package:
+        rename_old_classes(content, package)
     return content
 
 

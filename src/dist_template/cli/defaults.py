@@ -10,6 +10,8 @@ from importlib.util import find_spec
 
 from ..plugins import LIBRARY, registered
 
+__all__ = ["always_on"]
+
 # Configuration key: callback, in the order of calls. OBSERVERS measure, write and show; callbacks
 # that packages register follow; SAVERS save and stop.
 CALLBACKS = "dist_template.callbacks"

@@ -50,6 +50,8 @@ from .run import (
 )
 from .trainer import complete
 
+__all__ = ["CLI", "WithoutTrainer", "parse"]
+
 hide_expected()
 
 
@@ -64,11 +66,6 @@ def main(argv: list[str], project: Project) -> None:
             CLI(project, argv, run=True)
     except MisconfigurationException as error:  # the later sentences name the key
         raise InputError(f"trainer: {str(error).replace('. ', '; ')}") from error
-
-
-def describe(argv: list[str], project: Project) -> CLI:
-    """Returns the objects of `argv`, one of Lightning's verbs and its flags; runs nothing."""
-    return WithoutTrainer(project, argv, run=True)
 
 
 def parse(argv: list[str], project: Project) -> CLI:

@@ -20,7 +20,7 @@ from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason, shortened
 from ..lazy import without_collections
 from ..project import Project
-from .verbs import TRAINING, help_line, load, verbs
+from .verbs import TRAINING, verbs
 
 # Tensors of 2 MiB and more in host memory get huge pages; torch reads this at its first allocation.
 # Otherwise a 20 MB buffer that is allocated in each step costs 5,000 page faults, and glibc 2.36
@@ -31,7 +31,7 @@ NEEDED = ("torch", "lightning", "transformers", "jsonargparse", "numpy", "yaml")
 
 
 def usage(program: str) -> str:
-    lines = "\n".join(f"  {verb:<18} {help_line(point)}" for verb, point in verbs().items())
+    lines = "\n".join(f"  {verb:<18} {known.help_line()}" for verb, known in verbs().items())
     return f"""usage: python -m {program} VERB [--config FILE]… [--KEY VALUE]…
 
 verbs:
@@ -121,8 +121,8 @@ def _start(argv: list[str], project: Project) -> None:
     config_file.check_inline(argv)
     if verb in TRAINING:
         config_file.check(argv)
-    with nullcontext() if known[verb].module in sys.modules else without_collections():
-        function = load(known[verb])
+    with nullcontext() if known[verb].point.module in sys.modules else without_collections():
+        function = known[verb].load()
     function(argv, project)
 
 

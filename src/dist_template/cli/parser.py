@@ -26,6 +26,8 @@ from ..errors import InputError, is_first_on_node, reason, shortened
 from ..project import Choice, program, program_name
 from . import config_file
 
+__all__ = ["one_sentence"]
+
 BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Choice)
 OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (

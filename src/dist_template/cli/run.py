@@ -19,10 +19,12 @@ from typing import Any
 
 from ..checkpoint import manifest
 from ..checkpoint.formats import format_of
-from ..cluster.launch import RUN_ID
+from ..cluster.launch import Variable
 from ..cluster.watchdog import START_TIMEOUT_S
 from ..errors import InputError
 from ..observe.history.run import PlotlyJs
+
+__all__ = ["RunConfig", "is_checkpoint", "verified_checkpoint"]
 
 MAX_NAME_BYTES = 255  # of one part of a path, in the file systems of Linux and macOS
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
@@ -110,16 +112,18 @@ def new_run(config: RunConfig, timeout_s: float = START_TIMEOUT_S) -> Path:
         InputError: the variable DIST_RUN_ID is not the name of a folder.
         Ended: the ranks do not reach rank 0.
     """
-    run_id = os.environ.get(RUN_ID) or os.environ.get("SLURM_JOB_ID")
+    run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
         from ..cluster.rendezvous import agreed
 
         proposal = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        run_id = agreed(RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
-    _check_name(RUN_ID, run_id)
+        run_id = agreed(Variable.RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
+    _check_name(Variable.RUN_ID, run_id)
     if Path(run_id).name != run_id or run_id == "..":
-        raise InputError(f"{RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
-    os.environ[RUN_ID] = run_id
+        raise InputError(
+            f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1"
+        )
+    os.environ[Variable.RUN_ID] = run_id
     return config.parent / run_id
 
 
@@ -228,6 +232,29 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
         inside = path / "checkpoints"
         hint = inside if manifest.found(inside) else "another"
         raise InputError(f"{given} is not a checkpoint, or is incomplete; give {hint}, or `last`")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether `path` is a checkpoint, is in one, or is a folder of checkpoints."""
+    return bool(manifest.resolve(path)[1] or format_of(path))
+
+
+def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Path:
+    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files.
+
+    Args:
+        given: A path; with `settings`, also `last` or `best` of the newest run.
+        key: The flag or argument to name in an error.
+        settings: The configuration, with "{run}" in it.
+
+    Raises:
+        InputError: it does not exist, is damaged, or holds no checkpoint.
+    """
+    path = Path(given)
+    if settings is not None and given in ("last", "best"):
+        path = newest_checkpoint(str(given), settings)[1]
+    check_checkpoint(path, key)
+    return manifest.agreed(path)
 
 
 def can_resume(folder: Path) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
 from ..errors import first_line
 from ..plugins import LIBRARY, file_of, registered
 from ..project import Project
+
+__all__ = ["verbs"]
 
 GROUP = "dist_template.verbs"
 TRAINING = {
@@ -23,35 +26,43 @@ TRAINING = {
 }
 
 
-def verbs() -> dict[str, EntryPoint]:
+@dataclass(frozen=True)
+class Verb:
+    """A verb of the command line."""
+
+    point: EntryPoint
+
+    def load(self) -> Callable[[list[str], Project], None]:
+        """Imports the function that runs the verb."""
+        loaded = self.point.load()
+        return loaded if self.point.attr else loaded.main
+
+    def help_line(self) -> str:
+        """Returns one line about the verb. Its module is parsed, not imported: it may need
+        torch."""
+        name, attribute = self.point.name, self.point.attr
+        if name in TRAINING:
+            return TRAINING[name]
+        file = file_of(self.point.module)
+        if file is None:
+            return f"(not found: {self.point.value})"
+        try:
+            module = ast.parse(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, SyntaxError) as error:  # starting the verb reports it in full
+            return f"(cannot be read: {first_line(error)})"
+        text = ast.get_docstring(module) if not attribute else None
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and node.name == attribute:
+                text = ast.get_docstring(node)
+        return (text or "").partition("\n")[0].removeprefix(f"`{name}`: ").rstrip(".")
+
+
+def verbs() -> dict[str, Verb]:
     """Returns every verb: TRAINING's, then the registered ones by name.
 
     Raises:
         InputError: a verb is registered twice.
     """
-    others = registered(GROUP, taken=TRAINING)
-    return {verb: EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP) for verb in TRAINING} | others
-
-
-def load(verb: EntryPoint) -> Callable[[list[str], Project], None]:
-    """Imports the function that runs a verb."""
-    loaded = verb.load()
-    return loaded if verb.attr else loaded.main
-
-
-def help_line(verb: EntryPoint) -> str:
-    """Returns one line about a verb. Its module is parsed, not imported: it may need torch."""
-    if verb.name in TRAINING:
-        return TRAINING[verb.name]
-    file = file_of(verb.module)
-    if file is None:
-        return f"(not found: {verb.value})"
-    try:
-        module = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError) as error:  # starting the verb reports it in full
-        return f"(cannot be read: {first_line(error)})"
-    text = ast.get_docstring(module) if not verb.attr else None
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef) and node.name == verb.attr:
-            text = ast.get_docstring(node)
-    return (text or "").partition("\n")[0].removeprefix(f"`{verb.name}`: ").rstrip(".")
+    points = {verb: EntryPoint(verb, f"{LIBRARY}.cli.fit", GROUP) for verb in TRAINING}
+    points |= registered(GROUP, taken=TRAINING)
+    return {verb: Verb(point) for verb, point in points.items()}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,9 +15,10 @@ from pathlib import Path
 from .redaction import recorded_variables, redacted_command
 from .signals import job_started
 
+__all__ = ["comparable", "driver", "packages"]
+
 DRIVER = Path("/proc/driver/nvidia/version")
 CGROUPS = Path("/sys/fs/cgroup")
-PORTS = range(20_000, 32_768)  # below those that kernels give to connections
 
 
 def environment() -> dict[str, object]:
@@ -130,14 +129,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def free_port() -> int:
-    """Returns a port of this machine for ranks to meet at: the kernel might give one of its own
-    choice to any connection before rank 0 listens there."""
-    ports = random.SystemRandom().sample(PORTS, len(PORTS))  # others in each process
-    for port in ports:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"all ports from {min(ports)} to {max(ports)} are taken")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
+__all__ = ["find_stalled", "rank_ranges"]
+
 
 class Status(TypedDict):
     """State of one rank: its progress, and the line that runs."""

@@ -18,6 +18,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+__all__ = ["MESSAGES"]
+
 MAX_WARNINGS = 1000  # distinct warnings of a process; it prints further ones itself
 
 

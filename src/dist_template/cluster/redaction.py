@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+__all__ = ["redacted_command", "redacted_environment"]
+
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
 # By prefix, variables of the libraries that training depends on: for reports, and for the
@@ -74,6 +76,15 @@ def redacted(value: Any, is_secret: bool = False) -> Any:
     if not isinstance(value, str):
         return value
     return HIDDEN if is_secret and value else PASSWORD_IN_URL.sub(HIDDEN, value)
+
+
+def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables with a text in place of each secret; all are kept."""
+    shown = redacted(dict(environment))
+    for name in shown:
+        if SECRET_VARIABLE.search(name):
+            shown[name] = HIDDEN
+    return shown
 
 
 def names_a_secret(key: str) -> bool:

@@ -28,8 +28,10 @@ import psutil
 from ..errors import Exit
 from ..records import write_atomically
 from .environment import machine
-from .launch import LAUNCH, RUN_ID
+from .launch import Variable
 from .watchdog import WATCHDOG
+
+__all__ = ["RunLock"]
 
 FILE = "lock.json"
 BEAT_S, LEASE_S, SETTLE_S = 5.0, 60.0, 0.3
@@ -97,7 +99,7 @@ def this_process() -> Holder:
         "pid": process.pid,
         "since": process.create_time(),
         "parent": PARENT,
-        "launch": os.environ.get(LAUNCH) or of_slurm,
+        "launch": os.environ.get(Variable.LAUNCH) or of_slurm,
     }
 
 
@@ -117,7 +119,7 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
     """Returns why the holder keeps the lock, after at most LEASE_S, or None."""
     process = f"process {holder.get('pid')} on {holder.get('host')}"
     sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
-    sentence += f" {RUN_ID} or run.name"
+    sentence += f" {Variable.RUN_ID} or run.name"
     deadline = time.monotonic() + LEASE_S
     if holder.get("machine") == claim["machine"]:
         while holder["pid"] != claim["pid"] and (parent := _living_parent(holder)) is not None:

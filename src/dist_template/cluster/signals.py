@@ -18,11 +18,12 @@ import threading
 import time
 
 from ..errors import Exit, is_first_on_node
-from .launch import record_exit
+from .launch import Variable, record_exit
 from .messages import MESSAGES
 
+__all__ = ["STOP", "end_with_parent", "listen"]
+
 STOP = (signal.SIGTERM, signal.SIGUSR1)
-STARTED = "DIST_JOB_STARTED"  # Unix time of the first start of this job; set by launchers
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: not between fork and exec
 
@@ -43,7 +44,7 @@ os.register_at_fork(after_in_child=lambda: _processes.append(os.getpid()))
 
 def job_started() -> float:
     """Returns a Unix time, which restarts by a launcher do not change."""
-    return float(os.environ.setdefault(STARTED, str(time.time())))
+    return float(os.environ.setdefault(Variable.STARTED, str(time.time())))
 
 
 def listen() -> None:

@@ -8,15 +8,11 @@ from typing import Any, Literal
 
 from ..errors import InputError
 
+__all__ = ["Site"]
+
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
 TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
-
-
-def host_name(name: str, where: str) -> None:
-    """Raises InputError if `name`, of the key or file `where`, is an option or part of a script."""
-    if name.startswith("-") or not re.fullmatch(r"[\w.@:%\[\]-]+", name):
-        raise InputError(f"{where} has {name!r}; give a name as ssh knows it")
 
 
 @dataclass(frozen=True)
@@ -111,9 +107,9 @@ class Site:
                 what = "give the name of a variable: letters, digits and _"
                 raise InputError(f"cluster.environment has {name!r}; {what}")
         if self.master:
-            host_name(self.master, "cluster.master")
+            self.check_host(self.master, "cluster.master")
         for name in self.hosts:
-            host_name(name, "cluster.hosts")
+            self.check_host(name, "cluster.hosts")
             if self.hosts.count(name) > 1:
                 raise InputError(f"cluster.hosts has {name} twice; give each host once")
         _ = self.memory_bytes  # raises InputError
@@ -146,3 +142,10 @@ class Site:
             raise InputError(f"cluster.time_limit is {given!r}; {what}")
         days, hours, minutes, seconds = map(int, found.groups(default=0))
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    @staticmethod
+    def check_host(name: str, where: str) -> None:
+        """Raises InputError if `name`, of the key or file `where`, is an option or part of a
+        script."""
+        if name.startswith("-") or not re.fullmatch(r"[\w.@:%\[\]-]+", name):
+            raise InputError(f"{where} has {name!r}; give a name as ssh knows it")

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from ..errors import DECIDED, Exit
 from ..lazy import without_collections
 from . import signals
-from .launch import LAUNCH
+from .launch import Variable
 
 if __name__ == "__main__":
     for _number in signals.STOP:  # nothing to save until torchrun installs its own handler
@@ -167,9 +167,9 @@ def main(argv: list[str]) -> int:
     try:
         arguments = parse_args(argv)
         # an identifier of this launch, the same on all nodes
-        os.environ[LAUNCH] = f"{arguments.rdzv_endpoint} {arguments.rdzv_id}"
+        os.environ[Variable.LAUNCH] = f"{arguments.rdzv_endpoint} {arguments.rdzv_id}"
         if str(arguments.nnodes) == "1":
-            os.environ[LAUNCH] = f"{platform.node()} {os.getpid()}"
+            os.environ[Variable.LAUNCH] = f"{platform.node()} {os.getpid()}"
         run(arguments)
         return Exit.DONE
     except ChildFailedError:

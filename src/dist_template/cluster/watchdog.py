@@ -33,6 +33,8 @@ from .messages import MESSAGES
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+__all__ = ["WATCHDOG"]
+
 START_TIMEOUT_S = 1800.0  # until the configuration has been read
 POLL_S = 0.1
 FALLBACK_S = 0.5  # between two settings of faulthandler's timer: each starts a thread

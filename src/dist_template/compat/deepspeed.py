@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import replaced
+
+__all__ = ["gradient_of"]
 
 
 def without_shared_memory_collectives() -> None:
@@ -54,9 +56,14 @@ def trace_full_forwards(engine: Any) -> None:
     offload.fwd_pre_hook = engine.register_forward_pre_hook(restart)
 
 
-def is_partitioned_in_half(parameter: Any) -> bool:
-    """Whether ZeRO-1 or 2 keeps this parameter's gradient and fp32 copy; `.grad` is empty then."""
-    return hasattr(parameter, "_hp_mapping")
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """Returns a parameter's gradient, or None if it has none; unsharded where DeepSpeed keeps it,
+    and `.grad` is empty: under ZeRO-3, and in half precision under ZeRO-1 and 2. Collective."""
+    if not (hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping")):
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
 
 
 # ---- an optimizer step ---------------------------------------------------------------------------

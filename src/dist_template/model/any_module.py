@@ -18,6 +18,8 @@ from .metrics import MetricBuffer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+__all__ = ["metrics_of", "results_of"]
+
 T = TypeVar("T")
 
 

@@ -25,6 +25,8 @@ from torch import nn
 from ..compat.transformers import wrappers_of_parameters
 from ..layout import full_shape
 
+__all__ = ["PEAKS", "Size", "find_experts", "peak", "text_config"]
+
 
 class Peak(NamedTuple):
     """Dense operations per second; datasheet figures with structured sparsity are halved."""

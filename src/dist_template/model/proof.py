@@ -29,6 +29,8 @@ from .training_module import NOT_DECISIVE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+__all__ = ["axes_of", "remember"]
+
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
@@ -94,10 +96,17 @@ def leaks(config: PreTrainedConfig) -> dict[str, str]:
     return _table()["models"].get(config.model_type, {}).get("leaks", {})
 
 
-def remember(config: PreTrainedConfig, axes: str, project: Path) -> None:
-    """Adds a model and a strategy to what the project has proven."""
+def remember(config: PreTrainedConfig | None, axes: str, project: Path) -> Path | None:
+    """Adds a model and a strategy to what the project has proven.
+
+    Returns:
+        The file; None for one process and for a model without a transformers configuration.
+    """
+    if config is None or not axes:
+        return None
     entries = [*_proven(project), _entry(config, axes)]
     write_atomically(project / FILE, json.dumps({"proven": entries}, indent=1) + "\n")
+    return project / FILE
 
 
 def versions() -> dict[str, str]:

@@ -20,6 +20,8 @@ from .. import hooks
 from ..errors import Exit, first_line, is_disk_full
 from ..project import is_users
 
+__all__ = ["record_of", "sentence"]
+
 RECORD = "crash_record"  # attribute of an exception: path of what callbacks/crash.py recorded
 NUM_LINES = 4  # lines of the user's code that are printed
 DISK_FULL = (

@@ -13,9 +13,9 @@ import torch
 from trainer_dev.module import LanguageModule
 
 from dist_template.observe.history.metrics import read_lines
+from dist_template.wings.diagnose import Finding
 from dist_template.wings.diagnose import callback as diagnosis
 from dist_template.wings.diagnose.callback import FILE, Diagnosis
-from dist_template.wings.diagnose.finding import Finding
 from tests.support.runs import logged, only_run, run
 
 LOW = ["--model.optim.learning_rate=1e-7", "--trainer.limit_val_batches=0", "--diagnosis.every_s=0"]
@@ -82,10 +82,15 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: pytest.Captur
 def test_a_folder_that_cannot_be_read_does_not_end_training(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stutter(history: Any) -> None:
-        raise OSError("Stale file handle")
+    refresh, calls = diagnosis.History.refresh, list[Any]()
 
-    monkeypatch.setattr(diagnosis, "look_again", stutter)
+    def stutter(history: Any) -> None:
+        calls.append(history)
+        if len(calls) > 1:  # the first reads what earlier attempts wrote
+            raise OSError("Stale file handle")
+        refresh(history)
+
+    monkeypatch.setattr(diagnosis.History, "refresh", stutter)
     assert run("fit", *flags, *LOW, "--trainer.max_steps=60") == 0
     out = capsys.readouterr().out
     assert "cannot be read: Stale file handle" in out and "the loss does not decrease" in out

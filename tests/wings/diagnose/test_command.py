@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dist_template.observe.history.run import History
+from dist_template.wings.diagnose import History
 from tests.support.histories import a_run
 from tests.support.runs import PROJECT, main
 

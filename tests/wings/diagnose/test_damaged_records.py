@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from dist_template import InputError
 from dist_template.cluster import run_lock
-from dist_template.errors import InputError
-from dist_template.observe.history.run import read_run
+from dist_template.wings.diagnose import read_run
 from dist_template.wings.diagnose.report.results import attempts, steps
 from dist_template.wings.diagnose.report.sections import newest_evaluation
 from dist_template.wings.launch import command as launch

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from dist_template.observe.history.metrics import read_lines
-from dist_template.observe.history.run import read_run
+from dist_template.wings.diagnose import Finding, read_run
 from dist_template.wings.diagnose.engine import RULES, diagnose
-from dist_template.wings.diagnose.finding import Finding, as_text
+from dist_template.wings.diagnose.finding import as_text
 from tests.support.fault_runs import ALL, FAULTS, HEALTHY, Training, Trainings
 from tests.support.recorded import recorded
 from tests.support.tiers import tiers

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist_template.observe.history.run import History
+from dist_template.wings.diagnose import Finding, History
 from dist_template.wings.diagnose.engine import RULES, diagnose
-from dist_template.wings.diagnose.finding import Finding, as_text
+from dist_template.wings.diagnose.finding import as_text
 from tests.support.histories import CASES, a_run, flat, incident, rate
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.observe.history.run import History
+from dist_template.wings.diagnose import Finding, History
 from dist_template.wings.diagnose.engine import RULES, diagnose
-from dist_template.wings.diagnose.finding import Finding
 from tests.support.histories import CASES, Column, a_run, noisy
 
 NEEDS_A_CRASH = {"out_of_memory", "crashed"}  # tests/callbacks/test_crashes.py

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_template.observe.history.run import History, read_run
+from dist_template.wings.diagnose import History, read_run
 from dist_template.wings.diagnose.report import curves
 from dist_template.wings.diagnose.report.results import side_by_side
 from tests.support.runs import run

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from dist_template.observe.history.metrics import Series
-from dist_template.observe.history.run import PlotlyJs, read_run
+from dist_template.observe.history.run import PlotlyJs
+from dist_template.wings.diagnose import read_run
 from dist_template.wings.diagnose.report import curves, page
 from dist_template.wings.diagnose.report.results import resume
 from dist_template.wings.diagnose.report.sections import from_defaults

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dist_template.text.sources.documents import TextFiles
+from dist_template.text import TextFiles
 from dist_template.wings.rehearse import source_order
 from dist_template.wings.rehearse.checks import CHECKS
 from dist_template.wings.rehearse.command import main, make_small, rehearse_flags

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.rehearse.checks import Check
 from dist_template.wings.rehearse.command import main
 from dist_template.wings.rehearse.compare import gradients, relative_difference

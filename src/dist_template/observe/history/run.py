@@ -11,16 +11,17 @@ from typing import Any, Literal
 import yaml
 
 from ...errors import InputError
-from ...records import read_mapping
+from ...records import flatten, read_mapping
 from . import goodput
 from .metrics import FILE, Metrics, is_number, read_lines, read_metrics
+
+__all__ = ["CONFIG", "History", "last_write", "read_run"]
 
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS, ENVIRONMENT = "defaults.yaml", "environment.json"
 CONFIG = "config.yaml"
 PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
 Tree = dict[str, Any]  # the content of a JSON or YAML file
-OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
 
 
 @dataclass
@@ -54,6 +55,20 @@ class History:
         """Returns <run.name>/<id>."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
+    @property
+    def missing(self) -> list[str]:
+        """Names of the files that rules need most and that the run's folder lacks."""
+        return [name for name in (FILE, FACTS) if not (self.folder / name).exists()]
+
+    @property
+    def productive_share(self) -> float | None:
+        """The productive share of the wall time; None if it was not recorded."""
+        return goodput.share(self.goodput) if self.goodput else None
+
+    def attempts(self) -> list[Tree]:
+        """Returns the lines of goodput.jsonl; each has the time at which its attempt started."""
+        return goodput.read_attempts(self.folder)
+
     def key(self, path: str, default: object = None) -> Any:
         """Returns the configuration's value at a path such as "trainer.max_steps".
 
@@ -64,6 +79,21 @@ class History:
     def fact(self, path: str, default: object = None) -> Any:
         """Returns the value of facts.json at a path such as "parameters.active"."""
         return _at(self.facts, path, default)
+
+    def portable_config(self) -> Tree:
+        """Returns the flat configuration, with "{run}" for the run's own folder, as users write
+        it."""
+        root, name = self.key("run.root", ""), self.key("run.name", "")
+        folder = str(Path(str(root) or "runs", str(name), self.folder.name))
+        return flatten(without_folder(folder, self.config))
+
+    def refresh(self) -> None:
+        """Reads incidents, goodput and crashes again, to which the run may have added."""
+        self.incidents = read_incidents(self.folder)
+        self.goodput = goodput.read(self.folder)
+        crashes = [_read(path, json.loads) for path in (self.folder / CRASHES).glob("*.json")]
+        crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
+        self.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
 
 def read_run(folder: Path, limit: int = 0) -> History:
@@ -76,7 +106,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
     Raises:
         InputError: it is not the folder of a run.
     """
-    if not is_run(folder):
+    if last_write(folder) is None:
         raise InputError(
             f"{folder} is not the folder of a run: it has neither {CONFIG} nor {FILE}; give"
             " runs/<name>/<id>"
@@ -89,21 +119,14 @@ def read_run(folder: Path, limit: int = 0) -> History:
         metrics=read_metrics(folder, limit),
         environment=_read(folder / ENVIRONMENT, json.loads),
     )
-    look_again(history)
+    history.refresh()
     return history
 
 
-def is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in OF_A_RUN)
-
-
-def look_again(history: History) -> None:
-    """Reads incidents, goodput and crashes again, to which the run may have added."""
-    history.incidents = read_incidents(history.folder)
-    history.goodput = goodput.read(history.folder)
-    crashes = [_read(path, json.loads) for path in (history.folder / CRASHES).glob("*.json")]
-    crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
-    history.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
+def last_write(folder: Path) -> float | None:
+    """Returns the Unix time of a run's last write; None if `folder` is not the folder of a run."""
+    files = [folder / name for name in (CONFIG, FILE)]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=None)
 
 
 def read_incidents(run: Path) -> list[Tree]:

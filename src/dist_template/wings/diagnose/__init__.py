@@ -8,20 +8,12 @@ callback.py                       diagnosis during training
 hooks.py                          after a crash, and at the end of a run
 report/                           the page, and the verbs `report` and `compare`
 
-Names for rules of other packages are imported when they are first used.
+The names below are for rules of other packages.
 """
 
 from __future__ import annotations
 
-from ...lazy import attribute_of
+from ...observe.history.run import History, read_run
+from .finding import Cause, Change, Finding
 
-PLACES = {  # public name -> the module of this library that defines it
-    "Finding": "wings.diagnose.finding",
-    "Cause": "wings.diagnose.finding",
-    "Change": "wings.diagnose.finding",
-    "History": "observe.history.run",
-    "read_run": "observe.history.run",
-}
-
-__all__ = [*PLACES]  # noqa: PLE0604  (lazy)
-__getattr__ = attribute_of(__name__, PLACES)
+__all__ = ["Cause", "Change", "Finding", "History", "read_run"]

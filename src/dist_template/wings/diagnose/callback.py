@@ -11,11 +11,10 @@ import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from ...callbacks.console import console_of, only_shows, write_lines
+from ...callbacks.console import console_of, only_shows
 from ...errors import Ended, InputError
 from ...model.any_module import metrics_of, results_of
-from ...observe.history.run import History, look_again, read_run
-from ...observe.loggers.wandb import WandB
+from ...observe.history.run import History, read_run
 from ...project import program
 from .engine import diagnose
 from .finding import Finding, Identity
@@ -92,7 +91,7 @@ class Diagnosis(Callback):
             return
         self._last = time.monotonic()
         try:
-            look_again(self._history)
+            self._history.refresh()
         except OSError as error:  # an unreliable file server must not end training
             print(f"diagnosis: {self.folder} cannot be read: {error}", flush=True)
         self._open = diagnose(self._history)
@@ -104,15 +103,21 @@ class Diagnosis(Callback):
             self._reported.add(finding.identity)
             self._write(finding, trainer.global_step)
             for logger in trainer.loggers:
-                if finding.level == "error" and isinstance(logger, WandB):
-                    logger.alert(finding.title, finding.evidence, "ERROR")
-        if console := console_of(trainer):
+                alert = getattr(logger, "alert", None)  # W&B's logger has it
+                if finding.level == "error" and alert:
+                    alert(finding.title, finding.evidence, "ERROR")
+        console = console_of(trainer)
+        if console:
             console.worst = ""
             if self._open and self._open[0].level != "info":  # the most severe is the first
                 console.worst = self._open[0].title
         if prints and lines:
             lines.append(f"  more: {program('diagnose')} {self.folder}")
-            write_lines(trainer, "\n".join(lines))
+            text = "\n".join(lines)
+            if console:
+                console.write(text)
+            else:
+                print(text, flush=True)
 
     def _write(self, finding: Finding, step: int) -> None:
         line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from ...errors import InputError
-from ...observe.history.metrics import FILE
-from ...observe.history.run import CONFIG, FACTS, OF_A_RUN, History, is_run, read_run
+from ...observe.history.run import CONFIG, History, last_write, read_run
 from ...project import Flags, Project
 from .engine import RULES, diagnose, registered_rules
 from .finding import NUM_IN_FULL, Finding, as_text, counted
@@ -44,13 +43,11 @@ def newest(folder: Path) -> Path:
     """
     if (folder / CONFIG).exists():
         return folder
-    if is_run(folder):
+    if last_write(folder) is not None:
         raise InputError(f"{folder} has no {CONFIG}, which most rules need; give another run")
     written: dict[Path, float] = {}  # run: its last write
     for config in [*folder.glob(f"*/{CONFIG}"), *folder.glob(f"*/*/{CONFIG}")]:
-        run = config.parent
-        times = [(run / name).stat().st_mtime for name in OF_A_RUN if (run / name).exists()]
-        written[run] = max(times)
+        written[config.parent] = last_write(config.parent) or 0.0
     if not written:
         raise InputError(f"{folder} is not a run folder and contains none; give runs/<name>/<id>")
     return max(written, key=written.__getitem__)
@@ -64,9 +61,8 @@ def _as_text(history: History, findings: list[Finding], full: bool) -> str:
         title += f" of {end}"
     metrics = f"{len(history.metrics.names)} metrics of steps {first} to {last}"
     checked = f"{len(RULES | registered_rules())} rules checked {metrics}"
-    lacks = [name for name in (FILE, FACTS) if not (history.folder / name).exists()]
-    if lacks:
-        checked += f"; {' and '.join(lacks)} missing, so some rules were skipped"
+    if history.missing:
+        checked += f"; {' and '.join(history.missing)} missing, so some rules were skipped"
     if not findings:
         return f"{title}\nnothing found: {checked}"
     text = as_text(findings, num=None if full else NUM_IN_FULL)

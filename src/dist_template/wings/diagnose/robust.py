@@ -5,10 +5,13 @@ All functions take finite values. A `Series` has N entries, ordered by optimizer
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import numpy as np
 
-from ...observe.history.metrics import MAD_TO_SIGMA, Series
+from ...observe.history.metrics import Series
 
+MAD_TO_SIGMA = 1 / NormalDist().inv_cdf(0.75)  # of a normal distribution
 NUM_BINS = 30  # medians that represent a curve: enough for its shape, with 435 pairs for a trend
 
 

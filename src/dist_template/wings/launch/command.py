@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from ...cluster.launch import RUN_ID
-from ...cluster.redaction import HIDDEN, SECRET_VARIABLE, redacted, redacted_command
+from ...cluster.launch import Variable
+from ...cluster.redaction import redacted_command, redacted_environment
 from ...errors import Ended, InputError
 from ...plugins import registered
 from ...project import Flags, Project, program
@@ -52,7 +52,7 @@ def main(argv: list[str], project: Project) -> None:
     try:
         identifier = to.submit(job, folder)
     except Ended as ended:
-        again = f"{RUN_ID}={job.run_id} and the same command resume the run"
+        again = f"{Variable.RUN_ID}={job.run_id} and the same command resume the run"
         raise Ended(ended.code, f"launch: {ended}; {again}") from ended
     except InputError:
         withdraw(job)
@@ -90,9 +90,7 @@ def parse(argv: list[str]) -> tuple[Namespace, Target, list[str]]:
 
 def show(job: Job, to: Target) -> None:
     """Prints the files and the commands of a launch, without secrets; it writes nothing."""
-    environment = redacted(job.site.environment)
-    environment |= dict.fromkeys(filter(SECRET_VARIABLE.search, environment), HIDDEN)
-    site = replace(job.site, environment=environment)
+    site = replace(job.site, environment=redacted_environment(job.site.environment))
     shown = replace(job, site=site, flags=redacted_command(job.flags))
     for name, text in to.render(shown).items():
         print(f"# {job.files / name}\n{text}")
@@ -112,7 +110,8 @@ def require_end(job: Job) -> None:
     except InputError:  # no earlier launch, or nothing answers about it
         return
     if is_active:
-        what = f"`{program('launch')} stop {job.run}` ends it; or set another {RUN_ID} or run.name"
+        what = f"`{program('launch')} stop {job.run}` ends it; or set another {Variable.RUN_ID}"
+        what += " or run.name"
         raise InputError(
             f"{job.run} is running, as `launch --on {record['on']}` has started it: {what}"
         )

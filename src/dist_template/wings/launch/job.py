@@ -9,8 +9,8 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...cluster.launch import RUN_ID
-from ...cluster.site import Site, host_name
+from ...cluster.launch import Variable
+from ...cluster.site import Site
 from ...errors import InputError, reason, require
 from ...project import Project
 
@@ -71,7 +71,7 @@ class Job:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of every process."""
-        return {RUN_ID: self.run_id, **self.site.environment}
+        return {Variable.RUN_ID: self.run_id, **self.site.environment}
 
     def require_data(self) -> None:
         """Raises InputError without prepared data; where nodes share this machine's disks."""
@@ -92,14 +92,15 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     Raises:
         InputError: the configuration cannot be run there.
     """
-    from ...cli import config_file
-    from ...cli.fit import describe as read
+    from ...cli.config_file import check
+    from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine, proven, violations
     from ..rehearse.command import model_config
 
     known = "fit" if verb == "prepare" else verb
-    config_file.check([known, *flags])
-    cli = read([known, *flags, "--trainer.logger=false"], project)
+    check([known, *flags])
+    arguments = [known, *flags, "--trainer.logger=false"]
+    cli = WithoutTrainer(project, arguments, run=True)
     settings = cli.config_init[known]
     site: Site = settings.cluster
     trainer, data, slots = vars(settings.trainer), cli.datamodule, _slots(site)
@@ -151,7 +152,7 @@ def _slots(site: Site) -> dict[str, int | None]:
             continue
         if not (known := re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)):
             raise InputError(f"{where} has {line!r}; write `name slots=N` for each node")
-        host_name(known[1], where)
+        Site.check_host(known[1], where)
         if known[1] in found:
             raise InputError(f"{where} has {known[1]} twice; remove one of its lines")
         found[known[1]] = int(known[2])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from ...cluster.launch import EXIT_CODES
+from ...cluster.launch import Variable
 from ...cluster.signals import STOP, end_with_parent
 from ...errors import Exit
 
@@ -24,7 +24,7 @@ from ...errors import Exit
 def main(command: list[str]) -> int:
     """Returns the exit code of all ranks of this node."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, EXIT_CODES: folder}
+        environment = {**os.environ, Variable.EXIT_CODES: folder}
         launcher = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent)
 
         def forward(number: int, _: object) -> None:

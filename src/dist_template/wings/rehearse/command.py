@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from ...cluster.launch import RUN_ID
+from ...cluster.launch import Variable
 from ...errors import Exit, InputError
 from ...project import Project
 from .. import sizes
@@ -78,17 +78,16 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
 def _remember(cli: CLI, model_config: PretrainedConfig | None, project: Project) -> None:
     """Notes in the project that the model is proven under the strategy, so that `fit` is silent."""
     from ...cli.limits import Machine
-    from ...model import proof
+    from ...model.proof import axes_of, remember
 
     try:
         trainer = vars(cli.config_init.trainer)
         world_size = Machine.described(trainer).world_size
-        axes = proof.axes_of(trainer["strategy"], world_size, cli.model)
+        axes = axes_of(trainer["strategy"], world_size, cli.model)
     except InputError:
         return  # the check of the real sizes has reported it
-    if model_config is not None and axes:
-        proof.remember(model_config, axes, project.folder.parent)
-        print(f"{project.folder.parent / proof.FILE} has it")
+    if file := remember(model_config, axes, project.folder.parent):
+        print(f"{file} has it")
 
 
 def rehearse_flags() -> argparse.ArgumentParser:
@@ -133,7 +132,7 @@ def make_small(
             self.resolved = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
             super().before_instantiate_classes()
 
-    os.environ.pop(RUN_ID, None)
+    os.environ.pop(Variable.RUN_ID, None)
     cli = Resolved(project, [*flags, *sizes.as_flags(options)], run=False)
     config = model_config(cli)
     how = (options.steps, options.processes, options.keep_data)

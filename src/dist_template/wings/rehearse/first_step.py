@@ -24,15 +24,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from ...compat.deepspeed import is_partitioned_in_half
+from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
-from ...compat.randomness import turn_dropout_off
 from ...parallel import run_strategy
 from ...parallel.pipeline.division import RemoteModule
 from ...parallel.run_strategy import Layers
-from ...weights import from_all_ranks, is_partitioned_by_zero
+from ...weights import from_all_ranks
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
+from .randomness import turn_dropout_off
 from .record import ForwardPass
 from .recorder import fingerprint, labels_in, samples_in
 
@@ -153,7 +153,7 @@ class FirstStep(Callback):
             return 0.0 if norm is None else norm.item()
         total = 0.0
         for parameter in self._module.parameters():
-            gradient = gradient_of(parameter) if parameter.requires_grad else None
+            gradient = _full_gradient(parameter) if parameter.requires_grad else None
             if gradient is not None:
                 total += gradient.double().pow(2).sum().item()
         return total**0.5
@@ -162,7 +162,7 @@ class FirstStep(Callback):
         gradients: dict[str, Tensor] = {}
         for name, parameter in self._module.named_parameters():
             if self._hooks and parameter.requires_grad:
-                gradient, owner = gradient_of(parameter), name.rpartition(".")[0]
+                gradient, owner = _full_gradient(parameter), name.rpartition(".")[0]
                 if gradient is not None:
                     gradients[name] = gradient
                 else:
@@ -258,12 +258,7 @@ def _untied(module: nn.Module) -> str:
     return ""
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+def _full_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Returns the unsharded gradient; None for a parameter without one. Collective."""
-    if is_partitioned_by_zero(parameter) or is_partitioned_in_half(parameter):
-        from deepspeed.utils import safe_get_full_grad  # DeepSpeed does not keep it in .grad
-
-        gradient = safe_get_full_grad(parameter)
-    else:
-        gradient = parameter.grad
+    gradient = gradient_of(parameter)
     return None if gradient is None else full(gradient)

@@ -22,10 +22,10 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...compat.randomness import watch_seeding
-from ...model.any_module import owns_order
+from ...text.datamodule import PackedText
 from . import code_locations
 from .forward_hooks import EXPERTS, ForwardCall, ForwardHooks, main_output
+from .randomness import watch_seeding
 
 NOT_COUNTED = -100
 MAX_MASKED_SHARE = 0.8
@@ -44,7 +44,8 @@ class RaggedLabels(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         data = trainer.datamodule  # ty: ignore[missing-attribute]
-        if not owns_order(data):  # `transform` of a data module without text may mean anything
+        # `transform` of a data module without text may mean anything
+        if not isinstance(data, PackedText):
             return
         transform = data.transform
 

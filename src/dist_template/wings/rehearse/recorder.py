@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from ...layout import local_shard, shard_place
 from ...model.any_module import metrics_of, results_of
 from ...parallel import run_strategy
-from ...weights import gather, is_partitioned_by_zero
+from ...weights import gather
 
 NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
 NO_STATE |= {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
@@ -156,8 +156,8 @@ def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tu
     """
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:
-        if tensor is not None and not is_partitioned_by_zero(tensor):
-            found[name] = (shard_place(tensor), fingerprint(tensor))
+        if tensor is not None and (place := shard_place(tensor)) is not None:
+            found[name] = (place, fingerprint(tensor))
     return found
 
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...table import in_columns
-
 # limit: the strategy or model does not support the check; not run: its training failed before.
 # Neither counts as a failure.
 Verdict = Literal["pass", "FAIL", "limit", "not run"]
@@ -72,7 +70,8 @@ class Report:
 
     def add(self, result: Result) -> None:
         seconds, found = f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
-        print(in_columns((result.verdict, result.check, seconds, found), WIDTHS))
+        cells = result.verdict, result.check, seconds, found
+        print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip())
         sentence = result.sentence
         for earlier in self.results:
             if result.cause and earlier.cause == result.cause:

@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 from lightning.pytorch import Callback
 
-from ...checkpoint import manifest
+from ...checkpoint.manifest import SavedCheckpoint
 from ...parallel import sharding_of
 from ...project import Project
 from .first_step import FirstStep
@@ -116,7 +116,8 @@ class Runs:
 
     @property
     def fewer(self) -> RunRecord:
-        checkpoint = self.strategy.run / "checkpoints" / manifest.name(self.kept_step)
+        saved = SavedCheckpoint.all_in(self.strategy.run / "checkpoints")
+        checkpoint = next(each.path for each in saved if each.step == self.kept_step)
         small = self.small
         spec, half = small.strategy, sharding_of(small.strategy).halved(small.processes)
         num, data_parallel = half.processes, half.data_parallel

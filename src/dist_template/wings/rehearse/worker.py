@@ -30,12 +30,11 @@ import torch  # noqa: E402
 
 from ...cli.defaults import always_on  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
-from ...cli.verbs import load, verbs  # noqa: E402
-from ...cluster import signals  # noqa: E402
+from ...cli.verbs import verbs  # noqa: E402
 from ...cluster.messages import MESSAGES  # noqa: E402
+from ...cluster.signals import listen  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
-from ...errors import InputError, first_line  # noqa: E402
-from ...plugins import LIBRARY  # noqa: E402
+from ...errors import InputError, reason  # noqa: E402
 from . import code_locations  # noqa: E402
 from .record import Job, RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
@@ -52,8 +51,8 @@ for _slow in (
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",
-    f"{LIBRARY}.text.datamodule",
-    f"{LIBRARY}.text.module",
+    "dist_template.text.datamodule",
+    "dist_template.text.module",
     *(callback.module for callback in always_on().values()),
 ):
     with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed is an extra
@@ -76,7 +75,7 @@ def serve(connection: Connection, job: Job) -> None:
         os.dup2(log.fileno(), 1)  # for the output of C++ libraries
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
-        signals.listen()
+        listen()
         _in_background(_exit_with_parent)
         faulthandler.enable(log, all_threads=False)  # logs the Python stack of a crash in C
         if job.timeout_s is not None:  # the watchdog uses faulthandler's own timer
@@ -125,7 +124,7 @@ def _attempt(job: Job, rank: int) -> str:
         if job.argv[0] in ("fit", "validate", "test", "predict"):
             _RecordedCLI(job, rank)
         else:
-            load(verbs()[job.argv[0]])(job.argv, job.project)
+            verbs()[job.argv[0]].load()(job.argv, job.project)
         return "done"
     except SystemExit as stop:  # the parser has printed the reason
         refusal = f"refused: {RunRecord(job.record, {}).last_line(rank)}"
@@ -133,10 +132,10 @@ def _attempt(job: Job, rank: int) -> str:
     except BaseException as error:
         traceback.print_exc()
         if isinstance(error, InputError):
-            return f"refused: {first_line(error)}"
+            return f"refused: {reason(error)}"
         line = code_locations.of_stack(traceback.walk_tb(error.__traceback__))
         where = f" ({line})" if line else ""
-        return f"{type(error).__name__}: {first_line(error)}{where}"
+        return f"{type(error).__name__}: {reason(error)}{where}"
     finally:
         WATCHDOG.stop()
         MESSAGES.flush()

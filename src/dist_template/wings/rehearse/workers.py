@@ -28,11 +28,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...cluster.environment import free_port
 from ...cluster.hang import find_stalled
-from ...cluster.launch import RUN_ID
-from ...cluster.signals import STARTED
+from ...cluster.launch import Variable
 from ...project import Project
+from ..values import free_port
 from .record import Job, RunRecord
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class Workers:
                     "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num),
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                     "TORCHELASTIC_RUN_ID": f"rehearsal-{os.getpid()}-{port}",
-                    RUN_ID: run_id or record.name, STARTED: str(time.time()),
+                    Variable.RUN_ID: run_id or record.name, Variable.STARTED: str(time.time()),
                 }  # fmt: skip
                 self._start(replace(job, environment=environment), f"rank {rank}")
             return RunRecord(record, self._wait(timeout_s))

@@ -10,7 +10,7 @@ import re
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from ...cli.verbs import load, verbs
+from ...cli.verbs import verbs
 from ...project import Flags, Project
 from .docs import folder_of_pages
 
@@ -64,7 +64,7 @@ def main(argv: list[str], project: Project) -> None:
 def help_of(verb: str, flags: tuple[str, ...], project: Project) -> str:
     """Returns what a verb prints for each of these flags."""
     os.environ["COLUMNS"] = "400"  # a flag and its values in one line
-    function = load(verbs()[verb])
+    function = verbs()[verb].load()
     printed = io.StringIO()
     for flag in flags:
         with redirect_stdout(printed), suppress(SystemExit):

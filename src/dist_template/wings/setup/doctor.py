@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from packaging.utils import canonicalize_name
 
-from ...cluster.environment import comparable, driver, free_port, normalized, packages
+from ...cluster.environment import comparable, driver, packages
 from ...errors import Exit
 from ...project import Flags, Project
 from ...records import GIB
+from ..values import free_port
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -108,7 +110,7 @@ def check_packages(where: Where) -> Findings:
     pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", lock.read_text(encoding="utf-8"), re.MULTILINE))
     installed, wrong = packages(), []
     for name, version in pins.items():
-        has = installed.get(normalized(name), "missing").split("+")[0]
+        has = installed.get(canonicalize_name(name), "missing").split("+")[0]
         if has != version:
             wrong.append(f"{name} {has} (locked: {version})")
     if wrong:
@@ -125,7 +127,7 @@ def check_blocked(where: Where) -> Findings:
     path, installed = where.project / BLOCKED, packages()
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for name, rule, advisory in re.findall(r"^([\w.-]+)(\S+)\s+# (.*)$", text, re.MULTILINE):
-        version = installed.get(normalized(name))
+        version = installed.get(canonicalize_name(name))
         if version and not SpecifierSet(rule).contains(version, prereleases=True):
             todo = "remove this environment, change your passwords and tokens, then make setup"
             yield PROBLEM, f"{name} {version} is blocked: {advisory}", todo

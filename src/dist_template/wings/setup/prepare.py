@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from ...cli import config_file
+from ...cli.config_file import check
 from ...project import Project
 
 NUM_SHOWN = 3  # documents of the train split
@@ -20,7 +20,7 @@ def main(argv: list[str], project: Project) -> None:
         InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare`
             runs.
     """
-    config_file.check(argv)
+    check(argv)
     from ...cli.fit import parse  # imports torch
 
     data = parse(argv, project).datamodule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import Ended, Exit, InputError, reason, require
 from ...project import Flags, Project, program
-from ...table import shown
 from ..ranges import in_range
+from ..values import shown
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -53,12 +54,14 @@ def main(argv: list[str], project: Project) -> None:
     require("optuna", "sweep")
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
         raise InputError("sweep starts the processes of each trial: start it as one task")
-    from ...cluster import subprocess_launcher
+    from ...cluster.signals import end_with_parent
     from .study import Sweep, run
 
     sweep = Sweep(*_checked(given, flags, project))
     command = [sys.executable, "-m", project.package, *argv, "--workers=1"]
-    others = [subprocess_launcher.start(command) for _ in range(1, given.workers)]
+    others = [
+        subprocess.Popen(command, preexec_fn=end_with_parent) for _ in range(1, given.workers)
+    ]
     for number in sweep.claim(given.trials):
         run(sweep, number, project)
     for other in others:
@@ -68,13 +71,13 @@ def main(argv: list[str], project: Project) -> None:
 
 def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path, dict[str, Any]]:
     """Returns folder and definition; `fit` has checked every choice and the ends of every range."""
-    from ...cli import config_file
+    from ...cli.config_file import read as read_keys
     from ...cli.fit import parse
     from ...cli.limits import Machine, violations
     from ...cli.run import RunConfig
     from .study import distribution, flags_of
 
-    where, space = f"--space {given.space}", config_file.read(given.space, "--space")
+    where, space = f"--space {given.space}", read_keys(given.space, "--space")
     if not space:
         raise InputError(f"{where} is empty; give keys of fit, each with one of {FORMS}")
     for key, entry in space.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,14 +22,14 @@ from optuna import distributions, pruners
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
-from ... import weights
-from ...cluster import signals, subprocess_launcher
-from ...cluster.launch import RUN_ID
+from ...cluster.launch import Variable
 from ...cluster.run_lock import RunLock
+from ...cluster.signals import STOP, end_with_parent
 from ...errors import Ended, Exit, InputError
-from ...observe.history.metrics import read_metrics
+from ...observe.history.run import History, last_write, read_run
 from ...project import Project
-from ...table import shown
+from ...weights import from_all_ranks
+from ..values import shown
 
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "BruteForceSampler"}
 KILLS = 3  # after so many a trial has failed
@@ -169,7 +170,9 @@ def run(sweep: Sweep, number: int, project: Project) -> None:
         sweep.trial(number).set_user_attr("kills", kills)
         if kills < KILLS:
             raise Ended(stopped, f"trial {number} was stopped; the same command resumes the sweep")
-    found = read_metrics(folder)[given["metric"]].finite()
+    has_run = last_write(folder) is not None  # it may have failed before it wrote anything
+    history = read_run(folder) if has_run else History(folder)
+    found = history.metrics[given["metric"]].finite()
     pruned = study.trials[number].user_attrs.get("pruned")
     state, value = TrialState.FAIL, None
     if not code and pruned:
@@ -188,10 +191,12 @@ def run(sweep: Sweep, number: int, project: Project) -> None:
 def start(argv: list[str], folder: Path) -> int:
     """Runs a command without Slurm's variables and forwards SIGTERM and SIGUSR1 to it."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-    variables[RUN_ID] = folder.name
+    variables[Variable.RUN_ID] = folder.name
     with (folder / "output.txt").open("a") as output:
-        process = subprocess_launcher.start(argv, env=variables, stdout=output, stderr=output)
-    for each in signals.STOP:
+        process = subprocess.Popen(
+            argv, env=variables, stdout=output, stderr=output, preexec_fn=end_with_parent
+        )
+    for each in STOP:
         signal.signal(each, lambda number, frame: process.send_signal(number))
     return process.wait()
 
@@ -216,4 +221,4 @@ class Pruning(Callback):
             trial.report(float(trainer.callback_metrics[sweep.definition["metric"]]), step)
             if stops := trial.should_prune() and step < trainer.estimated_stepping_batches:
                 trial.set_user_attr("pruned", step)
-        trainer.should_stop = weights.broadcast(stops) or trainer.should_stop
+        trainer.should_stop = from_all_ranks(stops)[0] or trainer.should_stop

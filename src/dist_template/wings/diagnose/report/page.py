@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from ....errors import require
-from ....observe.history.run import History, PlotlyJs, read_run
+from ....observe.history.run import History, read_run
 from ....project import program
 from ....records import write_atomically
 from ..engine import diagnose
@@ -35,7 +35,7 @@ AXIS = {"gridcolor": LINE, "zerolinecolor": LINE, "automargin": True}
 
 
 def write(
-    folders: list[Path], output: Path, plotly: PlotlyJs | None = None
+    folders: list[Path], output: Path, plotly: str | None = None
 ) -> tuple[list[History], list[list[Finding]]]:
     """Writes a report on the runs in `folders`, and returns the histories and findings.
 
@@ -66,7 +66,7 @@ def names_of(histories: list[History]) -> list[str]:
     return names
 
 
-def link(where: PlotlyJs, history: History, output: Path) -> str:
+def link(where: str, history: History, output: Path) -> str:
     """Returns the address of plotly.js (4.8 MB) for a page in `output`; "" if the page contains it.
 
     The shared file is in `run.root`, which can be copied with the pages; it is written once.

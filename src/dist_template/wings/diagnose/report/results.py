@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ....checkpoint import manifest
-from ....cluster.launch import RUN_ID
-from ....observe.history import goodput
+from ....checkpoint.manifest import SavedCheckpoint
+from ....cluster.launch import Variable
 from ....observe.history.run import History
 from ....project import without
 from ....table import Table
@@ -49,7 +48,7 @@ def steps(history: History) -> int:
     ends = [0]
     for name in history.metrics.names:
         ends.append(int(history.metrics[name].steps[-1]))
-    for line in goodput.read_attempts(history.folder)[-1:]:
+    for line in history.attempts()[-1:]:
         ends.append(int(line["step"]))
     for crash in history.crashes:
         ends.append(int(crash.get("step") or 0))
@@ -57,7 +56,7 @@ def steps(history: History) -> int:
 
 
 def attempts(history: History) -> int | None:
-    found = {line["attempt"] for line in goodput.read_attempts(history.folder)}
+    found = {line["attempt"] for line in history.attempts()}
     return len(found) or None
 
 
@@ -88,10 +87,6 @@ def _warm_median(values: np.ndarray) -> float:
     return float(np.median(values))
 
 
-def _productive(history: History) -> float | None:
-    return goodput.share(history.goodput) if history.goodput else None
-
-
 def _duration(history: History) -> float | None:
     return sum(history.goodput.values()) or None
 
@@ -107,7 +102,7 @@ FIGURES: tuple[tuple[str, Form, Value], ...] = (
     ("tokens/s", "{:,.0f}".format, _over_all("perf/tokens_per_s", _warm_median)),
     ("MFU", "{:.1%}".format, _over_all("perf/mfu", _warm_median)),
     ("memory, most", "{:.1f} GiB".format, _over_all("memory/reserved_gib", np.max)),
-    ("goodput", "{:.0%}".format, _productive),
+    ("goodput", "{:.0%}".format, lambda history: history.productive_share),
     ("duration", clock, _duration),
     ("attempts", "{:.0f}".format, attempts),
 )
@@ -168,13 +163,13 @@ def tokens_at(history: History, steps: np.ndarray) -> np.ndarray:
     return np.interp(steps, [0, *known.steps], [0.0, *known.values])
 
 
-def checkpoints(history: History) -> list[Path]:
+def checkpoints(history: History) -> list[SavedCheckpoint]:
     """Returns the run's checkpoints, the newest first and the best ones last, damaged ones too."""
     inside = history.folder / "checkpoints"  # also if the run's folder was moved
     if inside.exists():
-        return manifest.found(inside)
+        return SavedCheckpoint.all_in(inside)
     configured = str(history.key("last_checkpoint.dirpath", ""))
-    return manifest.found(Path(configured.replace("{run}", str(history.folder))))
+    return SavedCheckpoint.all_in(Path(configured.replace("{run}", str(history.folder))))
 
 
 def resume(history: History) -> tuple[str, str]:
@@ -184,10 +179,10 @@ def resume(history: History) -> tuple[str, str]:
         return "", ""
     done, last = steps(history), history.key("trainer.max_steps", -1)
     words = without(words, "--ckpt_path")
-    if not any(manifest.torn(path) is None for path in checkpoints(history)):
+    if not any(saved.damage is None for saved in checkpoints(history)):
         return "There is no checkpoint to resume from; this starts the run again", shlex.join(words)
     sentence = "This resumes from the newest valid checkpoint, in the same folder"
     if isinstance(last, int) and 0 < last <= done:
         words = [*without(words, "--trainer.max_steps"), "--trainer.max_steps", str(2 * done)]
         sentence = "The run has done all its steps; this trains as many again"
-    return sentence, f"{RUN_ID}={shlex.quote(history.folder.name)} {shlex.join(words)}"
+    return sentence, f"{Variable.RUN_ID}={shlex.quote(history.folder.name)} {shlex.join(words)}"

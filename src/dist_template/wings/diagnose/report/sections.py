@@ -10,12 +10,11 @@ from typing import Any
 
 import yaml
 
-from ....checkpoint import manifest
-from ....observe.history import goodput
-from ....observe.history.run import History, without_folder
+from ....observe.history.run import History
 from ....records import flatten, read_mapping
-from ....table import Table, shown
+from ....table import Table
 from ....text.cache.quality import as_table
+from ...values import shown
 from .curves import COLOURS, Figure, Panel
 from .results import checkpoints, clock, short, side_by_side, steps
 
@@ -111,7 +110,7 @@ def of_several(histories: list[History], names: list[str]) -> list[Section]:
             flat.pop(key, None)
         environments.append(flat)
     equal = Table("", [], [], "The configurations are equal.")
-    configs = _differing("key", map(config_of, histories), names)
+    configs = _differing("key", map(History.portable_config, histories), names)
     return _with_content({
         "Side by side": [*side_by_side(histories, names)],
         "Where the time went": _goodput(histories, names),
@@ -124,17 +123,10 @@ def _with_content(parts_of: Mapping[str, Parts]) -> list[Section]:
     return [Section(title, parts) for title, parts in parts_of.items() if parts]
 
 
-def config_of(history: History) -> dict[str, object]:
-    """Returns the flat configuration, with "{run}" for the run's own folder, as users write it."""
-    root, name = history.key("run.root", ""), history.key("run.name", "")
-    folder = str(Path(str(root) or "runs", str(name), history.folder.name))
-    return flatten(without_folder(folder, history.config))
-
-
 def from_defaults(history: History) -> list[tuple[str, object, object]]:
     """Returns (key, value, default) where they differ; [] if the run recorded no defaults."""
     defaults, found = flatten(history.defaults), []
-    for key, value in config_of(history).items():
+    for key, value in history.portable_config().items():
         default = defaults.get(key, NOT_SET)
         if defaults and value != default:
             found.append((key, value, default))
@@ -203,8 +195,10 @@ def _evaluation(run: Path) -> Parts:
 
 def _goodput(histories: list[History], names: list[str]) -> Parts:
     """Returns seconds and shares of each kind of time, over all attempts."""
-    rows = []
-    for kind in goodput.KINDS:
+    rows, kinds = [], dict[str, float]()
+    for history in histories:
+        kinds |= history.goodput
+    for kind in kinds:
         cells = []
         for history in histories:
             seconds, total = history.goodput.get(kind, 0.0), sum(history.goodput.values())
@@ -289,12 +283,13 @@ def _crashes(crashes: list[dict[str, Any]]) -> Parts:
 
 def _checkpoints(history: History) -> Parts:
     rows = []
-    for path in checkpoints(history)[:ROWS]:
-        if torn := manifest.torn(path):
-            rows.append([path.name, "", "", "", f"damaged: {torn}"])
+    for saved in checkpoints(history)[:ROWS]:
+        name = saved.path.name
+        if saved.damage:
+            rows.append([name, "", "", "", f"damaged: {saved.damage}"])
             continue
-        saved = manifest.read(path)
-        mib = sum(size for size, _ in saved["files"].values()) / 2**20
-        ranks, strategy = str(saved.get("world_size", "")), str(saved.get("strategy", ""))
-        rows.append([path.name, f"{mib:,.1f}", ranks, strategy, "sizes match"])
+        found = saved.manifest
+        mib = sum(size for size, _ in found["files"].values()) / 2**20
+        ranks, strategy = str(found.get("world_size", "")), str(found.get("strategy", ""))
+        rows.append([name, f"{mib:,.1f}", ranks, strategy, "sizes match"])
     return _table(["name", "MiB", "processes", "strategy", "state"], rows)

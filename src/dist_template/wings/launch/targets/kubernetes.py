@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ....cluster.redaction import redacted, redacted_command
+from ....cluster.redaction import redacted_command
 from ....errors import InputError
 from ..job import Job
 from . import Record, Target, ask, ray
@@ -96,8 +96,11 @@ def _check_secrets(job: Job) -> None:
         if not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):  # its text may be the secret
             key = f"cluster.kubernetes.secrets.{name}"
             raise InputError(f"{key} is not a reference; give SECRET/KEY")
-    shown, given = redacted(job.site.environment), job.site.environment
-    secrets = [f"cluster.environment.{name}" for name in given if shown[name] != given[name]]
+    secrets = []
+    for name, text in job.site.environment.items():
+        word = f"--{name}={text}"
+        if redacted_command([word]) != [word]:
+            secrets.append(f"cluster.environment.{name}")
     references = "--cluster.kubernetes.secrets."  # checked above
     words = [word for word in job.arguments if not word.startswith(references)]
     if redacted_command(words) != words:

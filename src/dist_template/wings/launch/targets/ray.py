@@ -17,9 +17,9 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from ....cluster.launch import LAUNCH
+from ....cluster.launch import Variable
 from ....cluster.signals import end_with_parent
-from ....errors import DECIDED, Exit, require
+from ....errors import Exit, require
 from ..job import Job
 from ..nodes import OnNodes, script
 
@@ -78,12 +78,12 @@ def work(config: Mapping[str, str]) -> int:
         port = [probe.getsockname()[1]]
     dist.broadcast_object_list(port)
     environment = os.environ | {"MASTER_PORT": str(port[0]), "GROUP_RANK": os.environ["NODE_RANK"]}
-    environment |= {LAUNCH: config["launch"], "TORCHELASTIC_RUN_ID": config["launch"]}
+    environment |= {Variable.LAUNCH: config["launch"], "TORCHELASTIC_RUN_ID": config["launch"]}
     # If Ray kills the worker, the process saves and exits (signals.listen).
     started = subprocess.Popen(config["process"], env=environment, preexec_fn=end_with_parent)
     codes = [0] * dist.get_world_size()
     dist.all_gather_object(codes, started.wait())
-    if any(codes) and not set(codes) & set(DECIDED):
+    if any(codes) and not Exit.is_deliberate(codes):
         raise RuntimeError(f"the processes exited with {codes}")
     return int(Exit.of_all(codes))
 

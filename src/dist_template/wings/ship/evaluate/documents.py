@@ -17,9 +17,9 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from .... import weights
 from ....errors import InputError
 from ....text.batches.rows import NOT_COUNTED
+from ....weights import from_all_ranks
 from ..export.onnx import OnnxModel
 
 
@@ -81,7 +81,7 @@ class DocumentScores(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # the ranks of one model-parallel group evaluate the same rows
-        by_rank = dict(weights.from_all_ranks((self.data.rank, self.totals)))
+        by_rank = dict(from_all_ranks((self.data.rank, self.totals)))
         if not trainer.is_global_zero:
             return
         import pandas as pd

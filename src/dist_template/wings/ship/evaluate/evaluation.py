@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import shutil
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import yaml
 
-from ....checkpoint.manifest import agreed
 from ....cli.fit import WithoutTrainer
-from ....cli.run import check_checkpoint
-from ....cluster import subprocess_launcher
+from ....cli.run import verified_checkpoint
+from ....cluster.signals import end_with_parent
 from ....errors import Ended, Exit, InputError
 from ....observe.history.run import CONFIG
 from ....project import Project
@@ -109,8 +109,7 @@ class Model(NamedTuple):
 def of_run(name: str, project: Project, flag: str) -> Model:
     """Finds the newest checkpoint of a run's folder, or the checkpoint at a path inside one."""
     _, path, run = trained.of_run(name, project, flag)
-    check_checkpoint(path, flag)
-    return Model(name, run, str(agreed(path)))
+    return Model(name, run, str(verified_checkpoint(path, flag)))
 
 
 def baseline_of(name: str, run: Model, project: Project) -> Model:
@@ -166,7 +165,8 @@ def score_documents(
 
 def run_verb(project: Project, argv: list[str]) -> int:
     """Runs a verb in a process of its own, which starts the other ranks; returns its exit code."""
-    return subprocess_launcher.start([sys.executable, "-m", project.package, *argv]).wait()
+    command = [sys.executable, "-m", project.package, *argv]
+    return subprocess.call(command, preexec_fn=end_with_parent)
 
 
 def score_unigrams(corpus: Corpus, split: str, table: DataFrame) -> DataFrame:

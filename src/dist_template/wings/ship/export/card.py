@@ -6,7 +6,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from ....checkpoint.manifest import NAME
+from ....checkpoint.manifest import SavedCheckpoint
 from ....observe.history.run import History, read_run
 from ....records import flatten, sha256
 from .trained import Trained
@@ -45,9 +45,10 @@ def write_card(folder: Path, trained: Trained, form: str, verified: str, license
         spec = corpus.manifest["spec"]
         data = corpus.manifest["splits"] | {"source": spec["source"]}
         text += _section("Data", data | {"tokenizer": spec["tokenizer"]})
-    steps = 0
-    if found := NAME.fullmatch(Path(trained.path).name):
-        steps = int(found[2])
+    steps, checkpoint = 0, Path(trained.path)
+    for saved in SavedCheckpoint.all_in(checkpoint.parent):
+        if saved.path == checkpoint:
+            steps = saved.step
     training: dict[str, object] = {"checkpoint": trained.path, "steps": steps}
     training["tokens"] = steps * (run.fact("data.tokens_per_step") or 0)
     for name in FIGURES:

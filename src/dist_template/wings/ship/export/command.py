@@ -17,10 +17,9 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
-from ....checkpoint.manifest import agreed
 from ....cli.fit import WithoutTrainer
-from ....cli.run import check_checkpoint, newest_checkpoint
-from ....errors import InputError, is_disk_full, reason, require
+from ....cli.run import verified_checkpoint
+from ....errors import InputError, reason, require
 from ....project import Project
 from .adapter import merge, write_adapter
 from .card import write_card
@@ -49,11 +48,8 @@ def main(argv: list[str], project: Project) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         given = f"--output {str(output)!r}"
         raise InputError(f"{given} exists and is not an empty folder; give another")
-    to, path = chosen_format(cli.model, settings), Path(settings.checkpoint)
-    if settings.checkpoint in ("last", "best"):
-        path = newest_checkpoint(settings.checkpoint, cli.unfilled)[1]
-    check_checkpoint(path, "--checkpoint")
-    path = agreed(path)
+    to = chosen_format(cli.model, settings)
+    path = verified_checkpoint(settings.checkpoint, "--checkpoint", cli.unfilled)
     found = trained(cli, path, run_of(path))
     with written_at_once(output) as folder:
         proof = write(found, to, settings.dtype, folder)
@@ -112,7 +108,8 @@ def written_at_once(output: Path) -> Generator[Path]:
             path.chmod(0o666 & folder.stat().st_mode)
         folder.rename(output)
     except Exception as error:
-        if not (isinstance(error, OSError) or is_disk_full(error)):
+        # safetensors and tokenizers write in Rust, and raise errors of their own
+        if not (isinstance(error, OSError) or "(os error " in str(error)):
             raise
         raise InputError(f"--output {str(output)!r} cannot be written: {reason(error)}") from error
     finally:

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 import yaml
 
-from ....checkpoint.formats import format_of, read_full
-from ....checkpoint.frozen import exclude_frozen
-from ....checkpoint.manifest import agreed, resolve
-from ....cli.config_file import read, rename_old_classes
+from ....checkpoint.formats import load_full
+from ....cli.config_file import read
 from ....cli.fit import WithoutTrainer
-from ....cli.run import check_checkpoint, fill_placeholders
+from ....cli.run import is_checkpoint, verified_checkpoint
 from ....errors import InputError, reason, require
 from ....observe.history.run import CONFIG
 from ....project import Project
@@ -53,8 +51,8 @@ def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
     if is_pretrained(name):
         return from_folder(name, key)
     flags, checkpoint, run = of_run(name, project, key)
-    check_checkpoint(checkpoint, key)
-    return trained(WithoutTrainer(project, flags, run=False), agreed(checkpoint), run)
+    path = verified_checkpoint(checkpoint, key)
+    return trained(WithoutTrainer(project, flags, run=False), path, run)
 
 
 def is_pretrained(name: str) -> bool:
@@ -72,17 +70,16 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     if not path.exists():
         why = "does not exist: give the folder of a run, a checkpoint, or a Hugging Face folder"
         raise InputError(f"{key} {name!r} {why}")
-    is_checkpoint = bool(resolve(path)[1] or format_of(path))
-    run = run_of(path) if is_checkpoint else newest(path)
+    is_folder_of_run = not is_checkpoint(path)
+    run = newest(path) if is_folder_of_run else run_of(path)
     if run is None:
         raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
-    keys = read(str(run / CONFIG))
+    keys = read(str(run / CONFIG), package=project.package)
     for key in OF_FIT:
         keys.pop(key, None)
-    rename_old_classes(keys, project.package)
     flags = ["--config", yaml.safe_dump(keys)]
-    if not is_checkpoint:
-        path = Path(fill_placeholders(keys["last_checkpoint"]["dirpath"], run))
+    if is_folder_of_run:
+        path = Path(keys["last_checkpoint"]["dirpath"].replace("{run}", str(run)))
     return flags, path, run
 
 
@@ -107,9 +104,7 @@ def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained
         data.require()
     torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
     module.model = getattr(module, "build_network", module.build_model)(data)
-    if getattr(module, "frozen_base", None):
-        exclude_frozen(module)
-    module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
+    load_full(path, module)
     tokenizer = getattr(data, "text_tokenizer", None)
     return Trained(module.model.eval(), tokenizer, str(path), run, module, data)
 

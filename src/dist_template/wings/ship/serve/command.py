@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ....cluster import signals
+from ....cluster.signals import STOP
 from ....errors import InputError, reason, require
 from ....project import Flags, Project, program
 from ...ranges import in_range
@@ -49,7 +50,8 @@ def main(argv: list[str], project: Project) -> None:
     model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
     given.context = getattr(model.config, "max_position_embeddings", sys.maxsize)
     key = os.environ.get(given.api_key_env, "")
-    signals.ignore()  # uvicorn has handlers of its own, and raises what it received again
+    for number in STOP:  # uvicorn has handlers of its own, and raises what it received again
+        signal.signal(number, signal.SIG_IGN)
     asyncio.run(_serve(App(model, served.tokenizer, key, given), listening))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from ....compat.transformers_serving import plain_messages
+from .openai_api import OneModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ def checked(
         body = kind.model_validate_json(raw).model_dump(exclude_none=True)
         prompt: str = body.get("prompt", "")
         if path == CHAT:
-            turns, tools = plain_messages(body["messages"]), body.get("tools")
+            turns, tools = OneModel.plain_messages(body["messages"]), body.get("tools")
             prompt = str(
                 tokenizer.apply_chat_template(
                     turns, tools=tools, add_generation_prompt=True, tokenize=False

@@ -5,7 +5,7 @@
 command `transformers serve` loads the model by itself, so it would not be the one that was compared
 with the trained one, and has routes that load any model of the hub. Where a name is gone, the
 import of this file raises ImportError and `serve` does not start; `export` does not need it.
-tests/compat/test_transformers_serving.py checks names and signatures.
+tests/wings/test_openai_api.py checks names and signatures.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class OneModel:
     def get_model_modality(self, *_: object, **__: object) -> Modality:
         return Modality.LLM
 
+    @staticmethod
+    def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Converts OpenAI's messages to those that a chat template reads, as the handler does."""
+        return ChatCompletionHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
+
     async def respond(
         self, body: dict[str, Any], request_id: str, criterion: Callable[..., Tensor]
     ) -> Response:
@@ -68,11 +73,6 @@ class OneModel:
         if isinstance(response, StreamingResponse):
             response.body_iterator = _finished(response.body_iterator)
         return response
-
-
-def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Converts OpenAI's messages to those that a chat template reads, as the handler does."""
-    return ChatCompletionHandler.get_processor_inputs_from_messages(messages, Modality.LLM)
 
 
 async def _finished(events: AsyncIterable[str | bytes | memoryview]) -> AsyncGenerator[str]:
