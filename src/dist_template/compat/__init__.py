@@ -8,7 +8,9 @@ torch.py, torchrun.py    tensors, process groups, checkpoints; the elastic agent
 stacks.py                names of functions in stacks, by which a hang's phase is known
 deepspeed.py             ZeRO's optimizers and checkpoint files
 transformers.py          attention masks, grouped products, sharding by a model's plans
+transformers_serving.py  the handlers of OpenAI's API behind `transformers serve`
 parallel_styles.py       transformers' tensor and expert parallelism: two fixes
+randomness.py            dropout that is off, and observed seeding
 
 tests/compat/test_names.py fails when a new version has another name or signature.
 """

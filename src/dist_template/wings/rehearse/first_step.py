@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
+from ...compat.randomness import turn_dropout_off
 from ...parallel import run_strategy
 from ...parallel.pipeline.division import RemoteModule
 from ...parallel.run_strategy import Layers
 from ...weights import from_all_ranks
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
-from .randomness import turn_dropout_off
 from .record import ForwardPass
 from .recorder import fingerprint, labels_in, samples_in
 

@@ -22,10 +22,10 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...compat.randomness import watch_seeding
 from ...text.datamodule import PackedText
 from . import code_locations
 from .forward_hooks import EXPERTS, ForwardCall, ForwardHooks, main_output
-from .randomness import watch_seeding
 
 NOT_COUNTED = -100
 MAX_MASKED_SHARE = 0.8

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from dist_template.compat.randomness import DROPOUTS, GENERATORS, turn_dropout_off, watch_seeding
 from dist_template.wings.rehearse import randomness
-from dist_template.wings.rehearse.randomness import DROPOUTS, GENERATORS, turn_dropout_off, watch_seeding
 
 
 @pytest.fixture(autouse=True)
