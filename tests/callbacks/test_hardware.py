@@ -16,8 +16,7 @@ import torch
 
 from dist_template.callbacks import hardware
 from dist_template.callbacks.hardware import Hardware, Sampler
-from dist_template.cluster import environment
-from dist_template.model.metrics import MetricBuffer
+from tests.support.library import MetricBuffer, environment
 from tests.support.runs import logged, only_run, run
 
 

@@ -15,10 +15,8 @@ from lightning.pytorch import Callback
 
 from dist_template.callbacks import throughput
 from dist_template.callbacks.throughput import ForwardClock
-from dist_template.checkpoint import commit
-from dist_template.observe.history.metrics import read_metrics
-from dist_template.text.batches.rows import Rows
 from dist_template.wings.diagnose import read_run
+from tests.support.library import Rows, commit, read_metrics
 from tests.support.parity import STEPS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers

@@ -17,7 +17,7 @@ from torch import nn
 from dist_template import InputError
 from dist_template.parallel.pipeline.division import Division
 from dist_template.parallel.pipeline.partition import bounds_of, outline
-from dist_template.parallel.pipeline.schedule import stages_of_rank
+from tests.support.library import stages_of_rank
 from tests.support.parity import MODELS, SHORT, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.strategies import ARGS

@@ -21,8 +21,8 @@ from trainer_dev.data import DataModule
 
 from dist_template.wings.setup import doctor
 from dist_template.wings.setup.doctor import OK, PROBLEM, WARNING, Where
-from dist_template.wings.values import free_port
 from tests.support.runs import OURS, main
+from tests.support.wings import free_port
 
 Usage = namedtuple("Usage", "total used free")
 

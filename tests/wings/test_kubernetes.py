@@ -13,10 +13,10 @@ import yaml
 from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
 from dist_template.errors import Exit
-from dist_template.wings.launch.job import Job
-from dist_template.wings.launch.targets import target
 from tests import PROJECT
 from tests.support.manifests import OF_SITES, mutations, pods, wrong
+from tests.support.wings import Job
+from tests.support.wings import launch_target as target
 
 KINDS = ("Job", "JobSet", "TrainJob", "RayJob")
 CASES = [(kind, gang) for kind in KINDS for gang in (None, "kueue", "volcano")]
@@ -146,9 +146,7 @@ def test_the_failure_policy_is_the_table_of_exit_codes() -> None:
         for code in rule.get("onExitCodes", {}).get("values", []):
             actions[code] = rule["action"]
     deliberate = {code for code in Exit if Exit.is_deliberate([code])}
-    assert {code for code, action in actions.items() if action == "FailJob"} == {
-        code for code in Exit if Exit.is_deliberate([code])
-    } - {Exit.REQUEUE}
+    assert {code for code, action in actions.items() if action == "FailJob"} == deliberate - {Exit.REQUEUE}
     assert {code for code, action in actions.items() if action == "Ignore"} == {Exit.REQUEUE}
     assert Exit.HUNG not in actions and Exit.FAILED not in actions, "these are retried and counted"
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (10, 0)

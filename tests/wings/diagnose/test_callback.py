@@ -12,10 +12,10 @@ import pytest
 import torch
 from trainer_dev.module import LanguageModule
 
-from dist_template.observe.history.metrics import read_lines
 from dist_template.wings.diagnose import Finding
 from dist_template.wings.diagnose import callback as diagnosis
 from dist_template.wings.diagnose.callback import FILE, Diagnosis
+from tests.support.library import read_lines
 from tests.support.runs import logged, only_run, run
 
 LOW = ["--model.optim.learning_rate=1e-7", "--trainer.limit_val_batches=0", "--diagnosis.every_s=0"]
