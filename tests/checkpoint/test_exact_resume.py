@@ -19,7 +19,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from dist_template.callbacks import RandomState
-from dist_template.compat.epochs import KEY, Point, ResumableEpochLoop
+from dist_template.compat import epochs
 from dist_template.wings.rehearse.compare import trace_resumed
 from tests.support.faults_of_runs import random_state_not_saved
 from tests.support.library import ConsumedSamples, manifest
@@ -178,9 +178,9 @@ def epoch_draws() -> None:
 
 
 def validation_skipped() -> None:
-    load = ResumableEpochLoop.on_load_checkpoint
-    loop: Any = ResumableEpochLoop
-    loop.on_load_checkpoint = lambda self, state: load(self, state | {KEY: Point.AFTER_VALIDATION})
+    load = epochs.ResumableEpochLoop.on_load_checkpoint
+    loop: Any = epochs.ResumableEpochLoop
+    loop.on_load_checkpoint = lambda self, state: load(self, state | {epochs.KEY: epochs.Point.AFTER_VALIDATION})
 
 
 @pytest.mark.slow
