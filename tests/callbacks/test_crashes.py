@@ -17,11 +17,11 @@ from lightning.pytorch import Callback
 from dist_template.callbacks import crash as noting
 from dist_template.errors import Exit, is_out_of_memory
 from dist_template.observe import crash
-from dist_template.wings.diagnose import Finding, History, engine, hooks, read_run
-from dist_template.wings.diagnose.engine import diagnose
+from dist_template.wings.diagnose import Finding, History, hooks, read_run
 from tests.support.injury import Training
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, command, only_run, run
 from tests.support.tiers import tiers
+from tests.support.wings import diagnose, engine
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.75 GiB."
 CPU = (

@@ -19,14 +19,14 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback
 
 from dist_template import InputError
-from dist_template.callbacks import Preemption, preemption
+from dist_template.callbacks import Preemption
 from dist_template.callbacks.preemption import Vote
-from dist_template.checkpoint import manifest
 from dist_template.cli.parser import as_launched
-from dist_template.wings.rehearse.record import RunRecord
 from tests.support.injury import children
+from tests.support.library import manifest, preemption
 from tests.support.runs import SMALL_LLAMA, Workers, run
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 DROPOUT = f"--model.architecture={SMALL_LLAMA[:-1]}, attention_dropout: 0.1}}"
 SMALL = ["--trainer.strategy=ddp", "--data.micro_batch_size=2", "--model.optim.learning_rate=0.01"]

@@ -14,14 +14,13 @@ from trainer_dev.module import LanguageModule
 from dist_template import Project
 from dist_template.callbacks import Replicas
 from dist_template.callbacks.replicas import checksum
-from dist_template.checkpoint import manifest
 from dist_template.layout import local_shard
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.workers import Workers
 from tests.support.classifier import PlainClassifier
+from tests.support.library import manifest
 from tests.support.numerics import Train, report_exit_codes
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord, Workers
 
 NORM = "model.layers.1.post_attention_layernorm.weight"  # of the network; every strategy but FSDP2 has replicas of it
 EVERY = "--last_checkpoint.every_n_steps=4"

@@ -14,11 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from dist_template.callbacks import throughput
-from dist_template.callbacks.throughput import ForwardClock
-from dist_template.checkpoint import commit
-from dist_template.observe.history.metrics import read_metrics
-from dist_template.text.batches.rows import Rows
 from dist_template.wings.diagnose import read_run
+from tests.support.library import Rows, commit, read_metrics
 from tests.support.parity import STEPS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
@@ -82,7 +79,7 @@ class FakeEvent:
 
 def test_a_forward_that_is_still_running_on_the_gpu_counts_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    clock = ForwardClock(torch.device("cuda"))
+    clock = throughput.ForwardClock(torch.device("cuda"))
     for begin, end in ((0, 10), (20, 40), (50, 80)):
         FakeEvent.now_ms = begin
         clock.start()

@@ -21,14 +21,12 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dist_template.callbacks import LastCheckpoint
-from dist_template.checkpoint import commit, manifest, sharded
-from dist_template.checkpoint.formats import FILE, read_full
-from dist_template.wings.rehearse.compare import first_difference
-from dist_template.wings.rehearse.interventions import KillAt
-from dist_template.wings.rehearse.record import RunRecord
+from dist_template.checkpoint.formats import FILE
+from tests.support.library import commit, manifest, read_full, sharded
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import KillAt, RunRecord, first_difference
 
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 STEPS, EVERY = 8, 4  # optimizer steps: of the run, between two checkpoints

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from dist_template.callbacks import preemption
+from tests.support.library import preemption
 from tests.support.runs import Workers, logged, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers

@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dist_template import InputError
 from dist_template.callbacks import BestCheckpoint
 from dist_template.callbacks.checkpoint import outdated
-from dist_template.checkpoint import commit, formats, manifest
-from dist_template.checkpoint.optimizer import by_name
 from tests.support.formats import (
     NAMES,
     REST,
@@ -31,6 +29,7 @@ from tests.support.formats import (
     write_zero,
 )
 from tests.support.injury import corrupt
+from tests.support.library import by_name, commit, formats, manifest
 from tests.support.runs import main, newest, only_run, run
 
 FORMATS = ["file", "distributed", "zero2", "zero3"]

@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
-from dist_template.checkpoint import commit, manifest
+from tests.support.library import commit, manifest
 from tests.support.runs import disk
 from tests.support.saves import Trainings
 from tests.support.tiers import tiers

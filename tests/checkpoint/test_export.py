@@ -10,10 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dist_template import InputError
-from dist_template.checkpoint.formats import format_of, read_full
-from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.wings.ship.export import command as export
 from tests.support.formats import write_distributed
+from tests.support.library import ZeroFormat, format_of, read_full
 from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, Workers, logged, newest, only_run, run
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from dist_template import InputError
-from dist_template.checkpoint import formats as loading
-from dist_template.checkpoint import manifest
-from dist_template.checkpoint.formats import read_full
 from tests.support.injury import corrupt
 from tests.support.kill_points import EXIT_CODE, crash
+from tests.support.library import formats as loading
+from tests.support.library import manifest, read_full
 from tests.support.saves import STEPS, Trainings, assert_same, equal
 from tests.support.tiers import tiers
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from dist_template import InputError
-from dist_template.checkpoint.formats import PlainFormat, format_of, read_full
-from dist_template.checkpoint.optimizer import by_name, numbered
-from dist_template.checkpoint.zero import ZeroFormat
+from dist_template.checkpoint.optimizer import numbered
 from dist_template.cli.run import check_checkpoint
 from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step, write_distributed, write_file, write_zero
+from tests.support.library import PlainFormat, ZeroFormat, by_name, format_of, read_full
 
 
 @pytest.fixture

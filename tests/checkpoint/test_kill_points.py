@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.checkpoint import commit, manifest
 from tests.support.fake_saves import LOST, STRATEGIES, FakeDdp, FakeZero, launch, weight_of
 from tests.support.kill_points import COMMITTED, EXIT_CODE, crash, points
+from tests.support.library import commit, manifest
 
 
 def check_newest(strategy: type[FakeDdp], folder: Path, step: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_template.checkpoint import commit, manifest
+from tests.support.library import commit, manifest
 
 NAMES = st.from_regex(r"[a-z_0-9]{1,8}(/[a-z_0-9]{1,8}){0,2}\.(pt|distcp)", fullmatch=True)
 CONTENTS = st.binary(max_size=64)

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.serialization import config
 
-from dist_template.checkpoint.formats import FILE, PlainFormat
+from dist_template.checkpoint.formats import FILE
+from tests.support.library import PlainFormat
 
 
 def test_a_save_asks_torch_for_page_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

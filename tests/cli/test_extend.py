@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.wings.diagnose import engine
 from tests.support.line import command
 from tests.support.runs import PACKAGE, PROJECT, only_run, run
+from tests.support.wings import engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 FILE = re.compile(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

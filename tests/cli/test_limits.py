@@ -14,8 +14,8 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
 from dist_template import BlockConfig, OptimConfig
-from dist_template.cli.limits import Machine, violations
 from dist_template.strategies import MeshStrategy, ZeroStrategy
+from tests.support.library import Machine, violations
 from tests.support.limits import LLAMA, violations_of
 from tests.support.runs import run
 from tests.support.strategies import NAMES, settings_of

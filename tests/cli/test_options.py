@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
-from dist_template.model.optim import build_optimizer, build_schedule
+from tests.support.library import build_optimizer, build_schedule
 from tests.support.runs import logged, only_run, run
 
 

@@ -14,10 +14,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from dist_template.cli.fit import CLI
-from dist_template.cli.ranges import RANGES
-from dist_template.compat.lightning_cli import keys_of
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Source, TokenizerSpec
+from tests.support.library import RANGES, keys_of
 from tests.support.line import OURS
 from tests.support.runs import refused, run
 

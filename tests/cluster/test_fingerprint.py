@@ -18,15 +18,14 @@ import pytest
 import torch.distributed as dist
 
 from dist_template import Ended
-from dist_template.cluster import environment as machine
 from dist_template.cluster import rendezvous
 from dist_template.cluster.environment import comparable, environment, packages
-from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.hang import rank_ranges
-from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.errors import Exit
-from dist_template.wings.values import free_port
+from tests.support.library import Rendezvous, SameEnvironment
+from tests.support.library import environment as machine
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
+from tests.support.wings import free_port
 
 OWN: dict[str, Any] = {
     "python": "3.11.7",

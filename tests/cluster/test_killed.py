@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_template.checkpoint import manifest
-from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Exit
 from tests.support.injury import Step, Training, kill
+from tests.support.library import manifest, read_full
 from tests.support.runs import run
 
 KILLS = int(os.environ.get("KILLS", "20"))

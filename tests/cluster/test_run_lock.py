@@ -17,11 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from dist_template import InputError
-from dist_template.cluster import run_lock
-from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.launch import Variable
-from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.cluster.run_lock import FILE, RunLock
+from tests.support.library import Rendezvous, SameEnvironment, run_lock
 from tests.support.runs import main
 
 ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since": 1.0, "launch": ""}

@@ -23,14 +23,12 @@ from trainer_dev.data import DataModule
 from dist_template import Ended
 from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
 from dist_template.callbacks.preemption import TIME_IS_UP
-from dist_template.checkpoint import manifest
-from dist_template.checkpoint.formats import PlainFormat
-from dist_template.compat.loop import lighten
 from dist_template.text import Bytes, TextFiles
-from dist_template.wings.rehearse.interventions import KillAt
 from tests.support import saves
+from tests.support.library import PlainFormat, lighten, manifest
 from tests.support.runs import newest
 from tests.support.tiers import tiers
+from tests.support.wings import KillAt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),

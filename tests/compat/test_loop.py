@@ -15,7 +15,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from dist_template.compat.lightning import batch_progress, replace_clipping
-from dist_template.compat.loop import EpochLoop, MixedPrecision, lighten
+from dist_template.compat.loop import EpochLoop, MixedPrecision
+from tests.support.library import lighten
 
 
 def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:

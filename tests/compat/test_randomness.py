@@ -9,23 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from dist_template.compat.randomness import DROPOUTS, GENERATORS, turn_dropout_off, watch_seeding
-from dist_template.wings.rehearse import randomness
+from dist_template.compat import randomness
 
 
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     functional = torch.nn.functional
-    for name in (*DROPOUTS, "scaled_dot_product_attention"):
+    for name in (*randomness.DROPOUTS, "scaled_dot_product_attention"):
         monkeypatch.setattr(functional, name, getattr(functional, name))
-    for _, module, *names in GENERATORS:
+    for _, module, *names in randomness.GENERATORS:
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def test_dropout_is_the_identity_and_noted_where_it_would_have_an_effect() -> None:
     noted: list[str] = []
-    turn_dropout_off(lambda: noted.append("dropout"))
+    randomness.turn_dropout_off(lambda: noted.append("dropout"))
     ones = torch.ones(2, 3, 4, 4)
     for module in (nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)):
         assert torch.equal(module(ones), ones)
@@ -39,7 +38,7 @@ def test_dropout_is_the_identity_and_noted_where_it_would_have_an_effect() -> No
 
 def test_seeding_is_reported_and_so_is_a_state_that_is_set_back() -> None:
     seen: list[str] = []
-    watch_seeding(lambda name: seen.append(f"seeds {name}"), lambda name: seen.append(f"restores {name}"))
+    randomness.watch_seeding(lambda name: seen.append(f"seeds {name}"), lambda name: seen.append(f"restores {name}"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
     random.seed(1)
@@ -60,4 +59,4 @@ def test_seeding_is_reported_and_so_is_a_state_that_is_set_back() -> None:
 def test_a_function_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(randomness, "DROPOUTS", ("dropout4d",))
     with pytest.raises(AttributeError, match="dropout4d"):
-        turn_dropout_off(lambda: None)
+        randomness.turn_dropout_off(lambda: None)

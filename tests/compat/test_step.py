@@ -19,12 +19,10 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import OptimConfig
 from dist_template.callbacks import garbage
-from dist_template.checkpoint.formats import read_full
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
-from dist_template.model.optim import build_optimizer, build_schedule
-from dist_template.observe.loggers import run_log, tensorboard
-from dist_template.text.batches.rows import PackedRows
+from dist_template.observe.loggers import run_log
+from tests.support.library import PackedRows, build_optimizer, build_schedule, read_full, tensorboard
 from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
 

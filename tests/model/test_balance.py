@@ -11,12 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from dist_template import BalanceConfig, InputError
-from dist_template.model.balance import BIAS, Balancer, probabilities
-from dist_template.wings.rehearse.record import RunRecord
+from dist_template.model.balance import BIAS, probabilities
+from tests.support.library import Balancer
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import SHORT, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 ROWS, TOKENS, EXPERTS, CHOSEN = 2, 32, 8, 2
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from dist_template import Project
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.workers import Workers
 from tests.support.manual import BUILT, MANUAL
 from tests.support.runs import logged
 from tests.support.strategies import flags_of
+from tests.support.wings import RunRecord, Workers
 
 PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.callbacks import Throughput
-from dist_template.observe.history.metrics import read_metrics
-from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.recorder import fingerprint
+from tests.support.library import read_metrics
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 # Of the fixture's trainings.
 SEQ_LEN, VOCABULARY, EOS = 32, 257, 256

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
 from dist_template import InputError
-from dist_template.model.metrics import MetricBuffer
-from dist_template.text.model.kernels import BOUNDS
+from tests.support.library import BOUNDS, MetricBuffer
 from tests.support.modules import ARCHITECTURES, Standalone, build
 from tests.support.moe import TINY
 from tests.support.operations import Reads

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 from dist_template import AdapterConfig
-from dist_template.model import proof
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from dist_template.text.model.adapters import proof_axes
+from tests.support.library import proof
 from tests.support.runs import run
 
 SWITCHES = proof.switches_of(AutoConfig.for_model("llama"))

@@ -16,10 +16,9 @@ from transformers import AttentionInterface
 
 from dist_template import InputError, OptimConfig
 from dist_template.compat.transformers import cast_experts
-from dist_template.model.optim import build_optimizer
 from dist_template.text import known_documents
-from dist_template.text.batches.rows import PackedRows
 from dist_template.text.model.head import ChunkedLoss
+from tests.support.library import PackedRows, build_optimizer
 from tests.support.modules import ARCHITECTURES, Head, build, hidden_states
 from tests.support.operations import Reads, peak_bytes
 from tests.support.parity import MODELS

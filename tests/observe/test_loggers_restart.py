@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dist_template.cluster.environment import git
-from dist_template.observe.loggers import tensorboard
 from dist_template.observe.loggers.tensorboard import TensorBoard
 from tests.support import read_back
+from tests.support.library import tensorboard
 from tests.support.runs import CONFIGS, run_in_subprocess
 
 

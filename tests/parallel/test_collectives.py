@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from dist_template.callbacks import Preemption
-from dist_template.layout import total_norm
-from dist_template.model.optim import build_optimizer
 from tests.support.collectives import ToGroups
+from tests.support.library import build_optimizer, total_norm
 from tests.support.runs import SMALL_LLAMA, Workers
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers

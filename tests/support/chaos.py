@@ -20,12 +20,11 @@ from pathlib import Path
 
 import torch
 
-from dist_template.checkpoint import manifest
-from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Exit
 from dist_template.observe.history.goodput import describe, read
 from tests import PROJECT
 from tests.support.injury import STEP_S, Training, corrupt, kill
+from tests.support.library import manifest, read_full
 from tests.support.line import PACKAGE
 from tests.support.strategies import flags_of
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dist_template.checkpoint import commit, formats, manifest, sharded, zero
+from dist_template.checkpoint import zero
+from tests.support.library import commit, formats, manifest, sharded
 
 RANKS = 2
 LOST = 17  # exit code of a rank that outlives the killed one

@@ -20,8 +20,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.model import training_module
-from dist_template.text.batches.rows import PackedRows
+from tests.support.library import PackedRows, training_module
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from lightning.pytorch import Callback
 
-from dist_template.wings.rehearse.record import RunRecord
 from tests.support import fault_plants as plants
 from tests.support.runs import CONFIGS, Workers
+from tests.support.wings import RunRecord
 
 LLAMA = (
     "--model.architecture={model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,"

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.global_order import GlobalOrder
+from tests.support.library import GlobalOrder
 
 
 def after_configure_model(change: Callable[[Any], None]) -> None:

@@ -16,8 +16,8 @@ from lightning.pytorch import Callback
 from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks import RandomState
-from dist_template.callbacks.global_order import GlobalOrder
 from tests.support.faults import after_configure_model
+from tests.support.library import GlobalOrder
 
 
 def on_rank_one(act: Any) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.global_order import GlobalOrder
 from tests.support.faults import after_configure_model
+from tests.support.library import GlobalOrder
 
 
 def labels_shifted_twice() -> None:

@@ -15,14 +15,14 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import Ended
 from dist_template.callbacks import Numerics
-from dist_template.checkpoint import manifest
 from dist_template.checkpoint.manifest import step_of
 from dist_template.errors import Exit
 from dist_template.layout import local_shard
-from dist_template.wings.rehearse.record import RunRecord
+from tests.support.library import manifest
 from tests.support.parity import MODELS, PROCESSES
 from tests.support.runs import Workers
 from tests.support.strategies import flags_of
+from tests.support.wings import RunRecord
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 

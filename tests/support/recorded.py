@@ -16,11 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dist_template.observe.history.metrics import FILE, read_lines
+from dist_template.observe.history.metrics import FILE
 from dist_template.wings import diagnose as diagnosis
 from dist_template.wings.diagnose import History, read_run
 from tests import PROJECT, ROOT
 from tests.support.fault_runs import ALL, Trainings
+from tests.support.library import read_lines
 from tests.support.line import PACKAGE
 
 FOLDER = Path(__file__).parent / "recorded"

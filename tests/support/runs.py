@@ -15,10 +15,9 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
-from dist_template.checkpoint import manifest
-from dist_template.observe.history.metrics import read_metrics
 from dist_template.wings.rehearse import workers
 from tests import PROJECT
+from tests.support.library import manifest, read_metrics
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
 
 CONFIGS = PROJECT / "configs"

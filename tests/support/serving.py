@@ -17,11 +17,10 @@ import httpx
 import torch
 
 from dist_template.cli.main import run
-from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.ship.serve import app as serving
-from dist_template.wings.values import free_port
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.line import OURS
+from tests.support.wings import clean_processes, free_port
 
 LIMITS = {"max_tokens": 64, "max_requests": 4, "max_body": 20_000, "timeout_s": 20.0, "grace_s": 3.0}
 

@@ -23,9 +23,9 @@ import pytest
 
 from dist_template import AdapterConfig
 from dist_template.strategies import MeshStrategy, ZeroStrategy
-from dist_template.wings.diagnose.engine import RULES
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
+from tests.support.wings import RULES
 from tests.support.written import falling, write_run
 
 ROOT = Path(__file__).parents[2]

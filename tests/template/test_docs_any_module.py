@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.checkpoint import manifest
+from tests.support.library import manifest
 from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
 from tests.support.tiers import tiers
 

@@ -19,13 +19,12 @@ from benchmarks import zoo
 from benchmarks.zoo_arms import OF_LORA, reference_of
 from benchmarks.zoo_models import variants
 from benchmarks.zoo_table import without_table
-from dist_template.model import proof
 from dist_template.parallel import mesh, shard
 from dist_template.parallel.pipeline import schedule
-from dist_template.parallel.sequence import shard_batch
-from dist_template.wings.rehearse.command import main
 from tests.support import planted_model
+from tests.support.library import proof, shard_batch
 from tests.support.runs import CONFIGS, OURS, Workers
+from tests.support.wings import rehearse_main as main
 
 
 @pytest.fixture(scope="module")

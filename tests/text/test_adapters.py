@@ -17,13 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from benchmarks.zoo_models import variants
 from dist_template import AdapterConfig, InputError, OptimConfig
-from dist_template.cli.limits import Machine, violations
 from dist_template.model.flops import Size
-from dist_template.model.optim import build_optimizer
 from dist_template.parallel.shard import refuse_adapters
 from dist_template.strategies import MeshStrategy
 from dist_template.text.model.adapters import add_adapters
-from dist_template.text.model.quantize import Linear4bit, dequantize, quantize
+from dist_template.text.model.quantize import Linear4bit, dequantize
+from tests.support.library import Machine, build_optimizer, quantize, violations
 from tests.support.parity import MODELS
 from tests.support.runs import run
 

@@ -10,7 +10,8 @@ from trainer_dev.data import DataModule
 
 from dist_template import InputError
 from dist_template.callbacks.equal_work import assign, shared_out
-from dist_template.text.batches.rows import ATTENTION_TOKENS, PackedRows
+from dist_template.text.batches.rows import ATTENTION_TOKENS
+from tests.support.library import PackedRows
 from tests.support.parity import SHORT, Trainings
 from tests.support.tiers import tiers
 

@@ -19,9 +19,9 @@ from trainer_dev.data import DataModule
 
 from dist_template import InputError
 from dist_template.text import ByteBPE, Bytes, Pretrained
-from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.cache.token_cache import SPLITS
 from dist_template.text.sources import documents as documents_module
+from tests.support.library import NOT_COUNTED
 from tests.support.runs import quiet
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
-from dist_template.text.batches.rows import PackedRows
-from dist_template.text.cache import quality
 from dist_template.text.cache.quality import data_statistics, duplicate_share
+from tests.support.library import PackedRows, quality
 from tests.support.runs import quiet
 
 

@@ -10,13 +10,12 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template.text import Bytes, Chat, Jsonl, Pretrained
-from dist_template.text.cache import quality
 from dist_template.text.cache.quality import measure, quality_of, similar
-from dist_template.text.cache.token_cache import Corpus
 from dist_template.wings.diagnose import History
 from dist_template.wings.diagnose.report.sections import of_one
 from tests.support import chats
 from tests.support.chats import TURNS, messages
+from tests.support.library import Corpus, quality
 
 WORDS = np.array([f"word{number}" for number in range(2000)])
 

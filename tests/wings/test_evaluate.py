@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from dist_template import Project
-from dist_template.text.cache.token_cache import Corpus
 from dist_template.wings.ship.evaluate import evaluation, tasks
 from dist_template.wings.ship.evaluate.paired import Pair, compare
+from tests.support.library import Corpus
 from tests.support.plotted import plotted
 from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
 from tests.support.strategies import flags_of, settings_of
@@ -126,8 +126,8 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
 
 def folder_of(trained: Path, output: Path, tokenizer: Any = None) -> Path:
     """The run's weights as transformers' folder, perhaps with another tokenizer."""
-    from dist_template.wings.ship.export.trained import load_trained
     from tests.support.runs import OURS
+    from tests.support.wings import load_trained
 
     loaded = load_trained(str(trained), OURS)
     loaded.model.save_pretrained(output)

@@ -19,11 +19,12 @@ from safetensors.torch import load_file, save_file
 from benchmarks.zoo_models import variants
 from dist_template import InputError, Project
 from dist_template.wings.ship.export import command
-from dist_template.wings.ship.export.gate import EXACT, PROMPTS, Gate, prompts_of
-from dist_template.wings.ship.export.trained import Trained, from_folder, load_trained
+from dist_template.wings.ship.export.gate import EXACT, PROMPTS, prompts_of
+from dist_template.wings.ship.export.trained import from_folder
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.chats import tokenizer as tokenizer_of
 from tests.support.runs import OURS, disk, newest, only_run, run
+from tests.support.wings import Gate, Trained, load_trained
 
 
 @pytest.fixture

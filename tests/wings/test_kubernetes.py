@@ -13,10 +13,10 @@ import yaml
 from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
 from dist_template.errors import Exit
-from dist_template.wings.launch.job import Job
-from dist_template.wings.launch.targets import target
 from tests import PROJECT
 from tests.support.manifests import OF_SITES, mutations, pods, wrong
+from tests.support.wings import Job
+from tests.support.wings import launch_target as target
 
 KINDS = ("Job", "JobSet", "TrainJob", "RayJob")
 CASES = [(kind, gang) for kind in KINDS for gang in (None, "kueue", "volcano")]

@@ -17,14 +17,15 @@ import yaml
 
 from dist_template.cluster.site import Site
 from dist_template.errors import Exit
-from dist_template.wings.launch.command import main, parse, write
-from dist_template.wings.launch.job import describe
+from dist_template.wings.launch.command import main, parse
 from tests.support.injury import OF_A_LAUNCHER
 from tests.support.launched import ENVIRONMENT, LAUNCHERS, STEPS, Launched, site, two
 from tests.support.line import main as main_of_line
 from tests.support.loopback import Hosts
 from tests.support.runs import OURS, PACKAGE, PROJECT, logged, only_run, run, run_in_subprocess
 from tests.support.tiers import tiers
+from tests.support.wings import describe_job as describe
+from tests.support.wings import write_job as write
 
 
 @pytest.fixture(autouse=True)

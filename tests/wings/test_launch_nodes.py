@@ -19,12 +19,14 @@ import pytest
 from dist_template import InputError
 from dist_template.errors import Exit
 from dist_template.wings.launch import nodes
-from dist_template.wings.launch.command import require_end, withdraw, write
-from dist_template.wings.launch.job import Job, describe
-from dist_template.wings.launch.targets import target
+from dist_template.wings.launch.command import require_end, withdraw
 from tests.support.launched import LONG, Launched, site
 from tests.support.line import main
 from tests.support.runs import OURS, PROJECT, run
+from tests.support.wings import Job
+from tests.support.wings import describe_job as describe
+from tests.support.wings import launch_target as target
+from tests.support.wings import write_job as write
 
 SSH: Any = target("ssh")
 BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -22,12 +22,12 @@ from dist_template.parallel.facts import STATE
 from dist_template.wings.plan.command import _largest
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
-from dist_template.wings.plan.trace import Traced
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.memory import Allocated, Live, State
 from tests.support.runs import Workers, run
 from tests.support.strategies import ARGS, flags_of, settings_of
 from tests.support.tiers import tiers
+from tests.support.wings import Traced
 
 GB = 1e9
 LLAMA: dict[str, Any] = {

@@ -11,7 +11,6 @@ import pytest
 from dist_template import Ended, InputError, Project
 from dist_template.errors import Exit
 from dist_template.wings.ship import promote
-from dist_template.wings.ship.promote import main
 
 PROJECT = Project("trainer_dev")
 
@@ -59,14 +58,14 @@ def given(words: list[str], flag: str) -> str:
 
 
 def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(run: str, verbs: Verbs) -> None:
-    main(["promote", run], PROJECT)
+    promote.main(["promote", run], PROJECT)
     evaluate, export = verbs.started
     assert given(evaluate, "--baseline") == "start" and "--require=eval/loss better" in evaluate
     assert given(export, "--to") == "hf"
     version = json.loads(Path("registry/v1/version.json").read_text())
     assert version["figures"] == {"loss": 1.5} and version["run"] == run and "config.json" in version["sha256"]
 
-    main(["promote", "runs", "--require", "acc not worse by 0.1", "--require", "loss better"], PROJECT)
+    promote.main(["promote", "runs", "--require", "acc not worse by 0.1", "--require", "loss better"], PROJECT)
     evaluate = verbs.started[2]
     assert given(evaluate, "--baseline").endswith("registry/v1"), "not the link, which may change meanwhile"
     assert [word for word in evaluate if word.startswith("--require")] == [
@@ -79,15 +78,15 @@ def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(run: 
 def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(verb: str, run: str, verbs: Verbs) -> None:
     verbs.failing = verb
     with pytest.raises(Ended, match=f"{verb} has a reason") as ended:
-        main(["promote", run], PROJECT)
+        promote.main(["promote", run], PROJECT)
     assert ended.value.code == Exit.BAD_INPUT
     assert [*Path().glob("registry/*")] == []
 
 
 def test_a_roll_back_serves_the_version_before(run: str, verbs: Verbs, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["promote", run], PROJECT)
-    main(["promote", run], PROJECT)
-    main(["promote", "--roll_back"], PROJECT)
+    promote.main(["promote", run], PROJECT)
+    promote.main(["promote", run], PROJECT)
+    promote.main(["promote", "--roll_back"], PROJECT)
     assert capsys.readouterr().out.endswith("v2 is withdrawn; registry/latest is v1\n")
 
 
@@ -100,5 +99,5 @@ def test_what_cannot_be_promoted_is_refused(run: str, verbs: Verbs) -> None:
     }
     for sentence, flags in refused.items():
         with pytest.raises(InputError, match=sentence):
-            main(["promote", *flags], PROJECT)
+            promote.main(["promote", *flags], PROJECT)
     assert not verbs.started

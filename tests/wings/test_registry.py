@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from dist_template import InputError
-from dist_template.wings.rehearse.workers import clean_processes
-from dist_template.wings.ship.promote import Registry
+from tests.support.wings import Registry, clean_processes
 
 
 def exported(registry: Registry, text: str) -> Path:

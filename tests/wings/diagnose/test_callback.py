@@ -12,10 +12,9 @@ import pytest
 import torch
 from trainer_dev.module import LanguageModule
 
-from dist_template.observe.history.metrics import read_lines
 from dist_template.wings.diagnose import Finding
 from dist_template.wings.diagnose import callback as diagnosis
-from dist_template.wings.diagnose.callback import FILE, Diagnosis
+from tests.support.library import read_lines
 from tests.support.runs import logged, only_run, run
 
 LOW = ["--model.optim.learning_rate=1e-7", "--trainer.limit_val_batches=0", "--diagnosis.every_s=0"]
@@ -28,7 +27,7 @@ def test_a_finding_is_printed_once_and_written_once(
     out, folder = capsys.readouterr().out, only_run(tmp_path)
     assert out.count("diagnosis: error: the loss does not decrease") == 1
     assert f"diagnose {folder}" in out
-    lines = read_lines(folder / FILE)
+    lines = read_lines(folder / diagnosis.FILE)
     assert [line["rule"] for line in lines].count("loss_not_decreasing") == 1
     found = next(line for line in lines if line["rule"] == "loss_not_decreasing")
     assert found["step"] < 60 and found["causes"][0]["changes"][0]["key"] == "model.optim.learning_rate"
@@ -43,12 +42,12 @@ def test_it_diagnoses_again_when_training_fails(
     monkeypatch.setattr(LanguageModule, "training_step", lambda *given: original(*given) * math.nan)
     assert run("fit", *flags) == 65
     assert "diagnosis: error: the loss or the gradient is not finite" in capsys.readouterr().out
-    assert read_lines(only_run(tmp_path) / FILE)[0]["rule"] == "loss_not_finite"
+    assert read_lines(only_run(tmp_path) / diagnosis.FILE)[0]["rule"] == "loss_not_finite"
 
 
 def test_other_ranks_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)
-    callback = Diagnosis(every_s=0, folder=str(tmp_path / "nowhere"))
+    callback = diagnosis.Diagnosis(every_s=0, folder=str(tmp_path / "nowhere"))
     trainer: Any = SimpleNamespace(is_global_zero=False, sanity_checking=False, global_step=5, callbacks=[])
     module: Any = SimpleNamespace(metrics=None, eval_metrics={})
     callback.on_train_start(trainer, module)
@@ -73,7 +72,7 @@ def test_it_reads_nothing_from_the_device(flags: list[str], monkeypatch: pytest.
 
 
 def test_a_full_disk_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = Diagnosis(folder=str(tmp_path / "gone"))
+    callback = diagnosis.Diagnosis(folder=str(tmp_path / "gone"))
     callback._write(Finding("r", "error", "certain", "t", "e"), 3)
     assert "findings.jsonl" in capsys.readouterr().out
 
@@ -97,6 +96,8 @@ def test_a_folder_that_cannot_be_read_does_not_end_training(
 
 
 def test_a_line_of_findings_is_complete(tmp_path: Path) -> None:
-    Diagnosis(folder=str(tmp_path))._write(Finding("r", "error", "certain", "t", "e", steps=(1, 2), ranks=[3]), 3)
-    line = json.loads((tmp_path / FILE).read_text())
+    diagnosis.Diagnosis(folder=str(tmp_path))._write(
+        Finding("r", "error", "certain", "t", "e", steps=(1, 2), ranks=[3]), 3
+    )
+    line = json.loads((tmp_path / diagnosis.FILE).read_text())
     assert line["step"] == 3 and line["steps"] == [1, 2] and line["ranks"] == [3] and line["confidence"] == "certain"

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dist_template import InputError
-from dist_template.cluster import run_lock
 from dist_template.wings.diagnose import read_run
 from dist_template.wings.diagnose.report.results import attempts, steps
 from dist_template.wings.diagnose.report.sections import newest_evaluation
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import read_record
-from dist_template.wings.ship.promote import Registry
+from tests.support.library import run_lock
+from tests.support.wings import Registry
 
 GOOD = {
     "config.yaml": {"trainer": {"max_steps": 9}, "model": {"optim": {"warmup": 1}}},

@@ -11,13 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from dist_template.observe.history.metrics import read_lines
 from dist_template.wings.diagnose import Finding, read_run
-from dist_template.wings.diagnose.engine import RULES, diagnose
-from dist_template.wings.diagnose.finding import as_text
 from tests.support.fault_runs import ALL, FAULTS, HEALTHY, Training, Trainings
+from tests.support.library import read_lines
 from tests.support.recorded import recorded
 from tests.support.tiers import tiers
+from tests.support.wings import RULES, as_text, diagnose
 
 each_of = pytest.mark.parametrize
 # The faults that are a key's, and cured in seconds. A fault in the code remains whatever key is set.

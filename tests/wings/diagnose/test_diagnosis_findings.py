@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from dist_template.wings.diagnose import Finding, History
-from dist_template.wings.diagnose.engine import RULES, diagnose
-from dist_template.wings.diagnose.finding import as_text
 from tests.support.histories import CASES, a_run, flat, incident, rate
+from tests.support.wings import RULES, as_text, diagnose
 
 
 def finding(rule: str, **changes: Any) -> Finding:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.parallel.pipeline.costs import stages_of_rank, stages_per_rank
-from dist_template.parallel.pipeline.schedule import SCHEDULES
+from dist_template.parallel.pipeline.costs import stages_per_rank
 from dist_template.parallel.plain import FILES
 from dist_template.records import GIB
 from dist_template.wings.diagnose import Change, History, read_run
 from dist_template.wings.diagnose.memory import Estimate
 from dist_template.wings.diagnose.remedies import memory_use, remedies
 from tests.support.histories import nested
+from tests.support.library import SCHEDULES, stages_of_rank
 from tests.support.memory import State
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of, settings_of

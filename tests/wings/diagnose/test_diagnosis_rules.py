@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dist_template.wings.diagnose import Finding, History
-from dist_template.wings.diagnose.engine import RULES, diagnose
 from tests.support.histories import CASES, Column, a_run, noisy
+from tests.support.wings import RULES, diagnose
 
 NEEDS_A_CRASH = {"out_of_memory", "crashed"}  # tests/callbacks/test_crashes.py
 

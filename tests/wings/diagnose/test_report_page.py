@@ -195,7 +195,7 @@ def test_the_command_resumes_in_the_runs_own_folder(tmp_path: Path) -> None:
     assert resume(history)[1] == "python -m trainer fit --trainer.max_steps=10", "there is no checkpoint to resume from"
     checkpoint = history.folder / "checkpoints" / "step00000010.ckpt"
     checkpoint.mkdir(parents=True)
-    from dist_template.checkpoint import manifest
+    from tests.support.library import manifest
 
     full = {"format": manifest.FORMAT, "step": 10, "world_size": 1, "strategy": "ddp", "time": 1.0, "files": {}}
     (checkpoint / "manifest.json").write_text(manifest.rendered(full), encoding="utf-8")

@@ -18,15 +18,15 @@ import pytest
 from dist_template.text import TextFiles
 from dist_template.wings.rehearse import source_order
 from dist_template.wings.rehearse.checks import CHECKS
-from dist_template.wings.rehearse.command import main, make_small, rehearse_flags
+from dist_template.wings.rehearse.command import make_small, rehearse_flags
 from dist_template.wings.rehearse.compare import trace
-from dist_template.wings.rehearse.report import Result
-from dist_template.wings.rehearse.runs import Runs
 from tests.support import edits, faults, faults_of_ranks, faults_of_runs, faults_of_steps
 from tests.support.hashed_source import FailingSource, HashedSource
 from tests.support.runs import CONFIGS, OURS
 from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY, tiers
+from tests.support.wings import Result, Runs
+from tests.support.wings import rehearse_main as main
 
 LLAMA = (
     "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"

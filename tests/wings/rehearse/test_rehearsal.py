@@ -15,13 +15,13 @@ from lightning.pytorch import Callback
 
 from dist_template import InputError
 from dist_template.wings.rehearse.checks import Check
-from dist_template.wings.rehearse.command import main
 from dist_template.wings.rehearse.compare import gradients, relative_difference
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.report import Report, Result
-from dist_template.wings.rehearse.runs import RunFailed, Runs
+from dist_template.wings.rehearse.report import Report
+from dist_template.wings.rehearse.runs import RunFailed
 from tests.support.runs import CONFIGS, OURS, Workers
 from tests.support.strategies import flags_of
+from tests.support.wings import Result, RunRecord, Runs
+from tests.support.wings import rehearse_main as main
 
 
 def rehearse(*flags: str) -> int:
