@@ -21,7 +21,7 @@ from lightning.pytorch import Callback
 from dist_template.callbacks import RandomState
 from dist_template.compat import epochs
 from dist_template.wings.rehearse.compare import trace_resumed
-from tests.support.faults_of_runs import random_state_not_saved
+from tests.support.faults import random_state_not_saved
 from tests.support.library import ConsumedSamples, manifest
 from tests.support.runs import Workers, logged, only_run, run
 from tests.support.strategies import flags_of
