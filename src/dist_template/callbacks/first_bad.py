@@ -40,20 +40,21 @@ def first_bad(trainer: L.Trainer, module: nn.Module, batches: list[Any]) -> dict
 def _agreed(local: tuple[str, str] | None) -> dict[str, Any] | None:
     """Returns the first rank's result and the ranks that have the same one. Collective."""
     results = weights.from_all_ranks(local)
-    first = next((result for result in results if result), None)
-    if first is None:
-        return None
-    ranks = [rank for rank, result in enumerate(results) if result == first]
-    return {"what": first[0], "module": first[1], "ranks": ranks}
+    first, ranks = None, []
+    for rank, result in enumerate(results):
+        first = first or result
+        if result and result == first:
+            ranks.append(rank)
+    return first and {"what": first[0], "module": first[1], "ranks": ranks}
 
 
 def weights_are_finite(trainer: L.Trainer, module: nn.Module) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
     device = trainer.strategy.root_device  # offloaded ones are in host memory
-    sums = [
-        local_shard(p).detach().sum(dtype=torch.float32).to(device) for p in module.parameters()
-    ]
+    sums = []
+    for parameter in module.parameters():
+        sums.append(local_shard(parameter).detach().sum(dtype=torch.float32).to(device))
     finite = torch.stack(sums).isfinite().all().float()
     return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
 
