@@ -43,7 +43,7 @@ def local_shard(parameter: Tensor) -> Tensor:
 
 def shard_place(tensor: Tensor) -> str | None:
     """Returns the coordinate of this rank's shard; "" for a tensor that is not sharded, None for a
-    ZeRO-3 parameter, of which no two ranks hold the same partition.
+    ZeRO-3 parameter: no two ranks hold the same partition of it.
 
     Ranks with equal places of one tensor hold the same values.
     """
