@@ -22,7 +22,7 @@ CONNECTORS = {"self", "cls", "super"}
 
 
 PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
-NOT_CORE = ("wings", "text", *PUBLIC)
+NOT_CORE = ("wings", "text", "compat", *PUBLIC)  # a wing may take what belongs to another library
 
 
 def modules(package: Path) -> dict[str, Path]:
