@@ -96,10 +96,17 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
     return shard.flatten().split(PART) if is_large else [shard]
 
 
+def joint_norm(parameters: Iterable[nn.Parameter]) -> Tensor | None:
+    """Returns () the joint 2-norm of all gradients; None where no parameter has one, because the
+    strategy keeps and clips them itself (DeepSpeed)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return total_norm(gradients) if gradients else None
+
+
 def clip_by_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
-    norm_of: Callable[[list[nn.Parameter]], Tensor] | None = None,
+    norm_of: Callable[[list[nn.Parameter]], Tensor | None] = joint_norm,
 ) -> Tensor | None:
     """Scales all gradients in place so that their joint 2-norm is at most `max_norm`; None or 0
     only measures.
@@ -110,20 +117,14 @@ def clip_by_norm(
     Args:
         parameters: Of this rank.
         max_norm: The largest norm.
-        norm_of: Returns the joint norm, where other ranks have other parameters (a pipeline).
+        norm_of: Returns the joint norm; other ranks may have other parameters (a pipeline).
 
     Returns:
-        () the norm before clipping, on the gradients' device. None where no parameter has a
-        gradient, because the strategy keeps and clips them itself (DeepSpeed).
+        () the norm before clipping, on the gradients' device; or None, see `joint_norm`.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    if norm_of is not None:
-        norm = norm_of(parameters)
-    elif not parameters:
-        return None
-    else:
-        norm = total_norm(p.grad for p in parameters if p.grad is not None)
-    if max_norm:
+    norm = norm_of(parameters)
+    if norm is not None and max_norm:
         for group in by_layout(parameters, lambda p: p.grad):
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from ..parallel.protocol import Samples
+from ..parallel.run_strategy import run_trainer
 from .flops import Size
 from .metrics import MetricBuffer
 
 
-def samples_of(trainer: Any) -> Any:
-    """Returns the stream of samples, PackedText or SampleOrder; None for a loader whose order is
-    its own.
-
-    It has `global_batch_size`, `consumed_samples`, `jumps` and `jump(intervals)`.
-    """
-    known = (each for each in [trainer.datamodule, *trainer.callbacks] if owns_order(each))
-    return next((each for each in known if each.global_batch_size), None)
+def samples_of(trainer: L.Trainer) -> Samples | None:
+    """Returns the stream of samples; None for a loader that defines its own order."""
+    owners: list[Any] = [run_trainer(trainer).datamodule, *run_trainer(trainer).callbacks]
+    for each in owners:
+        if owns_order(each) and each.global_batch_size:
+            return each
+    return None
 
 
 def owns_order(data: Any) -> bool:

@@ -77,7 +77,7 @@ def known_documents(
     if bounds is None:
         if whole is not None or (is_flash and num_rows > 1):
             raise InputError(
-                f"flash attention and {SequenceAxis().key} above 1 need {BOUNDS} in a batch of"
+                f"flash attention and {SequenceAxis.key} above 1 need {BOUNDS} in a batch of"
                 " yours, as text/batches/rows.py has it; see data.py"
             )
         given = batch.get("position_ids")

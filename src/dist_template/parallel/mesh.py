@@ -42,8 +42,7 @@ from ..compat.attributes import wrap_method
 from ..compat.lightning import set_mesh, start_process_group
 from ..errors import InputError
 from ..layout import refuse_scalars
-from .axes import Size
-from .mesh_sharding import AXES, Mesh
+from .mesh_sharding import AXES, Mesh, Size
 from .pipeline.costs import Layers, Schedule
 from .pipeline.run import Pipeline, divide
 from .protocol import DataRank
@@ -158,7 +157,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     @property
     def data_rank(self) -> DataRank:
         """Which part of the batches this rank reads: the same if ranks differ in pp, tp or cp."""
-        number = self._number_along([a.name for a in AXES if a.reads_its_own_rows])
+        number = self._number_along([a.name for a in AXES if a.reads_own_rows])
         size = self.sharding.data_parallel(self.world_size)
         return DataRank(number // self.mesh_sizes.cp, size)
 
@@ -169,7 +168,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     @property
     def random_rank(self) -> int:
         """Tensor-parallel ranks share a random stream, which drops the same hidden states."""
-        return self._number_along([a.name for a in AXES if a.adds_ranks and a.draws_its_own])
+        return self._number_along([a.name for a in AXES if a.adds_ranks and a.draws_own])
 
     def _number_along(self, names: list[str]) -> int:
         """Returns this rank's number among those that differ from it along `names` alone."""
@@ -213,7 +212,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         full = weights.take(model)
         try_rank(model, self)
         facts = self.sharding.stage_facts(model, self.world_size)
-        division = facts and divide(model, facts, self.stages.get_local_rank("pp"))
+        division = divide(model, facts, self.stages.get_local_rank("pp")) if facts else None
         has_plan = hasattr(model, "maybe_distribute_model") and (self.fsdp_plan or model.fsdp_plan)
         if has_plan and self.world_size > 1:
             shard_by_plan(model, self)
@@ -222,7 +221,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         weights.fill(
             model, full, torch.device("cpu") if self.sharding.cpu_offload else self.root_device
         )
-        if division:
+        if division is not None:
             self.layers = self.pipeline = Pipeline(model, division, self, facts)
         return model
 

@@ -49,21 +49,20 @@ class Estimate:
         strategy = FILES.get(self._changes.get("config", "")) or self._key("trainer.strategy")
         if not isinstance(strategy, dict):
             return sharding_of(strategy or "auto")
-        given = dict(strategy.get("init_args") or {})
+        given = {**(strategy.get("init_args") or {})}
         for key, value in self._changes.items():
             if key.startswith(STRATEGY):
                 given[key.removeprefix(STRATEGY)] = value
-        return sharding_of(strategy | {"init_args": given})
+        return sharding_of({**strategy, "init_args": given})
 
     def _facts(self) -> Facts:
-        counts = ("trainable", "in_4_bits", "embedding", "experts", "tp_replicates", "block")
-        sizes = {name: self._fact(f"parameters.{name}") for name in (*counts, "block_experts")}
         total = self._fact("parameters.total")
-        sizes["trainable"] = sizes["trainable"] or total
         return Facts(
             world_size=self._fact("machine.world_size") or 1,
             parameters=total,
-            **sizes,
+            trainable=self._fact("parameters.trainable") or total,
+            in_4_bits=self._fact("parameters.in_4_bits"),
+            embedding=self._fact("parameters.embedding"),
             layers=max(self._fact("model.layers"), 1),
             width=self._fact("model.width"),
             vocab_size=self._fact("model.vocab_size"),

@@ -94,7 +94,8 @@ def _norm(trainer: Any, module: Any) -> float:
     """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
     layers = run_strategy(trainer.strategy).layers
     if layers.group is not None:
-        return layers.norm([*module.parameters()]).item()
+        norm = layers.norm([*module.parameters()])
+        return norm.item() if norm is not None else 0.0
     total = 0.0
     for parameter in module.parameters():
         gradient = gradient_of(parameter) if parameter.requires_grad else None

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from itertools import chain, repeat
 
-from ....parallel.pipeline.axis import PipelineAxis
+from ....parallel.axes import PipelineAxis
 from ....parallel.pipeline.costs import balanced
 from ...history.run import History
 from .. import expected, robust
@@ -34,7 +34,7 @@ def pipeline_waits(history: History) -> Iterator[Finding]:
         sentence = "Two stages on each device, and gradients of weights computed in the gaps."
         change = Change(f"{STRATEGY}pp_schedule", schedule, "ZBVZeroBubble")
         causes.append(Cause(sentence, [change]))
-    sentence = f"The global batch is small for so many stages: a lower {PipelineAxis().key}."
+    sentence = f"The global batch is small for so many stages: a lower {PipelineAxis.key}."
     causes.append(Cause(sentence))
     evidence = (
         f"{bubble / (1 + bubble):.0%} of a step: {num} micro-batches through {len(stages)} devices"
