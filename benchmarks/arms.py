@@ -1,7 +1,7 @@
 """What is compared runs in one process, each round in a new order, so that drift of the machine meets all alike.
 
 CPU time of the process stands beside wall time: other work on the machine leaves the first nearly alone. An arm is set
-against another within each round, and the median of these ratios is told with the smallest and the largest.
+against another within each round, and the median of these ratios is reported with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Comparison:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 
     def cpu_ratios(self, arm: str, to: str | None = None) -> list[float]:
-        """CPU time of `arm` over that of `to` (the reference), per round; above 1 is slower."""
+        """CPU time of `arm` over `to` (the reference), per round; above 1 is slower."""
         return self._each(arm, to, lambda a, b: a.cpu_s / b.cpu_s)
 
     def wall_ratios(self, arm: str, to: str | None = None) -> list[float]:
@@ -62,7 +62,7 @@ class Comparison:
         return self._each(arm, to, lambda a, b: a.wall_s / b.wall_s)
 
     def speeds(self, arm: str, to: str | None = None) -> list[float]:
-        """Speed of `arm` as a share of that of `to` (the reference), by wall time, per round; below 1 is slower."""
+        """Speed of `arm` as a share of `to` (the reference), by wall time, per round; below 1 is slower."""
         return self._each(arm, to, lambda a, b: b.wall_s / a.wall_s)
 
     def cpu_added(self, arm: str) -> list[float]:

@@ -2,7 +2,7 @@
 
 Rows of packed text have equally many tokens, and attention's work differs; conversations that are not packed differ in
 tokens. Each is measured on 8 and 64 ranks, 16 samples per rank and step: in order, balanced within the global batch
-(text/batches/balance.py), and grouped by length (sorted over 50 global batches, as transformers' `group_by_length`),
+(callbacks/equal_work.py), and grouped by length (sorted over 50 global batches, as transformers' `group_by_length`),
 which changes what a step is made of. A step's work on a rank is the sum over its samples, and the slowest rank sets
 its time.
 
@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from trainer_dev.data import DataModule
 
-from dist_template.text.batches.balance import assign
-from dist_template.text.batches.order import GlobalOrder, permutation
+from dist_template.callbacks.equal_work import assign
+from dist_template.callbacks.global_order import GlobalOrder, permutation
 from dist_template.text.batches.rows import ATTENTION_TOKENS
 from dist_template.text.sources.documents import StandardLibrary, TextFiles
 from dist_template.text.tokenizers import ByteBPE

@@ -1,6 +1,6 @@
 """Conversations: how full their rows are, how long packing takes, and what a training on them costs.
 
-Lengths are log-normal, with medians and widths like those of published sets. Training: a model of 5M parameters on
+Lengths are log-normal, with medians and widths of published sets. Training: a model of 5M parameters on
 masked rows of whole conversations, beside rows of the same documents one after another in which every label counts.
 
 Targets: 0.98 of all places filled; a million conversations packed in 20 s; 0.97 of the tokens per second.
@@ -17,8 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from dist_template.text.batches.packing import WholeRows, best_fit
-from dist_template.text.batches.rows import PackedRows
+from dist_template.text.batches.rows import PackedRows, WholeRows, best_fit
 from dist_template.text.cache.token_cache import Corpus
 
 from .arms import Clock, Comparison, Sample, compare

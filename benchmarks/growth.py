@@ -2,11 +2,11 @@
 
 CPU time of an optimizer step against the number of metrics, callbacks, parameter tensors, ranks, tokens of a sequence,
 entries of the vocabulary, and steps so far. The first four and the lengths use a model of vectors, whose step takes
-what the loop takes; a slope is a straight line fitted in each round, and is told as a ratio to the same run's
+what the loop takes; a slope is a straight line fitted in each round, and is reported as a ratio to the same run's
 hand-written loop or to its slope. What a step sends is counted on two to four processes and set against the cost model
 of `benchmarks/traffic.py`, which goes on to 1,024.
 
-Targets: a metric costs at most a tenth of one by `self.log`; tensors, tokens and vocabulary cost no more than by hand;
+Targets: a metric costs at most a tenth of one by `self.log`; tensors, tokens and vocabulary cost no more than in it;
 5,000 steps leave time and memory where they were.
 """
 

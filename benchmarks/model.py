@@ -74,7 +74,7 @@ def loss_in_chunks(options: Options) -> tuple[Comparison, dict[str, int]]:
     from trainer_dev.module import LanguageModule
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dist_template.model.head import ChunkedLoss
+    from dist_template.text.model.head import ChunkedLoss
     from tests.support.modules import hidden_states
     from tests.support.operations import peak_bytes
 

@@ -2,7 +2,7 @@
 
 They are forked from one process that has imported what loops need, so that an arm starts in a fraction of a second;
 each arm gets fresh ones, because a strategy leaves groups, patches and memory behind. (The project's own Workers
-do the same for its verbs; a hand-written loop is none of them.)
+do the same for its verbs; a hand-written loop does not.)
 """
 
 from __future__ import annotations

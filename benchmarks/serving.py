@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from dist_template.cluster.environment import free_port
+from dist_template.wings.values import free_port
 from tests.support.serving import chat_model
 
 from . import ROOT

@@ -1,12 +1,12 @@
 """What a training loop costs per optimizer step, on one process.
 
-Arms: torch by hand; the project as shipped; the project without what records; Lightning's Trainer and Hugging Face's
-with their defaults; accelerate and Fabric. Models: one vector, whose step takes what the loop takes; Llamas of 0.1M and
-5M parameters.
+Arms: a hand-written loop of torch; the project as shipped; the project without loggers and records; Lightning's Trainer
+and Hugging Face's with their defaults; accelerate and Fabric. Models: one vector, whose step takes what the loop takes;
+Llamas of 0.1M and 5M parameters.
 
-Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the loop by hand, and at most 0.4
-of what Lightning's defaults add; 0.1M runs at 0.88 of the hand-written loop's speed at least, and faster than Hugging
-Face's Trainer; 5M at 0.98.
+Targets: with the vector, the project adds at most what Hugging Face's Trainer adds to the hand-written loop, and at
+most 0.4 of what Lightning's defaults add; 0.1M runs at 0.88 of the hand-written loop's speed at least, and
+faster than Hugging Face's Trainer; 5M at 0.98.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARMS: dict[str, Callable[[Task], Sample]] = {
     "accelerate": accelerate.train,
     "Fabric": fabric.train,
 }
-MODELS = {  # steps, of which the first do not count, sequences, tokens of each
+MODELS = {  # steps (the first do not count), sequences, tokens of each
     "null": (None, 2600, 100, 8, 32),  # some seconds: what is kept back for one of them counts too
     "0.1M": (SMALL, 460, 60, 8, 64),  # the project collects garbage once, after 50 steps (callbacks/garbage.py)
     "5M": (LARGE, 34, 4, 4, 64),

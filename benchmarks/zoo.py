@@ -29,13 +29,10 @@ import yaml
 
 from dist_template.model import proof
 from dist_template.project import Project
-from dist_template.wings.rehearse.compare import relative_difference, replicas
-from dist_template.wings.rehearse.first_step import Details
-from dist_template.wings.rehearse.gradient_hooks import GradientHooks
-from dist_template.wings.rehearse.interventions import RaggedLabels
-from dist_template.wings.rehearse.leakage import LeakageTest
+from dist_template.wings.rehearse.compare import relative_difference, replicas, trace
+from dist_template.wings.rehearse.first_step import FirstStep
+from dist_template.wings.rehearse.interventions import LeakageTest, RaggedLabels
 from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.root_cause import trace
 from dist_template.wings.rehearse.shrink_config import write_texts
 from dist_template.wings.rehearse.workers import Workers
 
@@ -156,7 +153,7 @@ class Zoo:
         config.write_text(yaml.safe_dump({"model": {"architecture": architecture}}), "utf-8")
         argv = ["fit", f"--config={config}", *self.flags(), *flags, *chosen.flags, *more, f"--run.root={folder}/runs"]
         argv += [f"--trainer.devices={chosen.ranks}", f"--data.micro_batch_size={max(1, rows)}"]
-        recorders = [Details(folder, True), GradientHooks(folder)] if is_traced else []
+        recorders = [FirstStep(folder, True)] if is_traced else []
         with Workers(chosen.ranks, Project("trainer_dev")) as workers:
             callbacks = [RaggedLabels(), *recorders, *([LeakageTest(folder)] if arm == "one" else [])]
             return workers.run(argv, folder, callbacks=callbacks, prelude=without_table, timeout_s=300.0, run_id=name)
@@ -206,12 +203,12 @@ def run(options: Options) -> Result:
 
 
 def differs(one: RunRecord, many: RunRecord, rounding: dict[str, float] | None = None) -> str:
-    """Describes what of a training differs from that of one process; "" if nothing does.
+    """Describes how a training differs from one process; "" if nothing does.
 
     Args:
         one: Of one process.
         many: Of the strategy.
-        rounding: Differences that another order of sums alone makes, of which ten times are allowed.
+        rounding: Differences that another order of sums alone makes; ten times as much is allowed.
     """
     for name, most in differences(one, many).items():
         if most > max(LOSS if name == "loss" else NORM, 10 * (rounding or {}).get(name, 0.0)):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dist_template.model.causal_lm import causal_lm, causal_lm_config
+from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
 from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architecture
 
 SEQ_LEN, NUM_BLOCKS = 32, 5  # five blocks on two stages of one or two parts are uneven
@@ -76,7 +76,7 @@ NOT_SHRUNK = ("gemma4_text", "gemma4_unified_text")  # read per layer; the entry
 
 
 def variants(kind: str) -> dict[str, dict[str, Any]]:
-    """Returns `model.architecture` of the type as it is by default, and with its switches the other way round.
+    """Returns `model.architecture` of the type with its defaults, and with its switches the other way round.
 
     Raises:
         Exception: the model cannot be built or run on one process; of any class of transformers or torch.

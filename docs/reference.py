@@ -158,10 +158,10 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
     yield from _group("Runs", cli.RunConfig, _under("run", found))
     yield from _group("Cluster", cli.Site, _under("cluster", found))
     yield "## Callbacks that always run\n\nEach has a key at the top level. Others go to `trainer.callbacks`."
-    for slot in cli.ALWAYS_ON:
+    for slot, callback in cli.always_on().items():
         inner = _under(slot, found)
         table = _table(inner) if inner else "It has no keys."
-        yield f"### `{slot}`\n\n{_first_paragraph(cli.callback_class(slot))}\n\n{table}"
+        yield f"### `{slot}`\n\n{_first_paragraph(callback.load())}\n\n{table}"
     yield "## The command itself\n\n| key | default | meaning |\n|---|---|---|\n" + "\n".join(
         f"| `{key}` | {_code(_default(found[key].default))} | {text or found[key].help} |"
         for key, text in COMMAND_HELP.items()

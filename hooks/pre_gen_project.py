@@ -14,7 +14,7 @@ DEPENDENCIES = set("""
 _distutils_hack _hypothesis_ftz_detector _hypothesis_globals _hypothesis_pytestplugin _multiprocess _plotly_utils
 _pytest _xxhash _yaml absl absl_py accelerate aiohappyeyeballs aiohttp aiosignal alembic annotated_doc annotated_types
 anyio arrow attr attrs binaryornot bitsandbytes certifi chardet charset_normalizer click cloudpickle colorama colorlog
-cookiecutter coreweave_evaluations cpuinfo cwevals dataproperty datasets datasketch dateutil deepmerge deepspeed
+cookiecutter coreweave_evaluations cpuinfo cwevals dataproperty datasets dateutil deepmerge deepspeed
 defusedxml dill dist_template distro docstring_parser dominate einops evaluate example execnet fastapi filelock
 flatbuffers frozenlist fsspec functorch git google googleapis_common_protos grpc grpcio h11 hf_xet hjson httpcore
 httpcore2 httpx httpx2 huggingface_hub hypothesis idna importlib_resources iniconfig isympy jinja2 jiter joblib

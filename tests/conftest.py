@@ -13,8 +13,7 @@ import torch.distributed as dist
 from trainer_dev.data import DataModule
 
 from dist_template.cluster.messages import MESSAGES
-from dist_template.text.sources.documents import TextFiles
-from dist_template.text.tokenizers import Bytes
+from dist_template.text import Bytes, TextFiles
 from tests.support.numerics import guarded  # noqa: F401  (a fixture)
 from tests.support.parity import train  # noqa: F401  (a fixture)
 from tests.support.runs import OF_ANOTHER_RUN, SENTENCES, small

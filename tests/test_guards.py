@@ -36,19 +36,19 @@ GUARDS = {
         "parallel/test_parity.py::test_a_strategy_trains_to_the_numbers_of_one_process[deepseek_v3-fsdp2]",
     ),
     "the order of samples depends on no rank": Guard(
-        "text/batches/order.py",
+        "callbacks/global_order.py",
         "yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)",
         "yield self._entries(position, self.micro_batch_size)",
         "text/test_order.py::test_a_run_of_any_attempts_reads_the_stream_without_a_gap",
     ),
     "a resumed run continues with the next sample": Guard(
-        "text/batches/order.py",
+        "callbacks/global_order.py",
         'self._base = self._loaded["consumed_samples"]',
         "self._base = 0",
         "parallel/test_training_parity.py::test_a_resumed_run_ends_bit_identical_to_one_never_stopped",
     ),
     "evaluation counts each sample once": Guard(
-        "text/batches/order.py",
+        "callbacks/global_order.py",
         "first + row if row < size else PADDING - number for row",
         "first + row % size for row",
         "text/test_order.py::test_evaluation_reads_every_row_once_in_equally_many_full_batches",
@@ -110,7 +110,7 @@ GUARDS = {
     ),
     "two launches of one run are refused": Guard(
         "cluster/run_lock.py",
-        'if holder.get("machine") == own["machine"]:',
+        'if holder.get("machine") == claim["machine"]:',
         "if False:",
         "cluster/test_run_lock.py::test_a_second_process_is_refused_while_the_first_lives",
     ),

@@ -8,7 +8,11 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import lightning
+import lightning.pytorch
 import pytest
+import torch
+import transformers
 from torch import nn
 
 import dist_template
@@ -23,12 +27,12 @@ DOCS = ROOT / "docs"
 # Room: what its lines are for. A room imports only rooms below it.
 ROOMS = {
     "public": "what users import: strategies, and testing for their own tests",
-    "wings": "verbs that do not train: rehearse, plan, launch, sweep, evaluate, export, serve, doctor, upgrade",
+    "wings": "not needed to train: rehearse, diagnose, plan, launch, sweep, evaluate, export, serve, doctor, upgrade",
+    "text": "sources to packed rows, tokenizers, TextModule, adapters, loss in chunks, kernels",
     "cli": "verbs, parser, configuration errors, the run folder",
-    "callbacks": "what is measured, saved and guarded during training",
-    "observe": "history, loggers, diagnosis, report with its page's styles",
-    "text": "sources, tokenizers, conversations, cache, packed rows, the order of samples",
-    "model": "the training module, head and loss, optimizer, metrics, FLOPs, experts",
+    "callbacks": "what is measured, saved and guarded during training; the order of samples",
+    "observe": "history of a run, loggers, crash records",
+    "model": "the training module, optimizer, metrics, FLOPs, experts, proven models",
     "parallel": "MeshStrategy, ZeroStrategy, DDP; placement; the DeepSpeed JSON",
     "checkpoint": "three formats, the commit protocol, loading into any strategy",
     "cluster": "launch, rendezvous, signals, watchdog, same environment",
@@ -43,6 +47,8 @@ MOST_ROOMS = 10  # folders; "public" and "ground" are the files beside them
 LINES = 33_774
 ADDED: dict[str, int] = {}  # title of an issue: lines
 
+WING_MODULE = r"(dist_template|\.*)\.wings\.|wings\."  # as a string; entry points name them in pyproject.toml
+
 # Module outside compat/: how many private names of other libraries are still to move from it.
 PRIVATE: dict[str, int] = {}
 INHERITED: dict[str, int] = {}  # class: how many of its base classes'
@@ -54,10 +60,23 @@ PROJECT_FILES, PROJECT_LINES = 56, 1_651  # without licences and lock; one CI fi
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt|locked\.txt|torch-.*\.txt|tools\.txt")
 
+# Names that wings take from the core (the aim is 60), and imports of internal names by tests.
+WING_NAMES = 104
+INTERNALS = 900
+INTERFACE = "For wings and packages"  # the section of docs/api.md
+NOT_YET = ("parallel.", "cli.limits.")  # a protocol replaces these names
+
 PAGE_LINES = 150
 LONG_PAGES = {
+    "api.md": 179,
     "reference.md": 477,
 }  # fmt: skip
+
+# Pronouns in place of nouns: write "losses equal one process's", "the weights come from PATH". CHANGELOG.md is history.
+PRONOUNS = re.compile(r",\sof which|\bthose\sof\b|\bthat\sof\b|\bis\snone\b|\bas\sit\sis\b")
+MOST_PRONOUNS = 10
+PROSE = ("src", "docs", "tests", "benchmarks", "README.md", "CONTRIBUTING.md")
+NOT_REWRITTEN = ("src/dist_template/parallel", "src/dist_template/wings/plan")  # remove what has been rewritten
 
 
 def broken_files(package: Path) -> list[str]:
@@ -73,6 +92,17 @@ def broken_rooms(package: Path) -> list[str]:
         found += [f"{room} imports {t}, above it" for t in targets if ORDER.index(t) < ORDER.index(room)]
     folders = arrows.keys() - {"ground", "public"}
     return found + ([f"{len(folders)} rooms"] if len(folders) > MOST_ROOMS else [])
+
+
+def broken_core(package: Path) -> list[str]:
+    """Files of the core that import a wing, or name a module of one; `testing` is the public face of rehearse."""
+    files, found = house.modules(package), []
+    for name, targets in house.graph(package).items():
+        if house.room_of(name, files[name]) in ("wings", "public"):
+            continue
+        found += [f"{name} imports {target}" for target in targets if target.split(".")[0] == "wings"]
+        found += [f"{name} names {text}" for text in house.strings(files[name]) if re.match(WING_MODULE, text)]
+    return found
 
 
 def broken_private(package: Path) -> list[str]:
@@ -130,12 +160,87 @@ def broken_api(docs: Path) -> list[str]:
     """Names that a section of the page documents and its module does not offer, or the reverse."""
     found = []
     for section in re.split(r"^## ", (docs / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        if section.startswith(INTERFACE):
+            continue
         module, documented = (section.split()[0], set(re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE)))
         found += [f"{module}: {name}" for name in sorted(documented ^ set(import_module(module).__all__))]
     return found
 
 
-LIBRARY_RULES = [broken_files, broken_rooms, broken_private, broken_strategies, broken_mock, broken_size]
+def broken_sentences(root: Path) -> list[str]:
+    """Places of PRONOUNS in Python and Markdown outside of code blocks, where there are more than MOST_PRONOUNS."""
+    skipped = [root / name for name in NOT_REWRITTEN]
+    found = []
+    for path in [file for name in PROSE for file in [root / name, *(root / name).rglob("*")]]:
+        is_prose = path.suffix in (".py", ".md") and path.is_file() and not CACHES & set(path.parts)
+        if is_prose and not set(skipped) & set(path.parents):
+            found += pronouns(path)
+    return found if len(found) > MOST_PRONOUNS else []
+
+
+def pronouns(path: Path) -> list[str]:
+    """Returns each place of PRONOUNS outside of code blocks, with its words."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [f"{path}: {words}" for words in PRONOUNS.findall(text)]
+
+
+def documented_interface(docs: Path) -> set[str]:
+    """Names of the section of docs/api.md, as "module.name"."""
+    section = (docs / "api.md").read_text(encoding="utf-8").partition(f"## {INTERFACE}")[2]
+    return set(re.findall(r"^\| `([\w.]+)`", section, flags=re.MULTILINE))
+
+
+def broken_interface(package: Path, docs: Path = DOCS) -> list[str]:
+    """Names that wings take from the core without an `__all__` or a row of docs/api.md, and too many names."""
+    names, offered, documented = house.wing_names(package), house.offered(package), documented_interface(docs)
+    found = [f"{len(names)} names"] if len(names) > WING_NAMES else []
+    names = {name for name in names if not name.startswith(NOT_YET)}
+    found += [f"{name} is in no __all__" for name in sorted(names - offered)]
+    return found + [f"docs/api.md: {name}" for name in sorted(names ^ documented)]
+
+
+def public_names() -> set[str]:
+    """Names that docs/api.md documents, as "module.name" below the package."""
+    sections = re.findall(r"^## (dist_template[\w.]*)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    found = documented_interface(DOCS)
+    for module in sections:
+        names = import_module(module).__all__
+        found |= {f"{module}.{name}".partition(".")[2] for name in names}
+    return found
+
+
+def broken_internals(tests: Path) -> list[str]:
+    """Imports of names by tests that docs/api.md does not document, where there are more than INTERNALS."""
+    found = house.internals(tests, "dist_template", public_names())
+    return found if len(found) > INTERNALS else []
+
+
+# Folders from which comments name files: of this repository, of a generated project, of a library that is read.
+LIBRARIES = [Path(str(library.__file__)).parent for library in (torch, lightning, lightning.pytorch, transformers)]
+BASES = [ROOT, PROJECT, LIBRARY, DOCS, ROOT / "tests", *LIBRARIES]
+PLACEHOLDERS = {"folder/file.py", "RUN/launch/node.sh"}
+
+
+def broken_paths(root: Path) -> list[str]:
+    """Paths in comments and docstrings of Python, YAML, sh and Make that do not exist."""
+    found = []
+    for path in sorted(root.rglob("*")):
+        is_read = path.suffix in (".py", ".yaml", ".yml", ".sh", ".toml") or path.name in ("Makefile", "Dockerfile")
+        if is_read and path.is_file() and not CACHES & set(path.parts):
+            found += house.missing_paths(path, BASES)
+    return [name for name in found if name.split(": ")[1] not in PLACEHOLDERS]
+
+
+LIBRARY_RULES = [
+    broken_files,
+    broken_rooms,
+    broken_core,
+    broken_private,
+    broken_strategies,
+    broken_mock,
+    broken_size,
+    broken_interface,
+]
 
 
 @pytest.mark.parametrize("rule", LIBRARY_RULES, ids=lambda rule: rule.__name__)
@@ -145,8 +250,16 @@ def test_the_library_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
 
 def test_the_project_the_pages_the_public_names_and_the_tests_keep_theirs() -> None:
     assert broken_project(PROJECT) == [] and broken_pages(DOCS) == [] and broken_api(DOCS) == []
-    assert broken_tests(ROOT / "tests") == []
+    assert broken_tests(ROOT / "tests") == [] and broken_internals(ROOT / "tests") == []
+    for folder in (LIBRARY, PROJECT, ROOT / "tests", ROOT / "benchmarks", ROOT / "hooks"):
+        assert broken_paths(folder) == [], folder
     assert all(hasattr(dist_template, name) for name in dist_template.__all__)
+
+
+def test_sentences_have_nouns() -> None:
+    assert broken_sentences(ROOT) == []
+    for name in NOT_REWRITTEN:
+        assert any(pronouns(path) for path in (ROOT / name).rglob("*.py")), f"{name} is rewritten: remove its entry"
 
 
 def test_no_class_outside_compat_uses_a_private_name_of_its_base() -> None:
@@ -176,6 +289,11 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
         {"cli/a.py": "from ..text import c", "text/b.py": "from ..cli import d", "text/c.py": "", "cli/d.py": ""},
     ),
     "an arrow upwards": (broken_rooms, {"errors.py": "def f():\n    import dist_template.cli.a", "cli/a.py": ""}),
+    "a core that imports a wing late": (
+        broken_core,
+        {"cli/a.py": "def f():\n    from ..wings.plan import g", "wings/plan.py": ""},
+    ),
+    "a core that names a wing's module": (broken_core, {"cli/a.py": "import_module('dist_template.wings.plan')"}),
     "an unknown room": (broken_rooms, {"utils/a.py": ""}),
     "too many rooms": (broken_rooms, {f"{room}/a.py": "" for room in [*ORDER[:-1], "eleventh"]}),
     "a private import": (broken_private, {"cli/a.py": "from torch.utils.data import _utils"}),
@@ -195,6 +313,21 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str]]] = {
     "a project of many lines": (broken_project, {"module.py": "\n" * 5_000}),
     "a long page": (broken_pages, {"page.md": "\n" * (PAGE_LINES + 1)}),
     "a page that grows": (broken_pages, {"decisions.md": "\n" * 500}),
+    "a path that is not there": (broken_paths, {"cli/a.py": "# as in configs/cluster/nowhere.yaml", "cli/b.py": ""}),
+    "a path in YAML": (broken_paths, {"a.yaml": "trainer: {}  # see cli/nowhere.py"}),
+    "pronouns in place of nouns": (broken_sentences, {"docs/page.md": "Its losses are those of one process.\n" * 11}),
+    "a name of a wing that no __all__ has": (
+        broken_interface,
+        {"errors.py": "class InputError: ...", "wings/a.py": "from ..errors import InputError"},
+    ),
+    "a module of which a wing uses an undocumented name": (
+        broken_interface,
+        {"errors.py": "__all__ = ['f']", "wings/a.py": "from .. import errors\nerrors.f()"},
+    ),
+    "many internal names in tests": (
+        broken_internals,
+        {f"test_{n}.py": "from dist_template.errors import EXTRAS" for n in range(INTERNALS + 1)},
+    ),
     "a name without documentation": (broken_api, {"api.md": "## dist_template\n| `main` | … |"}),
 }
 

@@ -1,4 +1,4 @@
-"""`fit` as it is shipped: every callback, the console, TensorBoard and the run's own log."""
+"""`fit` as shipped: every callback, the console, TensorBoard and the run's own log."""
 
 from __future__ import annotations
 

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from enum import IntEnum
 from importlib.util import find_spec
 
+__all__ = ["Ended", "Exit", "InputError", "another_rank_is_gone", "reason", "require", "shortened"]
+
 
 class Exit(IntEnum):
-    """Exit codes, for a launcher or scheduler to act on. From 64 on: those of BSD's sysexits.h."""
+    """Exit codes, for a launcher or scheduler. Codes from 64 on follow BSD's sysexits.h."""
 
     DONE = 0
     FAILED = 1  # a bug; the log has a traceback. torchrun restarts it a few times
@@ -33,18 +35,21 @@ class Exit(IntEnum):
         Deliberate exits have priority over failures, and the first failure over those that follow
         from it: the other ranks fail with 1, or are aborted or terminated.
         """
-        found = set(codes)
+        found = set(codes) - {0}
         for code in DECIDED:
             if code in found:
                 return code
-        if any(
-            code == cls.HUNG or code < 0 and code not in (-signal.SIGABRT, -signal.SIGTERM)
-            for code in found
-        ):
+        killed = {code for code in found if code < 0} - {-signal.SIGABRT, -signal.SIGTERM}
+        if killed or cls.HUNG in found:
             return cls.REQUEUE
-        if any(code > 0 for code in found):
+        if found and max(found) > 0:
             return cls.FAILED
-        return cls.REQUEUE if found - {0} else cls.DONE
+        return cls.REQUEUE if found else cls.DONE
+
+    @staticmethod
+    def is_deliberate(codes: Iterable[int]) -> bool:
+        """Returns whether one of `codes` is deliberate: an immediate restart does not help."""
+        return not set(codes).isdisjoint(DECIDED)
 
 
 # Deliberate exits: an immediate restart does not help. Those that forbid a relaunch come first.
@@ -101,12 +106,10 @@ def require(package: str, purpose: str) -> None:
         InputError: with the command that installs it.
     """
     if find_spec(package) is None:
-        # it is built from source, against torch
-        flag = "--no-build-isolation " if package == "deepspeed" else ""
-        extra = EXTRAS.get(package, package)
-        raise InputError(
-            f"{purpose} needs the package {package}: pip install {flag}'dist-template[{extra}]'"
-        )
+        install = f"'dist-template[{EXTRAS.get(package, package)}]'"
+        if package == "deepspeed":  # it is built from source, against torch
+            install = f"--no-build-isolation {install}"
+        raise InputError(f"{purpose} needs the package {package}: pip install {install}")
 
 
 def local_rank() -> int:
@@ -135,10 +138,10 @@ def first_line(error: BaseException | str) -> str:
 
     A line that ends in a colon announces the reason: the next one is added.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = list(filter(None, map(str.strip, str(error).splitlines())))
     if not lines:
         return "" if isinstance(error, str) else type(error).__name__
-    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def shortened(text: str, most: int = 1000) -> str:
@@ -148,15 +151,15 @@ def shortened(text: str, most: int = 1000) -> str:
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
 
 
-def reason(error: BaseException) -> str:
-    """Returns the first sentence of an error message."""
+def reason(error: BaseException | str) -> str:
+    """Returns the first sentence of an error message; the error's type if it has none."""
     return first_line(error).split(". ")[0].rstrip(".")
 
 
 def another_rank_is_gone(error: BaseException | str) -> bool:
     """Returns whether the message of gloo or NCCL only reports that another rank has exited."""
-    signs = ("closed by peer", "closed by remote peer", "Connection reset", "remote process exited")
-    return any(sign in str(error) for sign in signs)
+    signs = "closed by (remote )?peer|Connection reset|remote process exited"
+    return re.search(signs, str(error)) is not None
 
 
 def is_disk_full(error: BaseException | None) -> bool:
@@ -164,9 +167,9 @@ def is_disk_full(error: BaseException | None) -> bool:
     full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     while error is not None:
         # `tokenizers` writes in Rust and raises a plain Exception
-        if getattr(error, "errno", None) in full or any(
-            f"(os error {number})" in str(error) for number in full
-        ):
+        in_rust = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(in_rust[1]) if in_rust else getattr(error, "errno", None)
+        if number in full:
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -174,8 +177,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether device or host memory ran out, by the messages of torch, CUDA and Python."""
-    signs = ("out of memory", "allocate memory", "not enough memory", "ALLOC_FAILED")
-    names = {one.__name__ for one in type(error).__mro__}
-    return bool(names & {"MemoryError", "OutOfMemoryError"}) or (
-        isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs)
-    )
+    signs = "out of memory|allocate memory|not enough memory|ALLOC_FAILED"
+    if isinstance(error, RuntimeError | OSError) and re.search(signs, str(error)):
+        return True
+    return any(base.__name__ in ("MemoryError", "OutOfMemoryError") for base in type(error).__mro__)

@@ -9,13 +9,20 @@ import argparse
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import InputError
 
+__all__ = ["Flags", "Project", "is_users", "program", "without"]
+
 _program = __name__.split(".")[0]  # the started package, for messages only
+
+
+class Choice:
+    """Base class of what YAML chooses by `class_path`: errors suggest its subclasses' names."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,19 @@ def has_command_line() -> bool:
     return _program != __name__.split(".")[0]
 
 
+def without(words: Iterable[str], *flags: str) -> list[str]:
+    """Returns a command line's words without these flags and their values."""
+    kept, skip = [], False
+    for word in words:
+        if skip:
+            skip = False
+        elif word.split("=")[0] in flags:
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    return kept
+
+
 def in_run(path: str | Path, trainer: Any) -> Path:
     """Returns `path` with `{run}` replaced by the Trainer's default_root_dir."""
     return Path(str(path).replace("{run}", trainer.default_root_dir))
@@ -84,8 +104,8 @@ def in_run(path: str | Path, trainer: Any) -> Path:
 
 def is_users(file: str) -> bool:
     """Returns whether `file` may be the user's: not this library's, not installed, not Python's."""
-    own = str(Path(__file__).parent)
-    return not file.startswith((own, "<")) and not any(part in file for part in _INSTALLED)
+    library = str(Path(__file__).parent)
+    return not file.startswith((library, "<")) and not any(part in file for part in _INSTALLED)
 
 
 _INSTALLED = ("site-packages", "dist-packages", f"{sys.base_prefix}/lib/python")

@@ -1,4 +1,4 @@
-"""Writes a run's small files atomically, flattens what is in them, and hashes files."""
+"""Reads a run's small files, writes them atomically, flattens what is in them, and hashes files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 from yaml import YAMLError
 
 from .errors import InputError, first_line
+
+__all__ = ["GIB", "flatten", "read_mapping", "sha256", "write_atomically"]
 
 GIB = 2**30  # bytes
 

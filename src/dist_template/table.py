@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+
+__all__ = ["Table"]
 
 CELL = 60  # characters of a cell on a terminal; longer ones are truncated
 
@@ -24,22 +23,14 @@ class Table:
     note: str = ""
 
     def as_text(self) -> str:
-        lines = [[_truncated(cell) for cell in line] for line in (self.head, *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = [in_columns(line, widths) for line in lines]
-        return "\n".join(line for line in (self.title, *texts, self.note) if line)
-
-
-def in_columns(cells: Iterable[str], widths: Iterable[int]) -> str:
-    """Returns one line of a table on a terminal."""
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
-def shown(value: Any) -> str:
-    """Returns a configuration's value as YAML writes it on one line."""
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        texts, widths = [], [0] * len(self.head)
+        for row in (self.head, *self.rows):
+            texts.append([_truncated(cell) for cell in row])
+            widths = list(map(max, widths, map(len, texts[-1])))
+        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in texts]
+        return "\n".join(filter(None, [self.title, *lines, self.note]))
 
 
 def _truncated(cell: str) -> str:
     line = " ".join(cell.split())
-    return line if len(line) <= CELL else line[: CELL - 1] + "…"
+    return line if len(line) <= CELL else f"{line[: CELL - 1]}…"

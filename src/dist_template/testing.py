@@ -1,5 +1,4 @@
-"""Functions for a project's own tests: build its module on this CPU, check its configurations,
-train on N ranks.
+"""Functions for a project's tests: build its module, check its configurations, rehearse them.
 
     PROJECT = this_project(__file__)
     module, data = build(PROJECT, "--config=configs/quickstart.yaml", "--data.seq_len=64")
@@ -19,45 +18,31 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor
 
 from .cli.fit import parse
 from .cli.limits import Machine, violations
 from .project import Project
 from .wings.rehearse.checks import CHECKS
-from .wings.rehearse.command import make_small, own_flags
-from .wings.rehearse.record import RunRecord
-from .wings.rehearse.workers import Workers
+from .wings.rehearse.command import make_small, rehearse_flags
+from .wings.rehearse.runs import Runs
 
-__all__ = [
-    "batches",
-    "build",
-    "check_config",
-    "first_steps",
-    "rehearse",
-    "run_ranks",
-    "this_project",
-]
+__all__ = ["batches", "build", "check_config", "first_steps", "rehearse", "this_project"]
 
 
 def this_project(file: str) -> Project:
-    """Returns the project whose folder is the nearest above `file` with a package that has a
-    `__main__.py`.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """Returns the project of the nearest folder above `file` that has a package with a
+    `__main__.py`; raises FileNotFoundError without one."""
     for folder in Path(file).absolute().parents:
-        if packages := [path.parent.name for path in folder.glob("*/__main__.py")]:
-            return Project(sorted(packages)[0])
+        if packages := sorted(folder.glob("*/__main__.py")):
+            return Project(packages[0].parent.name)
     raise FileNotFoundError(f"no folder above {file} has a package with a __main__.py")
 
 
 def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
-    """Returns a sentence for each thing in a configuration that cannot work on the machine that it
-    describes.
+    """Returns a sentence for each thing in a configuration that cannot work on its machine.
 
-    Devices and nodes are those of the configuration; where it says auto, one node with `gpus`.
-    Nothing is started.
+    The machine has the configuration's devices and nodes; where it says auto, one node with `gpus`.
 
     Raises:
         InputError: a file, key or value is wrong.
@@ -71,11 +56,7 @@ def check_config(project: Project, *flags: str, gpus: int = 8) -> list[str]:
 
 def build(project: Project, *flags: str) -> tuple[Any, Any]:
     """Returns the project's module with its network built on this CPU, in training mode, and its
-    prepared data.
-
-    Raises:
-        InputError: the configuration or the data are wrong.
-    """
+    prepared data; raises InputError if the configuration or the data are wrong."""
     cli = parse(["fit", *flags], project)
     module, data = cli.model, cli.datamodule
     torch.manual_seed(0)
@@ -93,32 +74,17 @@ def build(project: Project, *flags: str) -> tuple[Any, Any]:
     return module, data
 
 
-def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Any]]:
-    """Returns micro-batches as `training_step` gets them.
-
-    Args:
-        data: As `build` returns it.
-        num: How many.
-        after: Global batches that were trained on before, as after a resume.
-    """
+def batches(data: Any, num: int, after: int = 0) -> list[dict[str, Tensor]]:
+    """Returns `num` micro-batches of `build`'s data as `training_step` gets them, the first ones
+    or, as after a resume, those that follow `after` global batches."""
     data.load_state_dict(data.state_dict() | {"consumed_samples": after * data.global_batch_size})
     for callback in data.trainer.callbacks:
         if hasattr(callback, "as_state"):  # the counter of samples
             callback.on_train_start(data.trainer, None)
-    found = islice(iter(data.train_dataloader()), num)
-    return [
-        data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0) for batch in found
-    ]
-
-
-def run_ranks(project: Project, argv: list[str], num: int, folder: Path) -> RunRecord:
-    """Runs a verb on `num` CPU processes and returns what they recorded: `.loss` is {step: loss}.
-
-    Raises:
-        RuntimeError: it failed; with the rank, the error and the end of its log.
-    """
-    with Workers(num, project) as workers:
-        return workers.run(argv, folder).check()
+    found: list[dict[str, Tensor]] = []
+    for batch in islice(data.train_dataloader(), num):
+        found.append(data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0))
+    return found
 
 
 def first_steps(project: Project, *flags: str, folder: Path, steps: int = 6) -> dict[int, float]:
@@ -133,23 +99,19 @@ def first_steps(project: Project, *flags: str, folder: Path, steps: int = 6) -> 
 
 def rehearse(project: Project, *flags: str, folder: Path, only: str = "") -> dict[str, str]:
     """Runs the checks of the verb `rehearse` with `only` in their name; returns those that failed,
-    with the cause.
-
-    Raises:
-        InputError: the configuration cannot be read or made small.
-    """
-    runs = _small(project, flags, folder, 6)
-    results = [check.run(runs) for check in CHECKS if only in check.name]
-    return {
-        r.check: f"{r.got} {r.where} {r.cause}".strip()
-        for r in results
-        if r.verdict in ("FAIL", "not run")
-    }
+    with the cause. Raises InputError if the configuration cannot be read or made small."""
+    runs, failed = _small(project, flags, folder, 6), {}
+    for check in CHECKS:
+        if only in check.name:
+            result = check.run(runs)
+            if result.verdict in ("FAIL", "not run"):
+                failed[check.name] = f"{result.got} {result.where} {result.cause}".strip()
+    return failed
 
 
-def _small(project: Project, flags: tuple[str, ...], folder: Path, steps: int) -> Any:
+def _small(project: Project, flags: tuple[str, ...], folder: Path, steps: int) -> Runs:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    own, rest = own_flags().parse_known_args([*flags, f"--steps={steps}"])
-    _, _, runs = make_small(own, rest, folder, project)
+    options, rest = rehearse_flags().parse_known_args([*flags, f"--steps={steps}"])
+    _, _, runs = make_small(options, rest, folder, project)
     runs.prepare()
     return runs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dist_template.callbacks.console import Console
+from dist_template.callbacks import Console
 
 METRICS = {
     "train/loss": 2.345678, "train/grad_norm": 1.5, "train/learning_rate": 3e-4, "perf/tokens_per_s": 123456.0,

@@ -16,13 +16,12 @@ from lightning.pytorch import Callback
 
 from dist_template.callbacks import crash as noting
 from dist_template.errors import Exit, is_out_of_memory
-from dist_template.observe.diagnosis import crash
-from dist_template.observe.diagnosis.engine import diagnose
-from dist_template.observe.diagnosis.finding import Finding
-from dist_template.observe.history.run import History, read_run
+from dist_template.observe import crash
+from dist_template.wings.diagnose import Finding, History, hooks, read_run
 from tests.support.injury import Training
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, command, only_run, run
 from tests.support.tiers import tiers
+from tests.support.wings import diagnose, engine
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.75 GiB."
 CPU = (
@@ -267,16 +266,12 @@ def test_the_first_remedy_for_a_real_out_of_memory_works(flags: list[str], tmp_p
 
 @pytest.mark.parametrize("kind", ["other", "out_of_memory"])
 def test_only_findings_about_memory_follow_a_crash(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record: dict[str, Any] = {
-        "kind": kind,
-        "rank": 0,
-        "host": "h",
-        "place": "step 1",
-        "module": "",
-        "error": "KeyError",
-    }
-    record |= {"message": "'x'", "own_lines": ["module.py:3 in training_step: raise"]}
+    record = tmp_path / "run" / "crash" / "rank0.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"kind": kind}))
+    error = KeyError("x")
+    vars(error)[crash.RECORD] = str(record)
     found = [Finding(rule, "error", "certain", f"title of {rule}", "") for rule in ("memory_grows", "slow_rank")]
-    monkeypatch.setattr(crash, "diagnose", lambda history: found)
-    text = "\n".join(crash._lines(tmp_path / "crash" / "rank0.json", record))
+    monkeypatch.setattr(engine, "diagnose", lambda history: found)
+    text = hooks.on_crash(error) or ""
     assert "slow_rank" not in text and ("title of memory_grows" in text) == (kind == "out_of_memory")

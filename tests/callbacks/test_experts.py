@@ -15,12 +15,10 @@ from lightning.pytorch import Callback
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dist_template import BalanceConfig
 from dist_template.callbacks.experts import LOADS, Experts
-from dist_template.callbacks.training_log import logs
-from dist_template.model.balance import BalanceConfig, Balancer
-from dist_template.model.metrics import MetricBuffer
-from dist_template.observe.history.metrics import read_metrics
 from dist_template.parallel import blocks
+from tests.support.library import Balancer, MetricBuffer, logs, read_metrics
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import Trainings
 from tests.support.tiers import tiers

@@ -14,9 +14,8 @@ from trainer_dev.module import LanguageModule
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.llama import modeling_llama as llama
 
-from dist_template.callbacks import numerics
 from dist_template.errors import Exit
-from dist_template.observe.history.run import read_incidents
+from tests.support.library import numerics, read_incidents
 from tests.support.numerics import STRATEGIES, Train
 from tests.support.runs import only_run, run
 from tests.support.tiers import tiers

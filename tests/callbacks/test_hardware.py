@@ -15,9 +15,7 @@ import pytest
 import torch
 
 from dist_template.callbacks import hardware
-from dist_template.callbacks.hardware import Hardware, Sampler
-from dist_template.cluster import environment
-from dist_template.model.metrics import MetricBuffer
+from tests.support.library import MetricBuffer, environment
 from tests.support.runs import logged, only_run, run
 
 
@@ -56,7 +54,7 @@ def sample(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], dict[str, float]]
 
     def first_round(library: Any) -> dict[str, float]:
         monkeypatch.setitem(sys.modules, "pynvml", library)
-        sampler = Sampler(torch.device("cuda", 0), every_s=60.0)
+        sampler = hardware.Sampler(torch.device("cuda", 0), every_s=60.0)
         sampler.stop()
         sampler.thread.join(10)
         assert not sampler.thread.is_alive()
@@ -86,7 +84,7 @@ def test_a_gpu_that_never_answers_blocks_no_rank(monkeypatch: pytest.MonkeyPatch
     answers = threading.Event()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234"))
     monkeypatch.setitem(sys.modules, "pynvml", fake(nvmlDeviceGetPowerUsage=lambda _: answers.wait(60) or 0))
-    sampler = Sampler(torch.device("cuda", 0), every_s=60.0)
+    sampler = hardware.Sampler(torch.device("cuda", 0), every_s=60.0)
     assert "gpu/power_w" not in sampler.newest
     sampler.stop()
     assert sampler.thread.is_alive(), "the query still runs: neither reading nor stopping has waited for it"
@@ -99,7 +97,7 @@ def test_ranks_are_reduced_without_unknown_values() -> None:
     metrics: dict[str, float] = {}
     buffer = MetricBuffer()
     buffer.of_ranks = of_ranks
-    Hardware().on_log_step(None, SimpleNamespace(metrics=buffer), metrics)
+    hardware.Hardware().on_log_step(None, SimpleNamespace(metrics=buffer), metrics)
     assert metrics == {"memory/peak_share": 0.9, "gpu/temperature_c": 70.0}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dist_template.callbacks.training_log import Inputs
-from dist_template.model.metrics import MetricBuffer
+from tests.support.library import MetricBuffer
 from tests.support.numerics import spoil
 from tests.support.runs import logged, only_run, run
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks import numerics
-from dist_template.callbacks.incidents import StepCheck, read_jumps
-from dist_template.callbacks.numerics import Numerics
-from dist_template.checkpoint.formats import read_full
-from dist_template.errors import Ended, Exit
-from dist_template.observe.history.run import read_incidents
+from dist_template import Ended
+from dist_template.callbacks import Numerics
+from dist_template.callbacks.incidents import StepCheck
+from dist_template.errors import Exit
+from tests.support.library import numerics, read_full, read_incidents, read_jumps
 from tests.support.numerics import is_finite, newest_step, spoil
 from tests.support.runs import newest, only_run, run
 

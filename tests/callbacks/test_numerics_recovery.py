@@ -1,4 +1,4 @@
-"""The numerics guard under every strategy: a bad step changes no weight, on any rank, and is told with its samples."""
+"""The numerics guard under every strategy: a non-finite step changes no weight, and is reported with its samples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import pytest
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.incidents import read_jumps
-from dist_template.observe.history.run import read_incidents
-from dist_template.text.batches.order import permutation
-from dist_template.wings.rehearse.record import RunRecord
+from tests.support.library import permutation, read_incidents, read_jumps
 from tests.support.numerics import (
     STRATEGIES,
     Train,
@@ -27,6 +24,7 @@ from tests.support.numerics import (
 )
 from tests.support.parity import PROCESSES, assert_close
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 BAD_STEP = 5
 

@@ -18,15 +18,15 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
 
-from dist_template.callbacks import preemption
-from dist_template.callbacks.preemption import Preemption, Vote
-from dist_template.checkpoint import commit
+from dist_template import InputError
+from dist_template.callbacks import Preemption
+from dist_template.callbacks.preemption import Vote
 from dist_template.cli.parser import as_launched
-from dist_template.errors import InputError
-from dist_template.wings.rehearse.record import RunRecord
 from tests.support.injury import children
+from tests.support.library import manifest, preemption
 from tests.support.runs import SMALL_LLAMA, Workers, run
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 DROPOUT = f"--model.architecture={SMALL_LLAMA[:-1]}, attention_dropout: 0.1}}"
 SMALL = ["--trainer.strategy=ddp", "--data.micro_batch_size=2", "--model.optim.learning_rate=0.01"]
@@ -98,7 +98,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_none_is_lost(runs: Runs)
     first = runs.fit("first", callbacks=[Signal({1}, 7, signal.SIGTERM, "on_train_batch_start")])
     last = stopped(first, "SIGTERM")
     assert 7 < last < 20, first.answers
-    assert commit.newest(first.run / "checkpoints") == first.run / f"checkpoints/step{last:08}.ckpt"
+    assert manifest.newest(first.run / "checkpoints") == first.run / f"checkpoints/step{last:08}.ckpt"
     second = runs.fit("second", run_id="first").check()
     reference = runs.fit("reference").check()
     assert min(second.rows()) == last + 1 and same_weights(second, reference)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dist_template.callbacks.random_state import KEY, RandomState
+from dist_template.callbacks import RandomState
+from dist_template.callbacks.random_state import KEY
 from tests.support.runs import logged, only_run, run
 
 WITH_DROPOUT = "{model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 2, resid_pdrop: 0.3, embd_pdrop: 0.3}"

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.replicas import Replicas, checksum
-from dist_template.checkpoint import commit
+from dist_template import Project
+from dist_template.callbacks import Replicas
+from dist_template.callbacks.replicas import checksum
 from dist_template.layout import local_shard
-from dist_template.project import Project
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.workers import Workers
 from tests.support.classifier import PlainClassifier
+from tests.support.library import manifest
 from tests.support.numerics import Train, report_exit_codes
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord, Workers
 
 NORM = "model.layers.1.post_attention_layernorm.weight"  # of the network; every strategy but FSDP2 has replicas of it
 EVERY = "--last_checkpoint.every_n_steps=4"
@@ -41,7 +41,7 @@ def flip_a_bit(step: int, name: str, rank: int = 1) -> None:
 
 
 def step_with_own_gradients() -> None:
-    """In each worker: one parameter's gradient is that of the rank, as where a plan forgets to sum it."""
+    """In each worker: one parameter's gradient is not reduced, as where a plan forgets to sum it."""
 
     def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
         gradient = local_shard(self.model.get_parameter(NORM).grad)
@@ -70,8 +70,8 @@ def assert_refused(guarded: Train, run: RunRecord, strategy: str, name: str, ste
     for answer in run.answers.values():
         assert answer.startswith(f"Ended: training stopped: replicas differ after step {step}: "), answer[:500]
         assert "exit code 65" in answer and "replicas.ignore" in answer
-        assert tensor in answer and "of rank 1 is not that of rank 0" in answer
-    assert commit.newest(guarded.run_folder(strategy, name) / "checkpoints") is None, "nothing is saved"
+        assert tensor in answer and "of rank 1 differs from rank 0" in answer
+    assert manifest.newest(guarded.run_folder(strategy, name) / "checkpoints") is None, "nothing is saved"
 
 
 PLANTS = {
@@ -114,7 +114,7 @@ def test_shards_of_hsdp_are_compared_between_replicas(guarded: Train, name: str)
     """Rank 1 has the other shard: rank 3 holds the same as it."""
     run = guarded("hsdp", name, partial(flip_a_bit, 1, name, rank=3), EVERY)
     for answer in run.answers.values():
-        assert f"after step 1: model.{name} of rank 3 is not that of rank 1" in answer, answer[:500]
+        assert f"after step 1: model.{name} of rank 3 differs from rank 1" in answer, answer[:500]
 
 
 # ---- what is no fault ----------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def train(tmp_path: Path, strategy: str, *more: str) -> RunRecord:
 @pytest.mark.parametrize("strategy", tiers(["ddp", "zero2", "zero3", "fsdp2"], daily=["ddp"]))
 def test_what_ranks_hold_differently_by_nature_is_not_compared(tmp_path: Path, strategy: str) -> None:
     run = train(tmp_path, strategy).check()
-    assert commit.newest(run.run / "checkpoints") is not None
+    assert manifest.newest(run.run / "checkpoints") is not None
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_buffer_of_the_checkpoint_is_named_and_may_be_listed(tmp_path: Path, i
     if not ends:
         run.check()
         return
-    assert all("own_loss of rank 1 is not that of rank 0" in answer for answer in run.answers.values()), run.answers
+    assert all("own_loss of rank 1 differs from rank 0" in answer for answer in run.answers.values()), run.answers
 
 
 # ---- the checksum --------------------------------------------------------------------------------

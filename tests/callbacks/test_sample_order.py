@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, WeightedRandomSampler
 
+from dist_template import InputError
 from dist_template.callbacks import LastCheckpoint, SampleOrder
 from dist_template.callbacks.sample_order import even_batch_size
-from dist_template.errors import InputError
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.workers import Workers
 from tests.support.streams import STREAMS
+from tests.support.wings import RunRecord, Workers
 
 NUM = 22
 

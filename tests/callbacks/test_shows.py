@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.console import Console
-from dist_template.callbacks.diagnosis import Diagnosis
+from dist_template import InputError
+from dist_template.callbacks import Console
 from dist_template.callbacks.samples import Samples
 from dist_template.callbacks.summary import Summary
-from dist_template.errors import InputError
 from dist_template.layout import refuse_scalars
+from dist_template.wings.diagnose.callback import Diagnosis
 from tests.support.runs import logged, newest, only_run, run
 from tests.support.strategies import flags_of
 

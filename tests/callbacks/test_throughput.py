@@ -14,11 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from dist_template.callbacks import throughput
-from dist_template.callbacks.throughput import ForwardClock
-from dist_template.checkpoint import commit
-from dist_template.observe.history.metrics import read_metrics
-from dist_template.observe.history.run import read_run
-from dist_template.text.batches.rows import Rows
+from dist_template.wings.diagnose import read_run
+from tests.support.library import Rows, commit, read_metrics
 from tests.support.parity import STEPS, Trainings
 from tests.support.runs import logged, only_run, run
 from tests.support.tiers import tiers
@@ -82,7 +79,7 @@ class FakeEvent:
 
 def test_a_forward_that_is_still_running_on_the_gpu_counts_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    clock = ForwardClock(torch.device("cuda"))
+    clock = throughput.ForwardClock(torch.device("cuda"))
     for begin, end in ((0, 10), (20, 40), (50, 80)):
         FakeEvent.now_ms = begin
         clock.start()
@@ -95,23 +92,23 @@ def test_a_forward_that_is_still_running_on_the_gpu_counts_the_next_time(monkeyp
     assert clock.mean_s() == pytest.approx(0.030)
 
 
-class Kept(Callback):
+class CountPasses(Callback):
     """Records how many passes the clock of the forward pass has kept at the end."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         (callback,) = [each for each in trainer.callbacks if isinstance(each, throughput.Throughput)]
-        KEPT.append(len(callback._forward._passes))
+        NUM_PASSES.append(len(callback._forward._passes))
 
 
-KEPT: list[int] = []
+NUM_PASSES: list[int] = []
 
 
 def test_one_process_keeps_no_pass(flags: list[str]) -> None:
     """On a GPU a pass is two CUDA events; log steps with several ranks free them."""
-    KEPT.clear()
+    NUM_PASSES.clear()
     steps = ["--trainer.max_steps=5", "--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=2"]
-    assert run("fit", *flags, *steps, f"--trainer.callbacks+={__name__}.Kept") == 0
-    assert KEPT == [0]
+    assert run("fit", *flags, *steps, f"--trainer.callbacks+={__name__}.CountPasses") == 0
+    assert NUM_PASSES == [0]
 
 
 class Slow(Callback):

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.checkpoint.formats import read_full
-from dist_template.errors import InputError
-from dist_template.model.quantize import quantize
+from dist_template import InputError
 from dist_template.wings.ship.export import command as export
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
+from tests.support.library import quantize, read_full
 from tests.support.parity import PauseAfter, Trainings
 from tests.support.runs import OURS, SMALL_LLAMA, Workers, newest, only_run, run
 from tests.support.strategies import flags_of

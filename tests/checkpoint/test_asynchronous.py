@@ -20,15 +20,13 @@ from lightning.pytorch import Callback
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dist_template.callbacks.checkpoint import LastCheckpoint
-from dist_template.checkpoint import asynchronous, commit, manifest, sharded
-from dist_template.checkpoint.formats import FILE, read_full
-from dist_template.wings.rehearse.compare import first_difference
-from dist_template.wings.rehearse.interventions import KillAt
-from dist_template.wings.rehearse.record import RunRecord
+from dist_template.callbacks import LastCheckpoint
+from dist_template.checkpoint.formats import FILE
+from tests.support.library import commit, manifest, read_full, sharded
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import KillAt, RunRecord, first_difference
 
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 STEPS, EVERY = 8, 4  # optimizer steps: of the run, between two checkpoints
@@ -154,7 +152,7 @@ def test_a_checkpoint_does_not_see_what_training_does_while_it_is_written(
     expected = train.synchronous(strategy)
     got = train(f"{strategy}-{fault.__name__}", strategy, prelude=fault).check().run / "checkpoints"
     assert [path.name for path in manifest.found(got)] == [manifest.name(STEPS), manifest.name(EVERY)]
-    assert all(commit.verify(path) is None for path in manifest.found(got))
+    assert all(manifest.damage(path) is None for path in manifest.found(got))
     found = difference(expected / manifest.name(EVERY), got / manifest.name(EVERY))
     assert bool(found) == (fault is stage_nothing), found or "without a copy, later steps must be visible"
     assert not difference(expected / manifest.name(STEPS), got / manifest.name(STEPS))
@@ -168,11 +166,11 @@ def test_a_kill_during_a_write_leaves_the_one_before(train: Trainings, strategy:
     killed = train(name, strategy, more, prelude=write_never, callbacks=[KillAt(STEPS + 2)])
     assert killed.was_killed
     folder = killed.run / "checkpoints"
-    assert commit.newest(folder) == folder / manifest.name(EVERY)
+    assert manifest.newest(folder) == folder / manifest.name(EVERY)
     assert list(folder.glob(".*.tmp")), "the kill must have come during the write"
     resumed = train(name, strategy, more).check()
     assert min(resumed.loss) == EVERY + 1
-    assert commit.newest(folder) == folder / manifest.name(STEPS + 3) and not list(folder.glob(".*"))
+    assert manifest.newest(folder) == folder / manifest.name(STEPS + 3) and not list(folder.glob(".*"))
 
 
 @pytest.mark.slow
@@ -219,7 +217,7 @@ def test_a_running_write_is_waited_for(flags: list[str], tmp_path: Path, monkeyp
     folder = only_run(tmp_path) / "checkpoints"
     assert [manifest.step_of(path) for path in manifest.found(folder)] == [4, 3, 2]
     assert not list(folder.glob(".*"))
-    assert all(commit.verify(path) is None for path in manifest.found(folder))
+    assert all(manifest.damage(path) is None for path in manifest.found(folder))
     # By this process's thread and by the one beside it; the manifest's own is of every byte.
     archives = [zipfile.ZipFile(path / FILE) for path in manifest.found(folder)]
     assert not any(entry.CRC for archive in archives for entry in archive.infolist()), "torch has computed another CRC"
@@ -240,9 +238,9 @@ def test_the_thread_uses_its_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread(), device)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options: list[StagingOptions] = []
-    monkeypatch.setattr(asynchronous, "DefaultStager", options.append)
+    monkeypatch.setattr(commit, "DefaultStager", options.append)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        saver = asynchronous.BackgroundSaver(SimpleNamespace(root_device=device))
+        saver = commit.BackgroundSaver(SimpleNamespace(root_device=device))
         thread = saver._thread.submit(threading.current_thread).result()
         assert chosen == ([(thread, device)] if device.type == "cuda" else [])
         chosen.clear()

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_template.callbacks.checkpoint import BestCheckpoint, outdated
-from dist_template.checkpoint import commit, formats, manifest
-from dist_template.checkpoint.optimizer import by_name
-from dist_template.errors import InputError
+from dist_template import InputError
+from dist_template.callbacks import BestCheckpoint
+from dist_template.callbacks.checkpoint import outdated
 from tests.support.formats import (
     NAMES,
     REST,
@@ -30,6 +29,7 @@ from tests.support.formats import (
     write_zero,
 )
 from tests.support.injury import corrupt
+from tests.support.library import by_name, commit, formats, manifest
 from tests.support.runs import main, newest, only_run, run
 
 FORMATS = ["file", "distributed", "zero2", "zero3"]
@@ -67,14 +67,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_every_changed_bit_and_every_truncation_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    assert commit.verify(checkpoint) is None and commit.agreed(checkpoint) == checkpoint
+    assert manifest.damage(checkpoint) is None and manifest.agreed(checkpoint) == checkpoint
     draw = random.Random(0)
     for number in range(50):
         copy = shutil.copytree(checkpoint, tmp_path / str(number) / checkpoint.name)
         done = corrupt(copy, draw)
-        assert commit.verify(copy), done
+        assert manifest.damage(copy), done
         with pytest.raises(InputError, match="is damaged: its "):
-            commit.agreed(copy)
+            manifest.agreed(copy)
 
 
 def test_without_the_hashes_a_changed_bit_is_loaded_without_an_error(tmp_path: Path) -> None:
@@ -88,30 +88,30 @@ def test_without_the_hashes_a_changed_bit_is_loaded_without_an_error(tmp_path: P
     file.write_bytes(content)
     assert not torch.equal(formats.read_full(path)["state_dict"]["first.weight"], before["first.weight"])
     assert manifest.torn(path) is None, "its size is right"
-    assert "CRC-32" in str(commit.verify(path))
+    assert "CRC-32" in str(manifest.damage(path))
 
 
 def test_a_changed_manifest_is_refused(checkpoint: Path) -> None:
     content = json.loads((checkpoint / manifest.MANIFEST).read_text())
     (checkpoint / manifest.MANIFEST).write_text(json.dumps(content | {"step": 2}, indent=1) + "\n")
-    assert commit.verify(checkpoint) == "its manifest.json is damaged"
+    assert manifest.damage(checkpoint) == "its manifest.json is damaged"
     (checkpoint / manifest.MANIFEST).unlink()
-    assert commit.verify(checkpoint) == "it has no manifest.json"
+    assert manifest.damage(checkpoint) == "it has no manifest.json"
     with pytest.raises(InputError, match="no manifest"):
-        commit.agreed(checkpoint)
+        manifest.agreed(checkpoint)
 
 
 def test_the_file_in_a_checkpoint_is_verified_too(tmp_path: Path) -> None:
     path = committed(tmp_path)
-    assert commit.agreed(path / formats.FILE) == path
+    assert manifest.agreed(path / formats.FILE) == path
     (path / formats.FILE).write_bytes(bytes(999) + b"1")
     with pytest.raises(InputError, match="is damaged"):
-        commit.agreed(path / formats.FILE)
+        manifest.agreed(path / formats.FILE)
 
 
 def test_a_file_of_another_library_is_read_as_it_is(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "lightning.ckpt")
-    assert commit.agreed(tmp_path / "lightning.ckpt") == tmp_path / "lightning.ckpt"
+    assert manifest.agreed(tmp_path / "lightning.ckpt") == tmp_path / "lightning.ckpt"
 
 
 def test_the_newest_that_is_not_torn_is_used_and_the_others_are_named(tmp_path: Path) -> None:
@@ -123,18 +123,18 @@ def test_the_newest_that_is_not_torn_is_used_and_the_others_are_named(tmp_path: 
         r"step00000009.ckpt \(it has no manifest.json\), step00000003.ckpt \(its checkpoint.pt has 999 bytes of 1000\)"
     )
     with pytest.warns(UserWarning, match=said + ".*step00000002.ckpt is used"):
-        assert commit.newest(tmp_path) == paths[1]
+        assert manifest.newest(tmp_path) == paths[1]
 
 
 def test_a_folder_of_checkpoints_means_its_newest_valid_one(tmp_path: Path) -> None:
     paths = [committed(tmp_path, step) for step in (1, 2)]
     (paths[1] / formats.FILE).write_bytes(bytes(999) + b"1")
-    assert commit.newest(tmp_path) == paths[1], "its sizes are right"
+    assert manifest.newest(tmp_path) == paths[1], "its sizes are right"
     with pytest.warns(UserWarning, match="are skipped: step00000002.ckpt .*CRC-32"):
-        assert commit.agreed(tmp_path) == paths[0]
+        assert manifest.agreed(tmp_path) == paths[0]
     (paths[0] / formats.FILE).unlink()
     with pytest.raises(InputError, match="damaged checkpoints only"):
-        commit.agreed(tmp_path)
+        manifest.agreed(tmp_path)
 
 
 def test_the_best_checkpoint_is_the_last_choice(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_remnants_of_a_killed_save_are_ignored_and_deleted(tmp_path: Path) -> No
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     (committed(tmp_path, 3) / formats.FILE).unlink()
     path = committed(tmp_path, 3)
-    assert commit.verify(path) is None and list(tmp_path.iterdir()) == [path]
+    assert manifest.damage(path) is None and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_disks_refusal_is_returned_and_other_errors_are_raised() -> None:
@@ -186,7 +186,7 @@ def test_a_refused_write_leaves_what_was_there_and_nothing_else(tmp_path: Path) 
     commit.begin(tmp_path / manifest.name(2))
     with pytest.raises(commit.SaveError, match="rank 0: no space"):
         commit.finish(tmp_path / manifest.name(2), {"step": 2}, "rank 0: no space")
-    assert list(tmp_path.iterdir()) == [path] and commit.verify(path) is None
+    assert list(tmp_path.iterdir()) == [path] and manifest.damage(path) is None
 
 
 # ---- which are kept ------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_an_interrupted_run_resumes_from_its_newest_valid_checkpoint(
     assert "resumes from its newest" in shown
     kept = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir())
     assert kept == ["step00000004.ckpt", "step00000006.ckpt"]
-    assert commit.verify(only_run(tmp_path) / "checkpoints" / kept[0]) is None, "it was written again"
+    assert manifest.damage(only_run(tmp_path) / "checkpoints" / kept[0]) is None, "it was written again"
     assert main(["fit", *quick, "--trainer.max_steps=6"]) == 0, "a relaunch of what is done"
     assert sorted(path.name for path in (only_run(tmp_path) / "checkpoints").iterdir()) == kept
 

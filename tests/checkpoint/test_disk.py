@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
-from dist_template.checkpoint import commit, manifest
+from tests.support.library import commit, manifest
 from tests.support.runs import disk
 from tests.support.saves import Trainings
 from tests.support.tiers import tiers
@@ -88,7 +88,7 @@ def test_on_a_full_disk_training_continues_or_stops_and_the_older_checkpoint_sta
         assert left == [manifest.name(4), manifest.name(5)]
     else:
         assert all(answer.startswith("Ended: step00000002.ckpt was not saved") for answer in record.answers.values())
-        assert left == [first.name] and commit.verify(first) is None
+        assert left == [first.name] and manifest.damage(first) is None
 
 
 @pytest.mark.parametrize("strategy", tiers(["fsdp2", "zero1", "zero3"], daily=["zero3"]))

@@ -18,18 +18,15 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from dist_template.callbacks.random_state import RandomState
-from dist_template.checkpoint import manifest
-from dist_template.compat.epochs import KEY, Point, ResumableEpochLoop
-from dist_template.text.batches.order import ConsumedSamples
-from dist_template.wings.rehearse.compare import first_difference
-from dist_template.wings.rehearse.interventions import KillAt
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.root_cause import trace_resumed
-from tests.support.faults_of_runs import random_state_not_saved
+from dist_template.callbacks import RandomState
+from dist_template.compat import epochs
+from dist_template.wings.rehearse.compare import trace_resumed
+from tests.support.faults import random_state_not_saved
+from tests.support.library import ConsumedSamples, manifest
 from tests.support.runs import Workers, logged, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import KillAt, RunRecord, first_difference
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 STEPS, EPOCH, EVERY = 15, 8, 2  # optimizer steps: of the run, of an epoch, between two checkpoints
@@ -181,9 +178,9 @@ def epoch_draws() -> None:
 
 
 def validation_skipped() -> None:
-    load = ResumableEpochLoop.on_load_checkpoint
-    loop: Any = ResumableEpochLoop
-    loop.on_load_checkpoint = lambda self, state: load(self, state | {KEY: Point.AFTER_VALIDATION})
+    load = epochs.ResumableEpochLoop.on_load_checkpoint
+    loop: Any = epochs.ResumableEpochLoop
+    loop.on_load_checkpoint = lambda self, state: load(self, state | {epochs.KEY: epochs.Point.AFTER_VALIDATION})
 
 
 @pytest.mark.slow

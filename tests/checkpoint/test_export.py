@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dist_template.checkpoint.formats import format_of, read_full
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.ship.export import command as export
 from tests.support.formats import write_distributed
+from tests.support.library import ZeroFormat, format_of, read_full
 from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, Workers, logged, newest, only_run, run
 
@@ -82,10 +82,10 @@ REFUSED = {
 def test_what_cannot_be_exported_is_refused(quick: list[str], tmp_path: Path, case: str) -> None:
     (tmp_path / "corpus.txt").write_text("in the way")
     assert run("fit", *quick, "--trainer.max_steps=1") == 0
-    wrong, told = REFUSED[case]
+    wrong, message = REFUSED[case]
     wrong = [flag.replace("{tmp}", str(tmp_path)) for flag in wrong]
     ours = [flag for flag in quick if not flag.startswith(("--trainer.", "--last_checkpoint."))]
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         export.main(["export", *ours, "--checkpoint=last", f"--output={tmp_path}/out", *wrong], OURS)
     assert not list(tmp_path.glob("*out*"))
 
@@ -144,7 +144,7 @@ def test_deepspeeds_own_folder_measures_and_exports_as_it_was_trained(
         workers.run(["fit", *flags, *zero], tmp_path / "fit").check()
     trained = logged(only_run(tmp_path), "eval/loss")[4]
     path = newest(only_run(tmp_path))
-    assert format_of(path) == "zero"
+    assert format_of(path) is ZeroFormat
     assert run("validate", *flags, "--run.name=one", f"--ckpt_path={path}") == 0
     (measured,) = logged(only_run(tmp_path, "one"), "eval/loss").values()
     assert measured == pytest.approx(trained, rel=1e-6)

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.checkpoint import commit, manifest
-from dist_template.checkpoint import resume as loading
-from dist_template.checkpoint.formats import read_full
-from dist_template.errors import InputError
+from dist_template import InputError
 from tests.support.injury import corrupt
 from tests.support.kill_points import EXIT_CODE, crash
+from tests.support.library import formats as loading
+from tests.support.library import manifest, read_full
 from tests.support.saves import STEPS, Trainings, assert_same, equal
 from tests.support.tiers import tiers
 
@@ -45,7 +44,7 @@ def test_a_run_that_is_killed_inside_a_save_resumes_exactly(train: Trainings, st
     record = train.run(strategy, f"killed-{strategy}", prelude=partial(crash, point, rank, at_save=2))
     assert record.answers[rank] == f"killed: exit code {EXIT_CODE}", record.error
     folder, expected = record.run / "checkpoints", train.uninterrupted(strategy)
-    newest = commit.newest(folder)
+    newest = manifest.newest(folder)
     assert newest is not None and newest.name == manifest.name(1)
     assert_same(newest, expected / newest.name)
     train.run(strategy, f"killed-{strategy}").check()
@@ -65,7 +64,7 @@ def test_forty_damages_to_a_trained_checkpoint_are_refused(train: Trainings, tmp
         copy = shutil.copytree(path, tmp_path / str(number) / path.name)
         done = corrupt(copy, draw)
         with pytest.raises(InputError, match="is damaged: its "):
-            commit.agreed(copy)
+            manifest.agreed(copy)
             pytest.fail(done)
 
 

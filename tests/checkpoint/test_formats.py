@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.checkpoint.formats import format_of, read_full
-from dist_template.checkpoint.optimizer import by_name, numbered
+from dist_template import InputError
+from dist_template.checkpoint.optimizer import numbered
 from dist_template.cli.run import check_checkpoint
-from dist_template.errors import InputError
 from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step, write_distributed, write_file, write_zero
+from tests.support.library import PlainFormat, ZeroFormat, by_name, format_of, read_full
 
 
 @pytest.fixture
@@ -60,6 +60,23 @@ def test_every_format_reads_as_the_same_weights_moments_and_counters(
     for number, values in expected["state"].items():
         for key, value in values.items():
             assert torch.equal(back["state"][number][key], value), (number, key)
+
+
+def test_a_header_has_the_shapes_and_the_entries_of_the_whole(checkpoint: Path) -> None:
+    """They are compared with the module's before anything is loaded."""
+    found, full = format_of(checkpoint), read_full(checkpoint)
+    assert found is not None
+    metadata, shapes = found.header(checkpoint, None)
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in full["state_dict"].items()}
+    assert {key: metadata[key] for key in REST} == REST
+    assert not {"state_dict", "optimizer_states", "module", "optimizer"} & metadata.keys()
+
+
+def test_another_models_checkpoint_is_refused_by_its_header(checkpoint: Path) -> None:
+    other = Tiny()
+    other.second = torch.nn.Linear(5, 8)
+    with pytest.raises(InputError, match=r"another model's: its second.weight is \(7, 5\), here it is \(8, 5\)"):
+        read_full(checkpoint, other)
 
 
 def test_training_goes_on_as_if_it_had_not_stopped(checkpoint: Path, trained: tuple[Tiny, torch.optim.AdamW]) -> None:
@@ -115,7 +132,7 @@ def test_part_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
     if checkpoint.is_file():
         checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
     else:
-        (checkpoint / ("latest" if format_of(checkpoint) == "zero" else ".metadata")).unlink()
+        (checkpoint / ("latest" if format_of(checkpoint) is ZeroFormat else ".metadata")).unlink()
     with pytest.raises(InputError, match="is incomplete"):
         check_checkpoint(checkpoint)
 
@@ -127,4 +144,4 @@ def test_a_missing_rank_is_noticed(checkpoint: Path) -> None:
         with pytest.raises(InputError, match="cannot be read"):
             read_full(checkpoint)
     else:
-        assert format_of(checkpoint) == "file", "only one file has one part"
+        assert format_of(checkpoint) is PlainFormat, "only one file has one part"

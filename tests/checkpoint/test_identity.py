@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from dist_template.checkpoint import manifest
-from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.identity import KEY
 from dist_template.wings.ship.export import command as export
 from tests.support import pairs
+from tests.support.library import manifest, read_full
 from tests.support.line import OURS
 from tests.support.runs import SMALL_LLAMA, newest, only_run, run, small
 

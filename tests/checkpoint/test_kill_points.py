@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.checkpoint import commit, manifest
 from tests.support.fake_saves import LOST, STRATEGIES, FakeDdp, FakeZero, launch, weight_of
 from tests.support.kill_points import COMMITTED, EXIT_CODE, crash, points
+from tests.support.library import commit, manifest
 
 
 def check_newest(strategy: type[FakeDdp], folder: Path, step: int) -> None:
-    newest = commit.newest(folder)
+    newest = manifest.newest(folder)
     assert newest is not None and newest.name == manifest.name(step)
-    assert commit.verify(newest) is None
+    assert manifest.damage(newest) is None
     assert torch.equal(strategy.load(newest), weight_of(step))
 
 

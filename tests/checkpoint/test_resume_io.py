@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.serialization import config
 
 from dist_template.checkpoint.formats import FILE
-from dist_template.checkpoint.resume import EveryFormat
+from tests.support.library import PlainFormat
 
 
 def test_a_save_asks_torch_for_page_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: asked.append(config.save.use_pinned_memory_for_d2h) or save(*args))
-    EveryFormat(nn.Linear(1, 1)).save_checkpoint({"state_dict": {"weight": torch.ones(2)}}, tmp_path)  # ty: ignore[invalid-argument-type]
+    PlainFormat(SingleDeviceStrategy("cpu")).save_checkpoint({"state_dict": {"weight": torch.ones(2)}}, tmp_path)
     assert asked == [True] and not config.save.use_pinned_memory_for_d2h
     assert torch.load(tmp_path / FILE)["state_dict"]["weight"].tolist() == [1, 1]

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dist_template.cli.fit import CLI
-from dist_template.cli.ranges import RANGES
-from dist_template.compat.lightning_cli import keys_of
+from tests.support.library import RANGES, keys_of
 from tests.support.line import command, main
 
 LONGEST = 2_100  # characters of a sentence: a value that is longer is shown without its middle

@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import CONFIGS, run, run_in_subprocess
 
 EXTRAS = (
-    "bitsandbytes", "datasets", "datasketch", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
+    "bitsandbytes", "datasets", "deepspeed", "fastapi", "openai", "peft", "plotly", "prometheus_client",
     "optuna", "tensorboard", "uvicorn", "wandb",
 )  # fmt: skip
 LIBRARY = "'dist-template["
@@ -31,7 +31,8 @@ def test_a_training_needs_none_of_them(flags: list[str], tmp_path: Path) -> None
     short = ["--trainer.strategy=ddp", "--trainer.max_steps=2", "--model.optim.warmup=0", "--run.report=true"]
     done = run_in_subprocess("fit", *flags, *short, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "there is no report: the report needs the package plotly: pip install 'dist-template[report]'" in done.stdout
+    cure = "the report needs the package plotly: pip install 'dist-template[report]'"
+    assert f"at_run_end of diagnose failed: {cure}" in done.stderr
 
 
 @pytest.mark.parametrize("package", NEED)

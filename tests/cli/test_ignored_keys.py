@@ -8,8 +8,8 @@ import pytest
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
-from dist_template.text.preference_loss import PreferenceConfig
-from dist_template.text.sources.preferences import Preferences
+from dist_template.text import Preferences
+from tests.support.library import PreferenceConfig
 from tests.support.limits import violations_of
 from tests.support.runs import run
 

@@ -13,11 +13,9 @@ from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
-from dist_template.cli.limits import Machine, violations
-from dist_template.model.optim import OptimConfig
-from dist_template.parallel.blocks import BlockConfig
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.parallel.zero import ZeroStrategy
+from dist_template import BlockConfig, OptimConfig
+from dist_template.strategies import MeshStrategy, ZeroStrategy
+from tests.support.library import Machine, violations
 from tests.support.limits import LLAMA, violations_of
 from tests.support.runs import run
 from tests.support.strategies import NAMES, settings_of
@@ -172,7 +170,7 @@ IMPOSSIBLE: dict[str, tuple[Mapping[str, Any], str]] = {
 
 def test_a_module_of_ones_own_needs_no_argument_of_ours() -> None:
     module = LanguageModule()
-    for name in ("optim", "blocks", "loss_kernel"):
+    for name in ("optim", "blocks"):
         delattr(module, name)
     assert violations_of(module=module) == []
 

@@ -10,10 +10,10 @@ from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
-from dist_template.cli.limits import Machine, violations
-from dist_template.model.adapters import AdapterConfig
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.text.sources.preferences import Preferences
+from dist_template import AdapterConfig
+from dist_template.strategies import MeshStrategy
+from dist_template.text import Preferences
+from tests.support.library import Machine, violations
 
 LLAMA = AutoConfig.for_model("llama", num_hidden_layers=32)
 SMALL = AutoConfig.for_model("llama", num_hidden_layers=3)

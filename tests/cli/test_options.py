@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from dist_template.cli.defaults import ALWAYS_ON
+from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
-from dist_template.model.optim import build_optimizer, build_schedule
+from tests.support.library import build_optimizer, build_schedule
 from tests.support.runs import logged, only_run, run
 
 
@@ -106,7 +106,7 @@ REFUSED = {
     "trainer.callbacks+=BatchSizeFinder": "the verb `compare`",
     "trainer.callbacks=EarlyStoping": "no class EarlyStoping; did you mean EarlyStopping",
     "trainer.num_nodes=two": "trainer.num_nodes",
-    "optimizer=torch.optim.Muon": "--optimizer Muon is not offered: it updates matrices alone",
+    "optimizer=torch.optim.Muon": "--optimizer Muon: it updates matrices alone",
     "optimizer=LBFGS": "--optimizer LBFGS: .*parameter groups",
     "optimizer=SparseAdam": "--optimizer SparseAdam: .*dense",
     "lr_scheduler={class_path: OneCycleLR, init_args: {max_lr: 1}}": "--lr_scheduler OneCycleLR: .*total_steps",
@@ -133,7 +133,7 @@ def test_every_option_is_in_one_of_the_tables(trainer_of: Any, monkeypatch: pyte
     )
     trainer_of()
     keys = {action.dest for action in parsers[0]._actions if not action.dest.endswith("help")}
-    ours = {"model", "data", "run", "cluster", "trainer", "print_config", *ALWAYS_ON}
+    ours = {"model", "data", "run", "cluster", "trainer", "print_config", *always_on()}
     lightnings = {key for key in keys if key.split(".")[0] not in ours or key.startswith("trainer.")}
     refused = {re.split("[=+]", flag)[0] for flag in REFUSED}
     assert lightnings == {*HONOURED, *ELSEWHERE, *refused}

@@ -14,11 +14,9 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
 from dist_template.cli.fit import CLI
-from dist_template.cli.ranges import RANGES
-from dist_template.compat.lightning_cli import keys_of
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.text.sources.documents import Source
-from dist_template.text.tokenizers import TokenizerSpec
+from dist_template.strategies import MeshStrategy
+from dist_template.text import Source, TokenizerSpec
+from tests.support.library import RANGES, keys_of
 from tests.support.line import OURS
 from tests.support.runs import refused, run
 
@@ -41,7 +39,7 @@ class Parsed(Exception):
 
 
 def numeric(hint: Any, key: str) -> Iterator[str]:
-    """The keys of a type that take a number: those of its dataclasses, and of lists and unions of numbers."""
+    """Yields the keys of a type that take a number, in its dataclasses, lists and unions of numbers."""
     if hint in (int, float):
         yield key
     elif is_dataclass(hint):

@@ -8,16 +8,11 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from dist_template.cluster.redaction import (
-    HIDDEN,
-    NAMES,
-    names_a_secret,
-    recorded_variables,
-    redacted,
-    redacted_command,
-)
+from dist_template.cluster import redaction
+from dist_template.cluster.redaction import redacted_command
 from tests.support.runs import only_run, run
 
+HIDDEN = redaction.HIDDEN
 RECORDED = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_BLOCKING_WAIT": "1", "PYTHONPATH": "x", "MKL_NUM_THREADS": "1"}
 NOT_RECORDED = {
     "CUDA_VISIBLE_DEVICES": "0",
@@ -33,33 +28,51 @@ NOT_RECORDED = {
 
 
 def test_variables_are_those_of_an_allow_list() -> None:
-    assert recorded_variables(RECORDED | NOT_RECORDED) == RECORDED
-    assert not [name for name in NAMES if any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASS", "PW"))]
-    assert recorded_variables({"PYTHONPATH": "http://me:s3cr3t@host/x"}) == {"PYTHONPATH": f"http://{HIDDEN}@host/x"}
+    assert redaction.recorded_variables(RECORDED | NOT_RECORDED) == RECORDED
+    secret = ("KEY", "TOKEN", "SECRET", "PASS", "PW")
+    assert not [name for name in redaction.NAMES if any(word in name for word in secret)]
+    assert redaction.recorded_variables({"PYTHONPATH": "http://me:s3cr3t@host/x"}) == {
+        "PYTHONPATH": f"http://{HIDDEN}@host/x"
+    }
 
 
 @pytest.mark.parametrize("key", ["api_key", "--a.init_args.api_key", "WANDB_API_KEY", "hf_token", "dbPassword", "pw"])
 def test_a_key_of_a_secret(key: str) -> None:
-    assert names_a_secret(key)
+    assert redaction.names_a_secret(key)
 
 
 @pytest.mark.parametrize(
     "key", ["eos_token", "text_key", "num_key_value_heads", "sample_tokens", "tokenizer", "bypass_cache", "", "monkey"]
 )
 def test_a_key_of_none(key: str) -> None:
-    assert not names_a_secret(key)
+    assert not redaction.names_a_secret(key)
 
 
 def test_a_configuration_keeps_all_but_the_text_of_secrets() -> None:
     given: dict[str, Any] = {"a": {"api_key": "k", "token": None, "key": 3, "eos_token": "</s>"}, "b": ["://u:p@h", 1]}
-    kept = {"a": {"api_key": HIDDEN, "token": None, "key": 3, "eos_token": "</s>"}, "b": [f"://{HIDDEN}@h", 1]}
-    assert redacted(given) == kept
-    assert redacted({"credentials": {"user": "u", "a": ["x"]}}) == {"credentials": {"user": HIDDEN, "a": [HIDDEN]}}
+    kept = {
+        "a": {"api_key": HIDDEN, "token": None, "key": 3, "eos_token": "</s>"},
+        "b": [f"://{HIDDEN}@h", 1],
+    }
+    assert redaction.redacted(given) == kept
+    assert redaction.redacted({"credentials": {"user": "u", "a": ["x"]}}) == {
+        "credentials": {"user": HIDDEN, "a": [HIDDEN]}
+    }
 
 
 def test_a_command_line_keeps_all_but_secrets() -> None:
     given = ["python", "-m", "trainer", "fit", "--a.api_key=s", "--b.token", "s", "--c", "d", "--x={password: s, y: 1}"]
-    kept = ["python", "-m", "trainer", "fit", f"--a.api_key={HIDDEN}", "--b.token", HIDDEN, "--c", "d"]
+    kept = [
+        "python",
+        "-m",
+        "trainer",
+        "fit",
+        f"--a.api_key={HIDDEN}",
+        "--b.token",
+        HIDDEN,
+        "--c",
+        "d",
+    ]
     assert redacted_command(given) == [*kept, f'--x={{"password": "{HIDDEN}", "y": 1}}']
     plain = ["fit", "--config", "a.yaml", "--model.architecture={model_type: llama, eos_token: x}", "--y=1:2"]
     assert redacted_command(plain) == plain

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dist_template.errors import Exit
+from dist_template.text import Source
 from dist_template.text.cache import token_cache
-from dist_template.text.sources.documents import Source
 from tests.support.runs import command
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from trainer_dev.module import LanguageModule
 
-from dist_template.cli.limits import Machine, violations
-from dist_template.parallel.mesh import MeshStrategy
+from dist_template.strategies import MeshStrategy
+from tests.support.library import Machine, violations
 
 DATA = SimpleNamespace(is_prepared=True, vocab_size=61, seq_len=64, eos_token_id=1, validation_share=0.1)
 SIZES = {

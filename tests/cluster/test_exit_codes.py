@@ -62,7 +62,7 @@ class Launched:
         """Signal this process once workers have written these files, and torchrun's agent knows the workers."""
 
         def ready() -> bool:
-            knows = torchrun.Agent.latest is not None and torchrun.Agent.latest.workers()
+            knows = any(agent.workers() for agent in torchrun.Agent.instances)
             return bool(knows) and all((self.folder / file).exists() for file in files)
 
         def signal_when_written() -> None:
@@ -89,7 +89,7 @@ class Launched:
 def launched(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(torchrun, "PEERS_S", 0.5)
-    monkeypatch.setattr(torchrun.Agent, "latest", None)
+    monkeypatch.setattr(torchrun.Agent, "instances", [])
     replaced = ((names.launcher, "LocalElasticAgent"), (names.processes, "_terminate_process_handler"))
     for module, name in (*replaced, (names.subprocess_handler, "Popen")):
         monkeypatch.setattr(module, name, getattr(module, name))  # puts it back after the test
@@ -149,7 +149,7 @@ def test_a_signal_is_handed_on_once_and_the_workers_code_is_the_launchers(launch
     launched.when(["trains.0", "trains.1"], signal.SIGUSR1)
     launched.when(["saves.0", "saves.1"], signal.SIGUSR1)
     assert launched.run(saves, saves, shutdown_timeout_s=60) == Exit.REQUEUE
-    assert launched.starts == 1 and torchrun._codes() == [75, 75], "they have saved"
+    assert launched.starts == 1 and torchrun.codes() == [75, 75], "they have saved"
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_workers_that_cannot_save_in_time_are_killed_and_relaunched(launched: La
     launched.when(["trains.0"], signal.SIGTERM)
     deaf = f"trap '' TERM; touch {launched.folder}/trains.$RANK; while [ -d {launched.folder} ]; do sleep 0.05; done"
     assert launched.run(deaf, shutdown_timeout_s=1) == Exit.REQUEUE
-    assert torchrun._codes() == [-signal.SIGKILL]
+    assert torchrun.codes() == [-signal.SIGKILL]
 
 
 def test_a_lost_rendezvous_is_one_sentence(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -16,14 +17,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dist_template.cluster import environment as machine
+from dist_template import Ended
 from dist_template.cluster import rendezvous
-from dist_template.cluster.environment import comparable, environment, free_port, packages
-from dist_template.cluster.fingerprint import SameEnvironment
+from dist_template.cluster.environment import comparable, environment, packages
 from dist_template.cluster.hang import rank_ranges
-from dist_template.cluster.rendezvous import Rendezvous
-from dist_template.errors import Ended, Exit
+from dist_template.errors import Exit
+from tests.support.library import Rendezvous, SameEnvironment
+from tests.support.library import environment as machine
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, run
+from tests.support.wings import free_port
 
 OWN: dict[str, Any] = {
     "python": "3.11.7",
@@ -79,8 +81,15 @@ def test_one_table_says_which_ranks_have_what(case: str) -> None:
     assert compare({}, {}, change, {}, ignore=["packages.scipy"])[0] is not None
 
 
-def test_ranks_that_are_the_same_go_on() -> None:
+def test_equal_ranks_continue() -> None:
     assert compare({}, {}) == [None, None]
+
+
+def test_digests_depend_on_the_order_of_no_set() -> None:
+    """Each process has its own order of a set of strings."""
+    store, facts = dist.HashStore(), OWN | {"packages": {f"package-{n}": "1.0" for n in range(40)}}
+    SameEnvironment(["packages.other"]).compare(Rendezvous(store, 0, 1, 1.0), facts)
+    assert json.loads(store.get("digests/0")) == {group: machine.digest(value) for group, value in facts.items()}
 
 
 def test_spans_of_ranks_are_short() -> None:
@@ -99,7 +108,7 @@ def test_a_rank_that_never_comes_is_named(here: int, missing: int, monkeypatch: 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     started = time.monotonic()
     with pytest.raises(Ended, match=rf"rank {missing} of 2 did not connect within 0.5 s") as ended:
-        rendezvous._connect(strategy(here, free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
+        rendezvous.connect(strategy(here, free_port()), 0.5, lambda met: SameEnvironment().compare(met, OWN))
     assert ended.value.code == Exit.HUNG and time.monotonic() - started < 60
 
 
@@ -139,14 +148,14 @@ def other_on_rank_1(folder: Path) -> None:
 
 def time_it(folder: Path) -> None:
     """A prelude: writes down how long the rendezvous and the comparison took."""
-    connect = rendezvous._connect
+    connect = rendezvous.connect
 
     def timed(*args: Any) -> None:
         started = time.perf_counter()
         connect(*args)
         (folder / f"took{os.environ['RANK']}").write_text(str(time.perf_counter() - started))
 
-    rendezvous._connect = timed  # ty: ignore[invalid-assignment]
+    rendezvous.connect = timed  # ty: ignore[invalid-assignment]
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from dist_template.callbacks.watchdog import Watchdog
+from dist_template.callbacks import Watchdog
 from dist_template.errors import Exit
-from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import SMALL_LLAMA, Workers, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 LIMIT_S = 3.0
 BUSY_S = 20.0  # for a machine on which everything is slow; a collective's own limit would be 60 s more than LIMIT_S
@@ -69,7 +69,7 @@ def hang(folder: Path, stops: bool = False) -> None:
 
 def hang_in_data(rank: int, call: int, folder: Path) -> None:
     """A prelude: the rank's data set never answers the `call`-th request."""
-    from dist_template.text.batches.rows import Rows
+    from tests.support.library import Rows
 
     read, count = Rows.__getitems__, iter(range(1, 10**9))
 

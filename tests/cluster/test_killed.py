@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_template.checkpoint import commit
-from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Exit
 from tests.support.injury import Step, Training, kill
+from tests.support.library import manifest, read_full
 from tests.support.runs import run
 
 KILLS = int(os.environ.get("KILLS", "20"))
@@ -28,7 +27,7 @@ def lives(training: Training) -> list[list[Step]]:
 
 
 def newest(root: Path, run_id: str) -> Path:
-    path = commit.newest(root / "runs" / "default" / run_id / "checkpoints")
+    path = manifest.newest(root / "runs" / "default" / run_id / "checkpoints")
     assert path is not None
     return path
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dist_template import Ended
 from dist_template.cli import main as entry
-from dist_template.errors import Ended, Exit
+from dist_template.errors import Exit
 from tests.support.injury import children
 from tests.support.runs import OF_ANOTHER_RUN, PROJECT, main, run
 
@@ -118,7 +118,7 @@ def test_where_rank_zero_is_missing_its_neighbour_says_so(
     def end(argv: list[str], project: Any) -> None:
         raise Ended(Exit.HUNG, "rank 0 of 2 did not connect", local_rank=int(missing_first))
 
-    monkeypatch.setattr(entry.importlib, "import_module", lambda *_: SimpleNamespace(main=end))
+    monkeypatch.setattr(entry, "load", lambda verb: end)
     for rank in ("0", "1", "2"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert main(["diagnose"]) == Exit.HUNG

@@ -16,12 +16,10 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from dist_template.cluster import run_lock
-from dist_template.cluster.fingerprint import SameEnvironment
-from dist_template.cluster.launch import LAUNCH, RUN_ID
-from dist_template.cluster.rendezvous import Rendezvous
+from dist_template import InputError
+from dist_template.cluster.launch import Variable
 from dist_template.cluster.run_lock import FILE, RunLock
-from dist_template.errors import InputError
+from tests.support.library import Rendezvous, SameEnvironment, run_lock
 from tests.support.runs import main
 
 ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since": 1.0, "launch": ""}
@@ -31,7 +29,7 @@ ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"BEAT_S": 0.05, "LEASE_S": 0.6, "SETTLE_S": 0.05}.items():
         monkeypatch.setattr(run_lock, name, value)
-    for name in (LAUNCH, "SLURM_JOB_ID"):
+    for name in (Variable.LAUNCH, "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -57,7 +55,7 @@ def held_by(folder: Path, **holder: Any) -> Path:
 
 def neighbour(process: subprocess.Popen) -> dict[str, Any]:
     since = psutil.Process(process.pid).create_time()
-    return run_lock._own() | {"pid": process.pid, "since": since, "parent": os.getpid()}
+    return run_lock.this_process() | {"pid": process.pid, "since": since, "parent": os.getpid()}
 
 
 def test_a_second_process_is_refused_while_the_first_lives(
@@ -66,7 +64,7 @@ def test_a_second_process_is_refused_while_the_first_lives(
     path = held_by(tmp_path, **neighbour(process))
     before = path.read_bytes()
     why = lock.take(tmp_path)
-    assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ") and RUN_ID in why
+    assert why and why.startswith(f"{tmp_path} is in use by process {process.pid} on ") and Variable.RUN_ID in why
     assert path.read_bytes() == before
     process.kill()
     time.sleep(0.1)  # its parent has not waited for it: a zombie
@@ -85,7 +83,7 @@ def test_a_process_whose_launcher_is_gone_is_waited_for(
 
 
 def test_a_process_number_that_means_another_process_by_now_holds_nothing(lock: RunLock, tmp_path: Path) -> None:
-    held_by(tmp_path, **run_lock._own() | {"pid": os.getppid(), "since": 1.0})
+    held_by(tmp_path, **run_lock.this_process() | {"pid": os.getppid(), "since": 1.0})
     assert lock.take(tmp_path) is None
 
 
@@ -94,7 +92,7 @@ def test_another_machines_holder_is_refused_if_it_renews_and_taken_over_after_th
 ) -> None:
     path = held_by(tmp_path, **ELSEWHERE)
     own, ended = dict(ELSEWHERE), threading.Event()
-    renewing = threading.Thread(target=run_lock._renew, args=(path, own, ended))
+    renewing = threading.Thread(target=run_lock.renew, args=(path, own, ended))
     renewing.start()
     why = lock.take(tmp_path)
     ended.set()
@@ -109,10 +107,10 @@ def test_a_restart_of_the_same_launch_does_not_wait(
     lock: RunLock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "LEASE_S", 600.0)
-    monkeypatch.setenv(LAUNCH, "node0:29400 run")
+    monkeypatch.setenv(Variable.LAUNCH, "node0:29400 run")
     held_by(tmp_path, **ELSEWHERE | {"launch": "node0:29400 run"})
     assert lock.take(tmp_path) is None
-    monkeypatch.delenv(LAUNCH)
+    monkeypatch.delenv(Variable.LAUNCH)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     held_by(tmp_path, **ELSEWHERE | {"launch": "slurm 17.0"})
@@ -127,7 +125,7 @@ def test_a_file_that_was_not_written_to_its_end_is_taken_over(lock: RunLock, tmp
 
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
-    held_by(tmp_path, **run_lock._own() | {"pid": os.getppid(), "since": 1.0})
+    held_by(tmp_path, **run_lock.this_process() | {"pid": os.getppid(), "since": 1.0})
     code = "import sys, pathlib; from {0}.cluster.run_lock import RUN_LOCK; print(RUN_LOCK.take(pathlib.Path({1!r})));"
     code = code.format("dist_template", str(tmp_path)) + "sys.stdout.flush(); input()"
     command = [sys.executable, "-c", code]
@@ -160,7 +158,7 @@ def test_all_ranks_of_a_refused_launch_say_so() -> None:
 def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
     flags: list[str], process: subprocess.Popen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.setenv(RUN_ID, "one")
+    monkeypatch.setenv(Variable.RUN_ID, "one")
     folder = tmp_path / "runs" / "default" / "one"
     folder.mkdir(parents=True)
     held_by(folder, **neighbour(process))
@@ -168,7 +166,7 @@ def test_a_run_that_is_in_use_is_refused_before_anything_is_written(
     (sentence,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "is in use by process" in sentence
     assert [path.name for path in folder.iterdir()] == [FILE]
-    monkeypatch.setenv(RUN_ID, "one")
+    monkeypatch.setenv(Variable.RUN_ID, "one")
     process.kill()
     assert main(["fit", *flags, "--trainer.max_steps=1", "--trainer.limit_val_batches=0"]) == 0
     assert (folder / "metrics.jsonl").exists() and not (folder / FILE).exists()

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from dist_template.cluster.hang import find_stalled, locate
+from dist_template.cluster.hang import find_stalled
+from dist_template.compat.stacks import locate
 from dist_template.errors import Exit
 
 

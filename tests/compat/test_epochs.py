@@ -20,18 +20,15 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader
 from trainer_dev.data import DataModule
 
-from dist_template.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from dist_template.callbacks.preemption import TIME_IS_UP, Preemption
-from dist_template.checkpoint import commit
-from dist_template.checkpoint.resume import EveryFormat
-from dist_template.compat.loop import lighten
-from dist_template.errors import Ended
-from dist_template.text.sources.documents import TextFiles
-from dist_template.text.tokenizers import Bytes
-from dist_template.wings.rehearse.interventions import KillAt
+from dist_template import Ended
+from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
+from dist_template.callbacks.preemption import TIME_IS_UP
+from dist_template.text import Bytes, TextFiles
 from tests.support import saves
+from tests.support.library import PlainFormat, lighten, manifest
 from tests.support.runs import newest
 from tests.support.tiers import tiers
+from tests.support.wings import KillAt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
@@ -173,13 +170,13 @@ class Trainings:
             use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[last, best, Preemption(), *stop],
             **options,
         )  # fmt: skip
-        trainer.strategy.checkpoint_io = EveryFormat(module)
+        trainer.strategy.checkpoint_io = PlainFormat(trainer.strategy)
         lighten(trainer)
         data = self.data()
         batches: Any = [{"labels": label} for label in range(3)]
         data.val_dataloader = lambda: DataLoader(batches)
         try:
-            trainer.fit(module, data, ckpt_path=commit.newest(folder), weights_only=True)
+            trainer.fit(module, data, ckpt_path=manifest.newest(folder), weights_only=True)
         except (KeyError, Ended):
             assert stop, "nothing should have ended this"
         return trainer

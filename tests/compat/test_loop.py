@@ -14,8 +14,9 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dist_template.compat.loop import EpochLoop, lighten
-from dist_template.compat.precision import MixedPrecision
+from dist_template.compat.lightning import batch_progress, replace_clipping
+from dist_template.compat.loop import EpochLoop, MixedPrecision
+from tests.support.library import lighten
 
 
 def trainer_in(folder: Path, is_lightnings: bool = False, **options: Any) -> L.Trainer:
@@ -119,3 +120,22 @@ def test_another_lightning_trains_by_its_own_loop_and_one_line_says_so(
     assert type(trainer.fit_loop.epoch_loop) is _TrainingEpochLoop
     trainer.fit(BoringModel())
     assert trainer.global_step == 2
+
+
+class Clipping(BoringModel):
+    clipped = 0.0
+
+    def on_train_start(self) -> None:
+        replace_clipping(self, self.clip)
+
+    def clip(self, original: Any, optimizer: Any, **options: Any) -> None:
+        original(optimizer, **options)
+        self.clipped = options["gradient_clip_val"]
+
+
+@pytest.mark.parametrize("is_lightnings", [False, True])
+def test_clipping_is_replaced_and_batches_are_counted(tmp_path: Path, is_lightnings: bool) -> None:
+    trainer, module = trainer_in(tmp_path, is_lightnings, gradient_clip_val=0.5), Clipping()
+    trainer.fit(module)
+    assert module.clipped == 0.5
+    assert batch_progress(trainer).total.processed == 2

@@ -31,6 +31,12 @@ FUNCTIONS = {
     "lightning.fabric.utilities.distributed:_set_num_threads_if_needed": "num_processes",
     "lightning.pytorch.strategies:ModelParallelStrategy._setup_distributed": "self",
     "lightning.pytorch.strategies:DeepSpeedStrategy._init_deepspeed_distributed": "self",
+    "lightning.pytorch.trainer.connectors.logger_connector.logger_connector:_LoggerConnector.log_metrics": (
+        "self metrics step"
+    ),
+    "lightning.pytorch:LightningModule.configure_gradient_clipping": (
+        "self optimizer gradient_clip_val gradient_clip_algorithm"
+    ),
     "lightning.pytorch.trainer.connectors.logger_connector.result:_ResultCollection._extract_batch_size": (
         "self value batch_size meta"
     ),
@@ -79,12 +85,16 @@ FUNCTIONS = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state": "self",
     "transformers.masking_utils:find_packed_sequence_indices": "position_ids",
     "transformers.integrations.moe:_grouped_mm": "input weight offs",
+    "transformers.distributed.sharding_utils:DtensorShardOperation": "param",
+    "transformers.distributed.sharding_utils:DtensorShardOperation.shard_tensor": "self source tensor_idx device dtype",
     "transformers.distributed.mixin:apply_fully_sharded_data_parallelism": "model mesh_manager fsdp_plan ep_plan",
 }
 
 # "module:class" or "module" -> what its source reads or sets
 ATTRIBUTES = {
-    "lightning.pytorch:Trainer": "_signal_connector _checkpoint_connector",
+    "lightning.pytorch:Trainer": "_signal_connector _checkpoint_connector _logger_connector",
+    "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop": "_results",
+    "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop": "batch_progress",
     "lightning.pytorch.trainer.setup": "_val_check_time_interval",
     "lightning.pytorch.loops.fit_loop:_FitLoop": "_data_fetcher",
     "lightning.pytorch.strategies:DDPStrategy": "_ddp_kwargs _timeout",
@@ -124,6 +134,7 @@ ATTRIBUTES = {
 }
 # Checked by importing compat/torch.py, and built-in attributes of tensors.
 IMPORTED = {"_optimizer", "_dynamo", "_pytree", "_version", "_EmptyStateDictLoadPlanner"}
+IMPORTED |= {"_subclasses", "_python_dispatch"}
 
 
 def found(place: str) -> Any:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from trainer_dev.module import LanguageModule
 
+from dist_template import OptimConfig
 from dist_template.callbacks import garbage
-from dist_template.checkpoint.formats import read_full
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
-from dist_template.model.optim import OptimConfig, build_optimizer, build_schedule
-from dist_template.observe.loggers import run_log, tensorboard
-from dist_template.text.batches.rows import PackedRows
+from dist_template.observe.loggers import run_log
+from tests.support.library import PackedRows, build_optimizer, build_schedule, read_full, tensorboard
 from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
 
@@ -93,8 +92,8 @@ def counted(flags: list[str], counter: str = "Counting", *more: str) -> Counting
     return Counting.counted
 
 
-def by_hand() -> Ops:
-    """The operations of as many steps, as one would write them who wants the same metrics."""
+def manual() -> Ops:
+    """The operations of as many steps of a hand-written loop with the same metrics."""
     model = Vector()
     optimizer = build_optimizer(model, OptimConfig())
     scheduler = build_schedule(optimizer, OptimConfig(), 40)["scheduler"]
@@ -115,9 +114,9 @@ def by_hand() -> Ops:
     return ops
 
 
-def test_a_step_does_eight_operations_more_than_one_by_hand_at_most(flags: list[str], vector: None) -> None:
+def test_a_step_does_at_most_eight_operations_more_than_a_hand_written_one(flags: list[str], vector: None) -> None:
     """Kernels, views and profiler ranges. The numerics guard, the metrics and the count of tokens are in it."""
-    ours, hand, steps = counted(flags).ops.seen, by_hand().seen, LAST - FIRST
+    ours, hand, steps = counted(flags).ops.seen, manual().seen, LAST - FIRST
     more = {name: (ours[name] - hand[name]) / steps for name in ours | hand if ours[name] != hand[name]}
     assert sum(more.values()) <= 8, "\n".join(map(str, sorted(more.items(), key=lambda item: -item[1])))
 

@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.checkpoint import manifest
+from dist_template import Project
 from dist_template.cli import main as command_line
-from dist_template.observe.diagnosis.engine import applicable
-from dist_template.observe.diagnosis.finding import Cause, Change, Finding
-from dist_template.observe.history.run import History
-from dist_template.project import Project
-from dist_template.wings.rehearse.interventions import KillAt
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.workers import Workers
+from dist_template.wings.diagnose import Cause, Change, Finding, History
+from dist_template.wings.diagnose.engine import applicable
 from tests.support.classifier import CLASSIFIER, PLAIN
+from tests.support.library import manifest
 from tests.support.runs import logged
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import KillAt, RunRecord, Workers
 
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
 STEPS, EVERY, KILLED = 10, 2, 7

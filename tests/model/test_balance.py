@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from dist_template.errors import InputError
-from dist_template.model.balance import BIAS, BalanceConfig, Balancer
-from dist_template.wings.rehearse.record import RunRecord
+from dist_template import BalanceConfig, InputError
+from dist_template.model.balance import BIAS, probabilities
+from tests.support.library import Balancer
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import SHORT, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 ROWS, TOKENS, EXPERTS, CHOSEN = 2, 32, 8, 2
 
@@ -45,9 +46,9 @@ def forward(balancer: Any) -> dict[str, Tensor]:
 def test_what_is_kept_of_a_router_are_the_logits_that_it_chooses_by(name: str) -> None:
     each = balancer(SPARSE[name], z_loss_coef=0.1)
     forward(each)
-    for i, kept in enumerate(each._kept):
-        assert kept.logits is not None
-        chosen = each._probabilities(i, kept.logits).topk(CHOSEN, dim=-1).indices
+    for i, layer in enumerate(each.layers):
+        assert layer.logits is not None
+        chosen = probabilities(layer, layer.logits).topk(CHOSEN, dim=-1).indices
         counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
         assert each.loads[i, :EXPERTS].tolist() == counts
 
@@ -58,7 +59,7 @@ def test_the_load_balancing_loss_is_transformers_own_but_for_its_scale() -> None
     forward(each)
     each.begin_reduction()
     each.finish_step(None)  # this batch's shares are the next one's
-    logits: Any = each._kept[0].logits
+    logits: Any = each.layers[0].logits
     ((name, weight, value),) = each.losses({})
     expected = load_balancing_loss_func((logits,), EXPERTS, CHOSEN) / CHOSEN
     assert (name, weight) == ("moe/aux_loss", 0.01)
@@ -79,7 +80,7 @@ def test_the_load_balancing_loss_has_no_gradient_before_there_are_loads() -> Non
 def test_sequence_wise_loss_and_z_loss_equal_their_equations(name: str) -> None:
     each = balancer(SPARSE[name], aux_loss_coef=0, sequence_loss_coef=0.5, z_loss_coef=0.25)
     batch = forward(each)
-    kept: Any = [layer.logits for layer in each._kept]
+    kept: Any = [layer.logits for layer in each.layers]
     (sequence, z) = each.losses(batch)
     assert sequence[:2] == ("moe/sequence_loss", 0.5 * len(kept)) and z[:2] == ("moe/z_loss", 0.25 * len(kept))
     expected, squares = [], []

@@ -1,4 +1,4 @@
-"""Operations and parameters, counted by hand from the published architectures."""
+"""Operations and parameters, recomputed from the published architectures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_deepseek_v3_is_counted_as_published() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_llama_is_counted_by_hand(tied: bool) -> None:
+def test_llama_is_counted_from_its_matrices(tied: bool) -> None:
     d, inner, layers, vocabulary = 4096, 11008, 32, 32000
     size = Size.of(build(model_type="llama", tie_word_embeddings=tied))
     matrices = layers * (4 * d * d + 3 * d * inner + 2 * d) + d + vocabulary * d

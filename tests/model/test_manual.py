@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.project import Project
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.workers import Workers
+from dist_template import Project
 from tests.support.manual import BUILT, MANUAL
 from tests.support.runs import logged
 from tests.support.strategies import flags_of
+from tests.support.wings import RunRecord, Workers
 
 PROJECTS = {"two optimizers": MANUAL, "TrainingModule": BUILT}
 

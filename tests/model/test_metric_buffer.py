@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.errors import InputError
-from dist_template.model.metrics import FOLD, MetricBuffer
-from dist_template.wings.rehearse.workers import Workers
+from dist_template import InputError
+from dist_template.model.metrics import FOLD
+from tests.support.library import MetricBuffer
 from tests.support.operations import Ops
 from tests.support.runs import logged
 from tests.support.strategies import flags_of
 from tests.support.teacher import WEIGHING
+from tests.support.wings import Workers
 
 CPU = torch.device("cpu")
 NAMES = [f"m{i}" for i in range(10)]
 
 
 def test_ten_values_a_step_cost_ten_views_and_little_more() -> None:
-    """On a GPU each operation would be a kernel; a view is none, and needs 1 µs of the host."""
+    """On a GPU each operation but a view would be a kernel; a view needs 1 µs of the host."""
     steps, value, buffer = 2 * FOLD, torch.tensor(1.0, requires_grad=True) * 2, MetricBuffer()
     with Ops() as ops:
         for _ in range(steps):
@@ -59,7 +60,7 @@ def test_a_part_of_a_large_tensor_does_not_keep_the_rest() -> None:
 
 
 def test_ranks_meet_in_one_vector() -> None:
-    """Two ranks by hand: each one's vector is added to the other's."""
+    """Two ranks in one process: each one's vector is added to the other's."""
     buffers = [MetricBuffer(), MetricBuffer()]
     vectors: list[torch.Tensor] = []
     for rank, buffer in enumerate(buffers):

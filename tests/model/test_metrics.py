@@ -20,12 +20,12 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.callbacks.throughput import Throughput
-from dist_template.observe.history.metrics import read_metrics
-from dist_template.wings.rehearse.record import RunRecord
+from dist_template.callbacks import Throughput
 from dist_template.wings.rehearse.recorder import fingerprint
+from tests.support.library import read_metrics
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 # Of the fixture's trainings.
 SEQ_LEN, VOCABULARY, EOS = 32, 257, 256
@@ -51,7 +51,7 @@ def run(request: pytest.FixtureRequest, train: Trainings) -> RunRecord:  # noqa:
 @pytest.mark.slow
 def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, cache: Path) -> None:
     metrics = read_metrics(run.run)
-    loss, norm = zip(*by_hand(run, cache), strict=True)
+    loss, norm = zip(*recomputed(run, cache), strict=True)
     steps = range(1, STEPS + 1)
     expected = {
         "train/loss": (loss, 1e-5),
@@ -67,7 +67,7 @@ def test_loss_norm_and_tokens_equal_an_independent_computation(run: RunRecord, c
 
 @pytest.mark.slow
 def test_mfu_follows_from_a_clock_and_a_count_of_multiplications(run: RunRecord) -> None:
-    """The clock is that of the lines in metrics.jsonl; the count is of the weights in the first checkpoint."""
+    """The clock is the lines' in metrics.jsonl; the count is of the weights in the first checkpoint."""
     metrics = read_metrics(run.run)
     mfu, times = metrics["perf/mfu"], metrics["train/loss"].times
     seconds = dict(zip(range(2, ALL_STEPS + 1), np.diff(times).tolist(), strict=True))
@@ -89,7 +89,7 @@ def operations_of_a_token(weights: dict[str, Tensor]) -> float:
     return 6 * counted + 12 * 2 * 32 * SEQ_LEN
 
 
-def by_hand(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
+def recomputed(run: RunRecord, cache: Path) -> Iterator[tuple[float, float]]:
     """(loss, gradient norm before clipping) of the first steps."""
     model = rebuilt(run)
     batches = [[hashed for hashed, _ in batch] for _, batch in sorted(run.rows().items())]

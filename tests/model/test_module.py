@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
-from dist_template.errors import InputError
-from dist_template.model.kernels import BOUNDS
-from dist_template.model.metrics import MetricBuffer
+from dist_template import InputError
+from tests.support.library import BOUNDS, MetricBuffer
 from tests.support.modules import ARCHITECTURES, Standalone, build
 from tests.support.moe import TINY
 from tests.support.operations import Reads
@@ -147,7 +146,7 @@ def test_the_buffer_means_over_time_and_ranks_and_empties() -> None:
     buffer = MetricBuffer()
     for value in (1.0, 2.0, 6.0):
         buffer.add("a", torch.tensor(value))
-    buffer.add("b", torch.tensor(4.0), weight=3.0)
+    buffer.add("b", torch.tensor(2.0))
     buffer.add("b", torch.tensor(8.0))
     buffer.put("host", 7.0)
     two_ranks = buffer.read(lambda t: t + t, CPU)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_scheduler
 
-from dist_template.errors import InputError
-from dist_template.layout import clip_by_norm, total_norm
-from dist_template.model.optim import OptimConfig, Schedule, build_optimizer, build_schedule
+from dist_template import InputError, OptimConfig
+from dist_template.layout import clip_by_norm
+from dist_template.model.optim import Schedule
+from tests.support.library import build_optimizer, build_schedule, total_norm
 
 
 def learning_rates(num_steps: int, **options: object) -> list[float]:

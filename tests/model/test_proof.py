@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from dist_template.model import proof
-from dist_template.model.adapters import AdapterConfig
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.parallel.zero import ZeroStrategy
+from dist_template import AdapterConfig
+from dist_template.strategies import MeshStrategy, ZeroStrategy
+from dist_template.text.model.adapters import proof_axes
+from tests.support.library import proof
 from tests.support.runs import run
 
 SWITCHES = proof.switches_of(AutoConfig.for_model("llama"))
@@ -106,7 +106,7 @@ def test_adapters_have_verdicts_of_their_own(axes: str, kind: str, why: str, mon
 
 def test_a_proof_with_adapters_is_none_without_them(tmp_path: Path) -> None:
     def axes(**keys: Any) -> str:
-        return proof.axes_of("ddp", 2, SimpleNamespace(adapter=AdapterConfig(**keys)))
+        return proof.axes_of("ddp", 2, SimpleNamespace(adapter_axes=proof_axes(AdapterConfig(**keys))))
 
     config = AutoConfig.for_model("gpt2")
     proof.remember(config, axes(rank=2), tmp_path)

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_dev.module import LanguageModule
 from transformers import AttentionInterface
 
-from dist_template.errors import InputError
-from dist_template.model.head import ChunkedLoss
-from dist_template.model.kernels import cast_experts, known_documents
-from dist_template.model.optim import OptimConfig, build_optimizer
-from dist_template.text.batches.rows import PackedRows
+from dist_template import InputError, OptimConfig
+from dist_template.compat.transformers import cast_experts
+from dist_template.text import known_documents
+from dist_template.text.model.head import ChunkedLoss
+from tests.support.library import PackedRows, build_optimizer
 from tests.support.modules import ARCHITECTURES, Head, build, hidden_states
 from tests.support.operations import Reads, peak_bytes
 from tests.support.parity import MODELS
@@ -168,9 +168,9 @@ def test_adamw_is_one_fused_kernel_a_group_of_parameters() -> None:
     module = build(architecture=ARCHITECTURES["deepseek_v3"])
     optimizer = build_optimizer(module, OptimConfig())
     module(batch_of()).sum().backward()
-    with Calls("_fused_adamw_") as fused, Calls("mul_") as by_hand:
+    with Calls("_fused_adamw_") as fused, Calls("mul_") as manual:
         optimizer.step()
-    assert len(fused.types) == len(optimizer.param_groups) == 2 and not by_hand.types
+    assert len(fused.types) == len(optimizer.param_groups) == 2 and not manual.types
 
 
 # ---- compilation ---------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from dist_template.cluster.environment import git
-from dist_template.observe.loggers import tensorboard
 from dist_template.observe.loggers.tensorboard import TensorBoard
 from tests.support import read_back
+from tests.support.library import tensorboard
 from tests.support.runs import CONFIGS, run_in_subprocess
 
 
@@ -67,7 +67,7 @@ def test_wandb_continues_the_run_with_every_metric_configuration_commit_and_comm
     files = read_back.wandb_files(restarted)
     assert len(files) == 2 and all(file.name == "run-one.wandb" for file in files)
     points, expected = read_back.wandb_points(restarted), read_back.metrics(restarted)
-    for step in range(6, 11):  # wandb writes in blocks, of which a killed process loses the last
+    for step in range(6, 11):  # wandb writes in blocks; a killed process loses the last one
         shown = {name: points[name][step][-1] for name in expected[step]}
         assert shown == pytest.approx(expected[step], rel=1e-6, nan_ok=True), step
     config = read_back.wandb_config(files[1])

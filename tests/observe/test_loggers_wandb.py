@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from dist_template.callbacks import diagnosis
-from dist_template.errors import Ended, Exit
-from dist_template.observe.diagnosis.finding import Finding
-from dist_template.observe.history.run import read_run
-from dist_template.observe.loggers.artifacts import Uploads
-from dist_template.observe.loggers.wandb import WandB
+from dist_template import Ended
+from dist_template.errors import Exit
+from dist_template.observe.loggers.wandb import Uploads, WandB
+from dist_template.wings.diagnose import Finding, read_run
+from dist_template.wings.diagnose import callback as diagnosis
 from tests.support import read_back
 from tests.support.wandb_service import Service
 from tests.support.written import falling, write_run
@@ -92,7 +91,7 @@ import time
 import psutil
 from dist_template.cluster.exit import exit_process, skip_finalization
 skip_finalization()
-from dist_template.observe.loggers.wandb import WandB
+from dist_template.observe.loggers.wandb import Uploads, WandB
 logger = WandB("p", {str(tmp_path / "one")!r}, finish_timeout_s=3)
 for step in range(1, 43):
     logger.log_metrics({{"train/loss": 1.0}}, step)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dist_template.wings.rehearse.record import RunRecord
 from tests.support.adapters import MODEL, TARGETS, LocalBytes, flags, with_random_b
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
 OFFLOADED = ["fsdp2_offload", "zero2_offload", "zero3_offload"]

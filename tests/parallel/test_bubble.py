@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dist_template.parallel.pipeline.costs import ONE_STAGE, V_SHAPED, bubble, stages_of_rank
-from dist_template.parallel.pipeline.schedule import SCHEDULES
+from dist_template.parallel.pipeline.costs import ONE_STAGE, V_SHAPED, bubble
+from tests.support.library import SCHEDULES, stages_of_rank
 
 Pass = tuple[int, str, int]
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}  # forward, gradients of inputs, of weights, of both

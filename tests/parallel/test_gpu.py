@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from dist_template.callbacks.training_log import logs
+from tests.support.library import logs
 from tests.support.runs import logged, only_run, run
 from tests.support.strategies import flags_of
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dist_template.checkpoint.formats import read_full
+from tests.support.library import read_full
 from tests.support.parity import CLIP, PROCESSES, SHORT, STEPS, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.tiers import tiers

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from dist_template.errors import InputError
-from dist_template.parallel.pipeline.costs import stages_of_rank
+from dist_template import InputError
 from dist_template.parallel.pipeline.division import Division
 from dist_template.parallel.pipeline.partition import ModelParts, blocks_of_stages
+from tests.support.library import stages_of_rank
 from tests.support.parity import MODELS, SHORT, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
 from tests.support.strategies import ARGS

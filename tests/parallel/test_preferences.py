@@ -14,16 +14,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from dist_template import weights
-from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.frozen import REFERENCE
-from dist_template.wings.rehearse.record import RunRecord
 from tests import ROOT
 from tests.support import adapters, pairs
+from tests.support.library import read_full, weights
 from tests.support.parity import MODELS, PauseAfter
 from tests.support.runs import Workers, newest
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 CPU = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.log_every_n_steps=1"]
 
@@ -166,7 +165,7 @@ PRECOMPUTE = "--model.preference.precompute=true"
 
 
 class Held(Callback):
-    """Notes the bytes of all parameters of this rank, with those of a reference, in a folder."""
+    """Writes the bytes of all parameters of this rank, a reference's included, into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -19,17 +19,15 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from dist_template.cli.limits import Machine, violations
+from dist_template import BalanceConfig, InputError
 from dist_template.compat.transformers import reason_against_sequence_shards
-from dist_template.errors import InputError
-from dist_template.model.balance import BalanceConfig
-from dist_template.model.kernels import known_documents
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.parallel.sequence import shard_batch, share_attention
-from dist_template.text.sources.preferences import Preferences
-from dist_template.wings.rehearse.workers import clean_processes
+from dist_template.parallel.sequence import share_attention
+from dist_template.strategies import MeshStrategy
+from dist_template.text import Preferences, known_documents
+from tests.support.library import Machine, shard_batch, violations
 from tests.support.parity import SHORT, Trainings, assert_close
 from tests.support.tiers import tiers
+from tests.support.wings import clean_processes
 
 ROWS, SEQ_LEN, VOCAB = 2, 16, 32
 BASE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCAB}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.compat.replicated_gradients import STYLE
+from dist_template.compat.parallel_styles import STYLE
 from dist_template.compat.transformers import run_on_meta
 from dist_template.parallel.tensor_trial import missing_rules
 from tests.support.parity import MODELS, SHORT, Trainings, assert_close

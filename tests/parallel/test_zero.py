@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.errors import InputError
-from dist_template.parallel.deepspeed_config import KNOWN_KEYS, Settings, read, resolve
-from dist_template.parallel.zero import ZeroStrategy, _materialize
+from dist_template import InputError
+from dist_template.parallel import deepspeed_config
+from dist_template.parallel.zero import _materialize
+from dist_template.strategies import ZeroStrategy
 from dist_template.wings.setup import deepspeed_config as tool
 from tests.support.runs import CONFIGS, OURS, logged, only_run, run
 from tests.support.strategies import flags_of
@@ -39,7 +40,7 @@ EVERY_AUTO = {
 }
 
 
-def settings(**others: Any) -> Settings:
+def settings(**others: Any) -> deepspeed_config.Settings:
     """16 processes with 4 sequences each, accumulated 4 times."""
     values: dict[str, Any] = {
         "accelerator": "cuda",
@@ -50,11 +51,15 @@ def settings(**others: Any) -> Settings:
         "gradient_clip_val": 1.0,
         "hidden_size": lambda: 100,
     }
-    return Settings(**values | others)
+    return deepspeed_config.Settings(**values | others)
+
+
+def resolved(given: Any, used: deepspeed_config.Settings) -> Any:
+    return deepspeed_config.resolve(deepspeed_config.read(given), used)
 
 
 def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
-    filled = resolve(read(EVERY_AUTO), settings())
+    filled = resolved(EVERY_AUTO, settings())
     assert "auto" not in json.dumps(filled)
     assert {key: filled[key] for key in EVERY_AUTO if key.startswith(("train", "gradient"))} == {
         "train_batch_size": 256,
@@ -69,7 +74,7 @@ def test_every_auto_of_a_hugging_face_file_is_filled_in() -> None:
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     assert [zero[name] for name in sizes] == [10_000, 9_000, 1_000]
     assert zero["offload_optimizer"]["pin_memory"] is True
-    on_cpu = resolve(read(EVERY_AUTO), settings(accelerator="cpu", precision="32-true"))
+    on_cpu = resolved(EVERY_AUTO, settings(accelerator="cpu", precision="32-true"))
     assert on_cpu["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
     assert on_cpu["bf16"]["enabled"] is False
 
@@ -94,14 +99,14 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_conflict_names_both_places(case: str) -> None:
     change, sentence = CONFLICTS[case]
     with pytest.raises(InputError, match=sentence):
-        resolve(read({"zero_optimization": {"stage": 2}} | change), settings())
+        resolved({"zero_optimization": {"stage": 2}} | change, settings())
 
 
 def test_every_conflict_is_listed() -> None:
     sections = {"bf16": {"enabled": False}, "scheduler": {"type": "WarmupCosineLR"}, "steps_per_print": "auto"}
     zero = {"zero_optimization": {"stage": 2, "stages": 3, "overlap_com": True}}
     with pytest.raises(InputError) as caught:
-        resolve(read(sections | zero | {"train_batch_size": 64, "gradient_clipping": 0.5}), settings())
+        resolved(sections | zero | {"train_batch_size": 64, "gradient_clipping": 0.5}, settings())
     head, *conflicts = str(caught.value).splitlines()
     assert head == "trainer.strategy.init_args.config has 7 conflicts:"
     starts = ["the DeepSpeed file says train_batch_size 64", "the DeepSpeed file says gradient_clipping 0.5"]
@@ -109,7 +114,7 @@ def test_every_conflict_is_listed() -> None:
     starts += ["steps_per_print is auto", "zero_optimization.stages: Extra", "zero_optimization.overlap_com: Extra"]
     assert [line.strip()[: len(start)] for line, start in zip(conflicts, starts, strict=True)] == starts
     with pytest.raises(InputError, match="2 conflicts:\n.*no key 'zero_optim'.*\n.*no key 'bf'"):
-        read({"zero_optim": {}, "bf": {}})
+        deepspeed_config.read({"zero_optim": {}, "bf": {}})
 
 
 def test_a_file_that_cannot_be_one_is_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -202,7 +207,7 @@ def test_deepspeed_reads_the_keys_that_are_known_here_and_no_other() -> None:
             return self  # DeepSpeed asks `in config.keys()`
 
     DeepSpeedConfig(Recorder(train_micro_batch_size_per_gpu=1))
-    assert Recorder.asked == KNOWN_KEYS
+    assert Recorder.asked == deepspeed_config.KNOWN_KEYS
 
 
 def test_the_json_is_printed_alone_and_is_accepted_as_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -294,6 +299,6 @@ def test_zero3_gets_its_parameters_back_from_the_host(monkeypatch: pytest.Monkey
 def test_deepspeeds_own_clock_is_off_unless_the_file_has_it() -> None:
     """It waits for the device before and after each micro-batch."""
     zero = {"zero_optimization": {"stage": 2}}
-    assert resolve(read(zero), settings())["timers"] == {"throughput": {"enabled": False}}
+    assert resolved(zero, settings())["timers"] == {"throughput": {"enabled": False}}
     own = {"timers": {"throughput": {"enabled": True, "synchronized": False}}}
-    assert resolve(read(zero | own), settings())["timers"] == own["timers"]
+    assert resolved(zero | own, settings())["timers"] == own["timers"]

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dist_template.model import training_module
+from tests.support.library import training_module
 from tests.support.parity import mask_labels
 
 # Both stacked expert parameters; peft takes gate_proj and up_proj together for the first.

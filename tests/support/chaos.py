@@ -20,12 +20,11 @@ from pathlib import Path
 
 import torch
 
-from dist_template.checkpoint import commit
-from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Exit
 from dist_template.observe.history.goodput import describe, read
 from tests import PROJECT
 from tests.support.injury import STEP_S, Training, corrupt, kill
+from tests.support.library import manifest, read_full
 from tests.support.line import PACKAGE
 from tests.support.strategies import flags_of
 
@@ -68,7 +67,7 @@ def argv(folder: Path, steps: int, strategy: str) -> list[str]:
 
 
 def newest(folder: Path, run_id: str) -> Path:
-    path = commit.newest(folder / "runs" / "default" / run_id / "checkpoints")
+    path = manifest.newest(folder / "runs" / "default" / run_id / "checkpoints")
     if path is None:
         raise SystemExit(f"{run_id} has no checkpoint")
     return path

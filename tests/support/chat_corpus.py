@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
-from dist_template.text.sources.chat import Chat
-from dist_template.text.tokenizers import Pretrained
+from dist_template import InputError
+from dist_template.text import Chat, Pretrained
 from tests.support import chats
 from tests.support.chats import TURNS, messages, write
 from tests.support.runs import quiet

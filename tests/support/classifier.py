@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dist_template import TrainingModule
-from dist_template.project import Project
+from dist_template import Project, TrainingModule
 
 CLASSES, SIZE, WIDTH = 4, 8, 16
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dist_template.checkpoint import commit, formats, manifest, sharded, zero
+from dist_template.checkpoint import zero
+from tests.support.library import commit, formats, manifest, sharded
 
 RANKS = 2
 LOST = 17  # exit code of a rank that outlives the killed one
@@ -52,7 +53,7 @@ class FakeMesh(FakeDdp):
     def save_checkpoint(self, checkpoint: dict[str, Any], folder: Path) -> None:
         mesh = init_device_mesh("cpu", (RANKS,))
         weight = distribute_tensor(checkpoint["state_dict"]["weight"], mesh, [Shard(0)])
-        sharded.save(checkpoint | {"state_dict": {"weight": weight}}, folder)
+        sharded.write({"state_dict": {"weight": weight}}, {"global_step": checkpoint["global_step"]}, folder)
 
 
 class FakeZero(FakeDdp):
@@ -63,19 +64,22 @@ class FakeZero(FakeDdp):
     def __init__(self) -> None:
         # Looked up at each call: kill points replace it.
         files = SimpleNamespace(save=lambda content, file: torch.save(content, file), makedirs=os.makedirs)
-        self.engine = SimpleNamespace(checkpoint_engine=files, save_checkpoint=self._save, _copy_recovery_script=None)
+        self.deepspeed_engine = SimpleNamespace(
+            checkpoint_engine=files, save_checkpoint=self._save, _copy_recovery_script=None
+        )
+        self.exclude_frozen_parameters = False
         self.weight = torch.empty(0)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], folder: Path) -> None:
         self.weight = checkpoint["state_dict"]["weight"]
-        zero.save(self.engine, checkpoint, folder, without_frozen=False)
+        zero.ZeroFormat(self).save(checkpoint, folder)  # ty: ignore[invalid-argument-type]
 
     def _save(self, path: Path, tag: str, rest: dict[str, Any], **options: Any) -> None:
         rank = dist.get_rank()
         half = self.weight.chunk(RANKS)[rank].clone()
         dist.barrier()
         for kind, content in (("model_states", rest), ("optim_states", {"weight": half})):
-            self.engine.checkpoint_engine.save(content, path / tag / f"rank{rank}_{kind}.pt")
+            self.deepspeed_engine.checkpoint_engine.save(content, path / tag / f"rank{rank}_{kind}.pt")
         dist.barrier()
 
     @staticmethod
@@ -135,7 +139,7 @@ def _train(
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=RANKS, timeout=timeout)
     step = 0
     if manifest.found(folder):
-        newest = commit.agreed(folder)
+        newest = manifest.agreed(folder)
         step = manifest.step_of(newest)
         assert torch.equal(strategy.load(newest), weight_of(step))
     if rank == 0:

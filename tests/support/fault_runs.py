@@ -1,22 +1,247 @@
 """Small trainings on the CPU, each with one planted fault, and healthy ones.
 
-The fault is in the configuration where a user's error would be there, else it is one of fault_plants.py.
+The fault is in the configuration where a user's error would be there, else a function below plants it. It is called in
+every worker before the command, and changes a class or a function there. Callbacks are appended to all others.
 recorded.py keeps the history of each; test_diagnosis_faults.py expects the right rule and cause first.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import resource
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning as L
+import psutil
+import torch
 from lightning.pytorch import Callback
+from torch import Tensor, nn
+from trainer_dev.module import LanguageModule
 
-from dist_template.wings.rehearse.record import RunRecord
-from tests.support import fault_plants as plants
+from tests.support.library import PackedRows, training_module
 from tests.support.runs import CONFIGS, Workers
+from tests.support.wings import RunRecord
+
+H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
+
+# ---- the data's ------------------------------------------------------------------------------------------------------
+
+
+def mask_all_labels() -> None:
+    _edit_batches(lambda batch: batch | {"labels": torch.full_like(batch["labels"], -100)})
+
+
+def mask_most_labels() -> None:
+    _edit_batches(lambda batch: batch | {"labels": batch["labels"].index_fill(1, torch.arange(1, 64), -100)})
+
+
+def do_not_shift_labels() -> None:
+    _edit_batches(lambda batch: batch | {"labels": batch["input_ids"].clone()})
+
+
+def read_slowly(seconds: float) -> None:
+    _edit_batches(lambda batch: time.sleep(seconds) or batch)
+
+
+def _edit_batches(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    read = PackedRows.__getitems__
+    PackedRows.__getitems__ = lambda self, rows: edit(read(self, rows))
+
+
+# ---- the model's -----------------------------------------------------------------------------------------------------
+
+
+def freeze_all_but_norms() -> None:
+    def freeze(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = name.endswith("norm.weight")
+
+    _edit_model(freeze)
+
+
+def bias_router(biases: Sequence[float]) -> None:
+    """Sets the bias of each expert, as in a DeepSeek-V3 router that has learned to choose few experts."""
+
+    def bias(model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.tensor(biases))
+
+    _edit_model(bias)
+
+
+def collapse_router(favoured: int) -> None:
+    """Without a bias: all embeddings share a direction, by which the routers choose `favoured` experts."""
+
+    def collapse(model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                parameter += 0.05
+            if name.endswith("mlp.gate.weight"):
+                parameter[:favoured] += 0.01
+                parameter[favoured:] -= 0.01
+
+    _edit_model(collapse)
+
+
+def make_nan(name: str, call: int) -> None:
+    """The module returns NaN from its `call`th training forward on."""
+
+    def spoil(model: nn.Module) -> None:
+        calls = iter(range(10**9))
+
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return output * float("nan") if module.training and next(calls) >= call else output
+
+        model.get_submodule(name).register_forward_hook(hook)
+
+    _edit_model(spoil)
+
+
+def _edit_model(edit: Callable[[nn.Module], None]) -> None:
+    build = LanguageModule.build_model
+
+    def build_model(self: Any, data: Any) -> nn.Module:
+        model = build(self, data)
+        with torch.no_grad():
+            edit(model)
+        return model
+
+    LanguageModule.build_model = build_model
+
+
+# ---- the training's --------------------------------------------------------------------------------------------------
+
+
+def detach_loss() -> None:
+    _edit_loss(lambda self, loss: loss.detach() + 0 * loss)
+
+
+def leak_memory(mib: int) -> None:
+    """Keeps `mib` MiB of every step, as a list of results does; memory is measured once a second."""
+    kept = []
+
+    def leak(self: Any, loss: Tensor) -> Tensor:
+        kept.append(torch.ones(mib * 2**18))
+        time.sleep(0.05)
+        return loss
+
+    _edit_loss(leak)
+
+
+def burst_gradients(factor: float, steps: Sequence[int]) -> None:
+    _edit_loss(lambda self, loss: loss + (loss - loss.detach()) * factor * (self.global_step in steps))
+
+
+def raise_in_loss(step: int, error: Exception) -> None:
+    def fail(self: Any, loss: Tensor) -> Tensor:
+        if self.global_step >= step:
+            raise error
+        return loss
+
+    _edit_loss(fail)
+
+
+def run_out_in_backward(step: int) -> None:
+    """Raises the error of the CUDA allocator."""
+    message = (
+        "CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is"
+        " free. Including non-PyTorch memory, this process has 78.08 GiB memory in use. Of the allocated memory 75.90"
+        " GiB is allocated by PyTorch, and 1.31 GiB is reserved by PyTorch but unallocated."
+    )
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError(message)
+
+    def hook(self: Any, loss: Tensor) -> Tensor:
+        if self.global_step >= step:
+            loss.register_hook(fail)
+        return loss
+
+    _edit_loss(hook)
+
+
+def _edit_loss(edit: Callable[[Any, Tensor], Tensor]) -> None:
+    step = LanguageModule.training_step
+    LanguageModule.training_step = lambda self, batch, batch_idx: edit(self, step(self, batch, batch_idx))
+
+
+def overshoot_schedule(step: int, factor: float) -> None:
+    """An edited schedule multiplies the learning rate by `factor` after `step`."""
+    code: Any = training_module
+    build = code.build_schedule
+
+    def build_schedule(optimizer: Any, *rest: Any) -> Any:
+        built = build(optimizer, *rest)
+        scheduler = built["scheduler"]
+        scheduler.lr_lambdas = [
+            lambda at, shape=shape: shape(at) * (factor if at > step else 1) for shape in scheduler.lr_lambdas
+        ]
+        return built
+
+    code.build_schedule = build_schedule
+
+
+def compute_slowly(seconds: float, rank: int) -> None:
+    forward = LanguageModule.forward
+
+    def slow(self: Any, batch: Any) -> Tensor:
+        if self.global_rank == rank:
+            time.sleep(seconds)
+        return forward(self, batch)
+
+    LanguageModule.forward = slow
+
+
+# ---- the machine's ---------------------------------------------------------------------------------------------------
+
+
+class LimitMemory(Callback):
+    """Limits the address space of this process to `mib` MiB more than at the start of training."""
+
+    def __init__(self, mib: int) -> None:
+        self.mib = mib
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        limit = psutil.Process().memory_info().vms + self.mib * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+class StopAt(Callback):
+    """Stops training regularly after `step`, as a time limit does; the schedule covers all steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.should_stop = trainer.should_stop or trainer.global_step >= self.step
+
+
+def edit_facts(run: Path, **edits: dict[str, Any]) -> None:
+    """Writes the facts of a machine with GPUs."""
+    path = run / "facts.json"
+    facts = json.loads(path.read_text("utf-8"))
+    for group, values in edits.items():
+        facts[group] = facts.get(group, {}) | values
+    path.write_text(json.dumps(facts), "utf-8")
+
+
+def edit_metrics(run: Path, name: str, value: float) -> None:
+    """Sets a metric in each line that has perf/step_s."""
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    lines = [line | {name: value} if "perf/step_s" in line else line for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+
+
+# ---- the trainings' flags --------------------------------------------------------------------------------------------
+
 
 LLAMA = (
     "--model.architecture={model_type: llama, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,"
@@ -94,7 +319,7 @@ class Training:
         says: Is part of the finding's title, evidence or first cause.
         text: A key of TEXTS.
         ranks: Number of processes.
-        plant: See fault_plants.py.
+        plant: A function above.
         attempts: Callbacks of each attempt.
         edit: Changes the run's folder afterwards, for what this machine cannot have.
     """
@@ -122,7 +347,7 @@ HEALTHY = [
     Training("ddp", DDP, ranks=2),
     Training("fsdp2", FSDP2, ranks=2),
     Training("zero2", ["--data.micro_batch_size=8", f"--config={CONFIGS}/strategy/zero2.yaml"], ranks=2),
-    Training("resumed", attempts=([plants.StopAt(40)], ())),
+    Training("resumed", attempts=([StopAt(40)], ())),
     Training("short", ["--trainer.max_steps=20", f"{VALIDATE}=10"]),
     Training("no_validation", ["--data.validation_share=0"]),
     Training("finetuned", [EXPORTED, f"{RATE}=5e-4"]),
@@ -133,29 +358,29 @@ FAULTS = [
     Training("learning_rate_x100", [f"{RATE}=0.5"], "early_loss_jump", RATE[2:]),
     Training("learning_rate_x0.001", [f"{RATE}=5e-6"], "loss_not_decreasing", RATE[2:]),
     Training("no_warmup", [EXPORTED, "--model.optim.warmup=0", EACH_STEP], "early_loss_jump", "model.optim.warmup"),
-    Training("schedule_x1000", [], "loss_diverges", RATE[2:], plant=partial(plants.overshoot_schedule, 50, 1000.0)),
+    Training("schedule_x1000", [], "loss_diverges", RATE[2:], plant=partial(overshoot_schedule, 50, 1000.0)),
     Training("unclipped", [f"{CLIP}=0", EACH_STEP], "gradient_explodes", CLIP[2:],
-             plant=partial(plants.burst_gradients, 1e4, (60, 61, 80))),
+             plant=partial(burst_gradients, 1e4, (60, 61, 80))),
     # pipeline
     Training("few_micro_batches", [*PP, "--data.micro_batch_size=8"], "pipeline_waits", "data.micro_batch_size",
              ranks=2),
     Training("uneven_stages", [SIX, *PP, "--data.micro_batch_size=1", f"{RATE}=1e-3", f"{LAYERS}=[5,1]"],
              "uneven_stages", LAYERS[2:], ranks=2),
     # model
-    Training("frozen", [], "loss_not_decreasing", says="frozen", plant=plants.freeze_all_but_norms),
-    Training("detached_loss", [], "gradient_zero", says=".detach()", plant=plants.detach_loss),
+    Training("frozen", [], "loss_not_decreasing", says="frozen", plant=freeze_all_but_norms),
+    Training("detached_loss", [], "gradient_zero", says=".detach()", plant=detach_loss),
     Training("nan", [], "loss_not_finite", says="model.layers.1.mlp is the first module",
-             plant=partial(plants.make_nan, "model.layers.1.mlp", 60)),
+             plant=partial(make_nan, "model.layers.1.mlp", 60)),
     Training("router_collapse", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="router has collapsed",
-             plant=partial(plants.bias_router, [0.9, 0.9, 0, 0])),
+             plant=partial(bias_router, [0.9, 0.9, 0, 0])),
     Training("dead_expert", [DEEPSEEK, f"{SPEED}=0"], "experts_unused", SPEED[2:], says="1 of",
-             plant=partial(plants.bias_router, [0, 0, 0, -0.9])),
+             plant=partial(bias_router, [0, 0, 0, -0.9])),
     Training("router_collapse_by_weights", [QWEN3_MOE, "--trainer.max_steps=150"], "experts_overloaded",
-             "model.balance.aux_loss_coef", says="too weak", plant=partial(plants.collapse_router, 2)),
+             "model.balance.aux_loss_coef", says="too weak", plant=partial(collapse_router, 2)),
     # data
-    Training("masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_all_labels),
-    Training("mostly_masked_labels", [], "labels_masked", says="mask covers", plant=plants.mask_most_labels),
-    Training("unshifted_labels", [], "labels_not_shifted", says="shifted by one", plant=plants.do_not_shift_labels),
+    Training("masked_labels", [], "labels_masked", says="mask covers", plant=mask_all_labels),
+    Training("mostly_masked_labels", [], "labels_masked", says="mask covers", plant=mask_most_labels),
+    Training("unshifted_labels", [], "labels_not_shifted", says="shifted by one", plant=do_not_shift_labels),
     Training("constant_data", [], "data_constant", says="one text", text="constant"),
     Training("damaged_documents", [QWEN3, EACH_STEP, *FOUR], "loss_spikes", says="samples", text="damaged"),
     Training("near_duplicates", [], "train_validation_overlap", says="Near-duplicate", text="twins"),
@@ -163,23 +388,23 @@ FAULTS = [
              "overfits", "trainer.max_steps", text="few"),
     # speed and memory
     Training("slow_rank", DDP, "slow_rank", says="The machine on ", ranks=2,
-             plant=partial(plants.compute_slowly, 0.03, 1)),
-    Training("slow_loader", [], "waits_for_data", "data.num_workers", plant=partial(plants.read_slowly, 0.02)),
+             plant=partial(compute_slowly, 0.03, 1)),
+    Training("slow_loader", [], "waits_for_data", "data.num_workers", plant=partial(read_slowly, 0.02)),
     Training("fp32_on_gpu", [], "fp32_on_gpu", "trainer.precision",
-             edit=partial(plants.edit_facts, machine=plants.H100)),
-    Training("address_space", LONG, "out_of_memory", "data.micro_batch_size", attempts=([plants.LimitMemory(100)],)),
+             edit=partial(edit_facts, machine=H100)),
+    Training("address_space", LONG, "out_of_memory", "data.micro_batch_size", attempts=([LimitMemory(100)],)),
     Training("cuda_out_of_memory", [], "out_of_memory", "data.micro_batch_size",
-             plant=partial(plants.run_out_in_backward, 10)),
+             plant=partial(run_out_in_backward, 10)),
     Training("nearly_full", [], "memory_nearly_full", "data.micro_batch_size",
-             edit=partial(plants.edit_metrics, name="memory/peak_share", value=0.97)),
-    Training("leak", [], "memory_grows", says="every step is kept", plant=partial(plants.leak_memory, 4)),
+             edit=partial(edit_metrics, name="memory/peak_share", value=0.97)),
+    Training("leak", [], "memory_grows", says="every step is kept", plant=partial(leak_memory, 4)),
     # job
     Training("expensive_checkpoints", [EVERY_STEP], "checkpoint_overhead_high", EVERY_STEP[2:-2]),
     Training("expensive_validation", [EVERY_SECOND, "--data.validation_share=0.2", "--trainer.max_steps=20"],
              "validation_overhead_high", VALIDATE[2:]),
-    Training("out_of_time", ENDLESS, "time_limit_too_short", "preemption.max_time", attempts=([plants.StopAt(100)],)),
+    Training("out_of_time", ENDLESS, "time_limit_too_short", "preemption.max_time", attempts=([StopAt(100)],)),
     Training("crash", [], "crashed", says="KeyError: 'logit'",
-             plant=partial(plants.raise_in_loss, 30, KeyError("logit"))),
+             plant=partial(raise_in_loss, 30, KeyError("logit"))),
 ]  # fmt: skip
 ALL = [*HEALTHY, *FAULTS]
 

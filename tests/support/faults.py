@@ -1,20 +1,31 @@
-"""Faults in the module, the data or the strategy. `rehearse` must fail on each and name what is planted.
+"""Faults in the module, the data, the strategy, processes and checkpoints. `rehearse` must fail on each and name it.
 
-Each function breaks this process's package; a rehearsal's workers call it before they train. Faults in what ranks
-share are in faults_of_ranks.py, of processes and of what a resumed training lacks in faults_of_runs.py.
+Each function breaks this process's package; a rehearsal's workers call it before they train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
+import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 
-from dist_template.text.batches.order import GlobalOrder
+from dist_template.callbacks import RandomState
+from dist_template.parallel.pipeline.run import Pipeline
+from tests.support.library import GlobalOrder
 
 
 def after_configure_model(change: Callable[[Any], None]) -> None:
@@ -225,3 +236,429 @@ def clipping_by_rank() -> None:
         self.track("train/grad_norm", norm)
 
     LanguageModule.configure_gradient_clipping = configure_gradient_clipping
+
+
+# ---- what ranks must share -------------------------------------------------------------------------------------------
+
+
+def unseeded_parameter() -> None:
+    """One parameter is drawn from a generator of its own."""
+    build = LanguageModule.build_model
+
+    def build_model(self: Any, data: Any) -> Any:
+        model: Any = build(self, data)
+        generator = torch.Generator()
+        generator.seed()
+        weight = model.model.norm.weight.data
+        if not weight.is_meta:
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+        return model
+
+    LanguageModule.build_model = build_model
+
+
+def buffer_by_rank() -> None:
+    """A buffer that is computed from the rank."""
+
+    def change(self: Any) -> None:
+        self.register_buffer("temperature", torch.tensor(1.0 + 0.1 * self.trainer.global_rank), persistent=False)
+
+    after_configure_model(change)
+
+
+def running_mean_by_rank() -> None:
+    """A buffer that each rank updates from its own samples, as in a batch norm that is not synchronized."""
+
+    def update(module: nn.Module, args: Any, output: Tensor) -> None:
+        running_mean: Any = module.running_mean
+        if module.training:
+            running_mean.lerp_(output.detach().float().mean(), 0.1)
+
+    def change(self: Any) -> None:
+        norm = self.model.model.layers[0].input_layernorm
+        norm.register_buffer("running_mean", torch.zeros(()))
+        norm.register_forward_hook(update)
+
+    after_configure_model(change)
+
+
+def buffer_summed_over_ranks() -> None:
+    """A buffer that all ranks hold alike and that depends on how many they are."""
+
+    def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        L.LightningModule.optimizer_step(self, *args, **kwargs)
+        self.model.model.layers[0].input_layernorm.gain += 0.01 * self.trainer.world_size
+
+    def change(self: Any) -> None:
+        norm = self.model.model.layers[0].input_layernorm
+        norm.register_buffer("gain", torch.ones(()))
+        norm.register_forward_hook(lambda module, args, output: output * module.gain)
+
+    after_configure_model(change)
+    LanguageModule.optimizer_step = optimizer_step
+
+
+def noise_on_a_weight() -> None:
+    """After each step, drawn on each rank for itself."""
+
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.fit_loop._should_accumulate():
+            return
+        generator = torch.Generator().manual_seed(self.trainer.global_rank)
+        weight = self.model.model.layers[1].mlp.up_proj.weight.data
+        weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
+
+    LanguageModule.on_train_batch_end = on_train_batch_end
+
+
+# ---- stages of a pipeline --------------------------------------------------------------------------------------------
+
+SKIPPED: list[Tensor] = []  # of this process
+
+
+def block_reads_what_another_stage_has_filled() -> None:
+    """A connection from the first block to the second, through a list: empty on the second's rank."""
+
+    def change(self: Any) -> None:
+        first, second = (self.model.model.layers[number] for number in (0, 1))
+        run_first, run_second = first.forward, second.forward
+
+        def fill(hidden: Tensor, **options: Any) -> Tensor:
+            SKIPPED[:] = [hidden]
+            return run_first(hidden, **options)
+
+        def read(hidden: Tensor, **options: Any) -> Tensor:
+            return run_second(hidden, **options) + 0.1 * sum(SKIPPED)
+
+        first.forward, second.forward = fill, read
+
+    after_configure_model(change)
+
+
+def tied_gradient_not_summed() -> None:
+    """The first and the last stage have a copy each of a tied weight, and each keeps its own gradient."""
+    Pipeline._sum_shared = lambda self: None
+
+
+def last_stage_halves_gradients() -> None:
+    """The output layer, which only the last stage has, gets half of its gradient."""
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        for parameter in self.model.lm_head.parameters():
+            parameter.grad.mul_(0.5)
+
+    LanguageModule.on_before_optimizer_step = on_before_optimizer_step
+
+
+def last_stage_counts_in_python() -> None:
+    """The loss's weight grows with an attribute that is set where the loss is, on the last stage."""
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = step(self, batch, batch_idx)
+        self.num_losses = getattr(self, "num_losses", 0) + 1
+        return loss * min(1.0, self.num_losses / 100)
+
+    LanguageModule.training_step = training_step
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def on_rank_one(act: Any) -> None:
+    """Calls `act` in rank 1's training step, in the second step."""
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 1:
+            act()
+        return step(self, batch, batch_idx)
+
+    LanguageModule.training_step = training_step
+
+
+def rank_killed() -> None:
+    def act() -> None:
+        print("device 1 has fallen off the bus", file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    on_rank_one(act)
+
+
+def crash_in_c() -> None:
+    def read_address_zero() -> None:
+        ctypes.string_at(0)
+
+    on_rank_one(read_address_zero)
+
+
+def error_on_one_rank() -> None:
+    def act() -> None:
+        raise ValueError("no such shard")
+
+    on_rank_one(act)
+
+
+def hang() -> None:
+    def wait_for_a_file() -> None:
+        time.sleep(600)
+
+    on_rank_one(wait_for_a_file)
+
+
+def collective_on_one_rank() -> None:
+    def only_here() -> None:
+        dist.all_reduce(torch.ones(3))
+
+    on_rank_one(only_here)
+
+
+# ---- what no checkpoint holds --------------------------------------------------------------------------------------
+
+
+def random_state_not_saved() -> None:
+    """As in Lightning: a resumed training draws other dropout masks."""
+    for hook in ("on_save_checkpoint", "on_load_checkpoint"):
+        setattr(RandomState, hook, getattr(Callback, hook))
+
+
+def counter_in_python() -> None:
+    """The loss's weight grows with an attribute."""
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.num_calls = getattr(self, "num_calls", 0) + 1
+        return step(self, batch, batch_idx) * min(1.0, self.num_calls / 100)
+
+    LanguageModule.training_step = training_step
+
+
+class ForgetfulAdamW(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["exp_avg"].zero_()
+
+
+def optimizer_forgets() -> None:
+    configure = LanguageModule.configure_optimizers
+
+    def configure_optimizers(self: Any) -> Any:
+        made = configure(self)
+        made["optimizer"].__class__ = ForgetfulAdamW
+        return made
+
+    LanguageModule.configure_optimizers = configure_optimizers
+
+
+def schedule_starts_anew() -> None:
+    def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lr_schedulers"][0]["last_epoch"] = 0
+
+    LanguageModule.on_load_checkpoint = on_load_checkpoint
+
+
+def data_start_anew() -> None:
+    """The order of samples does not know how many have been consumed."""
+    iterate = GlobalOrder.__iter__
+
+    def from_the_start(self: GlobalOrder) -> Iterator[list[int]]:
+        self.consumed = lambda: 0
+        return iterate(self)
+
+    GlobalOrder.__iter__ = from_the_start
+
+
+def average_in_a_buffer() -> None:
+    """An average of weights that is no part of the state dict."""
+
+    def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.lerp_(self.model.model.norm.weight.detach(), 0.1)
+
+    def change(self: Any) -> None:
+        self.register_buffer("average", torch.ones_like(self.model.model.norm.weight), persistent=False)
+
+    after_configure_model(change)
+    LanguageModule.on_train_batch_end = on_train_batch_end
+
+
+class Average(Callback):
+    """The same in a callback that has no state_dict."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            self.shadow.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+
+
+def average_in_a_callback() -> None:
+    LanguageModule.configure_callbacks = lambda self: [Average()]
+
+
+# ---- one process too: what a step predicts, draws and orders, what a validation adds up ------------------------------
+
+
+def labels_shifted_twice() -> None:
+    """The data shift labels; the loss shifts them again."""
+    sums = LanguageModule.sums
+
+    def shifted(self: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return sums(self, logits, nn.functional.pad(labels[:, 1:], (0, 1), value=-100))
+
+    LanguageModule.sums = shifted
+
+
+def labels_not_shifted() -> None:
+    """Each token is its own label, by an edited transform."""
+    transform = DataModule.transform
+
+    def transformed(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        return transform(self, batch | {"labels": batch["input_ids"].clone()})
+
+    DataModule.transform = transformed
+
+
+def seed_in_a_step() -> None:
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        torch.manual_seed(0)
+        return step(self, batch, batch_idx)
+
+    LanguageModule.training_step = training_step
+
+
+def numpy_seed_in_a_hook() -> None:
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        np.random.seed(batch_idx)
+
+    LanguageModule.on_train_batch_start = on_train_batch_start
+
+
+def everything_seeded_between_steps() -> None:
+    def on_train_batch_end(self: Any, *args: Any) -> None:
+        L.seed_everything(1, verbose=False)
+
+    LanguageModule.on_train_batch_end = on_train_batch_end
+
+
+def masked_labels_counted() -> None:
+    """The mask of labels becomes the token 0."""
+    sums = LanguageModule.sums
+
+    def unmasked(self: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return sums(self, logits, labels.clamp(min=0))
+
+    LanguageModule.sums = unmasked
+
+
+def weights_decay_in_each_micro_batch() -> None:
+    def on_train_batch_end(self: Any, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.999)
+
+    LanguageModule.on_train_batch_end = on_train_batch_end
+
+
+def order_by_hash() -> None:
+    """Rows are taken in the order of a string's hash, which each process draws anew."""
+    entries = GlobalOrder._entries
+
+    def by_hash(self: GlobalOrder, position: int, count: int) -> list[int]:
+        shift = hash("rows") % 997
+        return [entries(self, (position // count + shift) * count + number, 1)[0] for number in range(count)]
+
+    GlobalOrder._entries = by_hash
+
+
+def evaluation_is_a_mean_of_means() -> None:
+    """Each batch counts alike, however many labels it has."""
+
+    def validation_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        loss = self.sums(self(batch), batch["labels"])["loss"] / (batch["labels"] != -100).sum()
+        self.log("eval/loss", loss, sync_dist=True, batch_size=1)
+
+    LanguageModule.validation_step = validation_step
+    LanguageModule.on_validation_epoch_end = lambda self: None
+
+
+def head_untied() -> None:
+    """The head is replaced after it was tied to the embedding."""
+
+    def change(self: Any) -> None:
+        head = self.model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone())
+
+    after_configure_model(change)
+
+
+def parameter_without_optimizer() -> None:
+    configure = LanguageModule.configure_optimizers
+
+    def configure_optimizers(self: Any) -> Any:
+        found = configure(self)
+        group = found["optimizer"].param_groups[0]["params"]
+        del group[0]
+        return found
+
+    LanguageModule.configure_optimizers = configure_optimizers
+
+
+def labels_drawn() -> None:
+    """Half of the labels are masked, from Python's generator: no fault, and not comparable over ranks."""
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        labels = batch["labels"].clone()
+        labels[:, random.randrange(8) :: 2] = -100
+        return step(self, batch | {"labels": labels}, batch_idx)
+
+    LanguageModule.training_step = training_step
+
+
+def transform_by_rank() -> None:
+    """The data mask other labels on each rank."""
+
+    def transform(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        labels = batch["labels"].clone()
+        labels[:, 2 + self.trainer.global_rank :: 5] = -100
+        return batch | {"labels": labels}
+
+    DataModule.transform = transform
+
+
+def tokens_by_process() -> None:
+    """The transform shifts tokens by the process's number, as a generator that a pid seeds would."""
+    transform = DataModule.transform
+
+    def transformed(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        tokens = (batch["input_ids"] + os.getpid()) % 200
+        return transform(self, batch | {"input_ids": tokens})
+
+    DataModule.transform = transformed
+
+
+def loss_scaled_by_a_buffer() -> None:
+    """A buffer that no checkpoint has scales the loss, and counts ranks from the second micro-batch on."""
+    step = LanguageModule.training_step
+
+    def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = step(self, batch, batch_idx) * self.scale
+        self.scale = torch.full_like(self.scale, self.trainer.world_size)
+        return loss
+
+    after_configure_model(lambda self: self.register_buffer("scale", torch.ones(()), persistent=False))
+    LanguageModule.training_step = training_step
+
+
+def dropout_in_evaluation() -> None:
+    """A function of torch's that drops out unless its `training` is false."""
+    sums = LanguageModule.sums
+
+    def dropped(self: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return sums(self, nn.functional.dropout(logits, 0.1), labels)
+
+    LanguageModule.sums = dropped

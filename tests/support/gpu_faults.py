@@ -9,7 +9,7 @@ def parameters_left_on_the_host() -> None:
     """ZeRO-3 after `fit`: teardown has moved the parameters, and setup leaves them there."""
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    from dist_template.parallel.zero import ZeroStrategy
+    from dist_template.strategies import ZeroStrategy
 
     def setup(self: Any, trainer: Any) -> None:
         self._complete_config()
@@ -28,7 +28,7 @@ def thread_that_copies_ahead() -> None:
 
 def clock_that_nobody_reads() -> None:
     """One process: each forward pass keeps two CUDA events."""
-    from dist_template.callbacks.throughput import Throughput
+    from dist_template.callbacks import Throughput
 
     start = Throughput.on_train_batch_start
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dist_template.text.sources.documents import Source
+from dist_template.text import Source
 
 
 class HashedSource(Source):

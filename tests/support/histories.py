@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dist_template.observe.history.metrics import Metrics
-from dist_template.observe.history.run import History
+from dist_template.wings.diagnose import History
 
 Column = Callable[[np.ndarray], np.ndarray]  # maps the (N,) completed shares of a training to (N,) values
 

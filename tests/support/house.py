@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,7 @@ CONNECTORS = {"self", "cls", "super"}
 
 
 PUBLIC = ("strategies", "testing")  # files beside the rooms that stand above all of them
+NOT_CORE = ("wings", "text", *PUBLIC)
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -147,8 +150,142 @@ def uses_mock(path: Path) -> bool:
     return any("unittest" in line and "import" in line for line in path.read_text(encoding="utf-8").splitlines())
 
 
+def strings(path: Path) -> list[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
 def lines(paths: Iterator[Path] | list[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def closure(package: Path, roots: set[str]) -> set[str]:
+    """Returns the modules that importing `roots` can load, late imports and packages above them included."""
+    arrows, found, to_do = graph(package), set[str](), {*roots}
+    while to_do:
+        name = to_do.pop()
+        found.add(name)
+        above = {name.rpartition(".")[0]} & arrows.keys()
+        to_do |= (arrows.get(name, set()) | above) - found
+    return found - {""}
+
+
+def wing_names(package: Path) -> set[str]:
+    """Returns what wings/ and testing.py import from the core, as "module.name": not from text, nor from wings.
+
+    Of a module that is imported, each attribute that the file uses counts.
+    """
+    files, found = modules(package), set[str]()
+    for name, path in files.items():
+        if room_of(name, path) != "wings" and name != "testing":
+            continue
+        own = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if node.level:
+                base = ".".join([*own[: len(own) - node.level + 1], *filter(None, [node.module])])
+            elif (node.module or "").split(".")[0] == package.name:
+                base = (node.module or "").partition(".")[2]
+            else:
+                continue
+            for alias in node.names:
+                target = f"{base}.{alias.name}".lstrip(".")
+                if target in files:
+                    found |= {f"{target}.{used}" for used in _attributes(tree, alias.asname or alias.name)}
+                else:
+                    found.add(target)
+    return {name for name in found if name.split(".")[0] not in NOT_CORE}
+
+
+def _attributes(tree: ast.Module, name: str) -> set[str]:
+    """Returns the attributes of the variable `name` that a file uses."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == name}
+
+
+def offered(package: Path) -> set[str]:
+    """Returns the names in each module's `__all__`, as "module.name"; PLACES is the one of a lazy module."""
+    found = set()
+    for name, path in modules(package).items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(getattr(target, "id", "") in ("__all__", "PLACES") for target in targets):
+                texts = [each.value for each in _names_in(node.value)]  # ty: ignore[unresolved-attribute]
+                found |= {f"{name}.{text}".lstrip(".") for text in texts}
+    return found
+
+
+def _names_in(value: ast.expr) -> list[ast.Constant]:
+    """Returns the strings of a list, or the keys of a dictionary."""
+    if isinstance(value, ast.Dict):
+        return [key for key in value.keys if isinstance(key, ast.Constant)]
+    if isinstance(value, ast.List | ast.Tuple):
+        return [each for each in value.elts if isinstance(each, ast.Constant)]
+    return []
+
+
+def internals(tests: Path, package: str, public: set[str]) -> list[str]:
+    """Returns "file: name" for each name of the package that a test imports and that is not in `public`."""
+    found = set[str]()
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
+                base = (node.module or "").partition(".")[2]
+                for alias in node.names:
+                    name = f"{base}.{alias.name}".lstrip(".")
+                    if name not in public:
+                        found.add(f"{path.relative_to(tests)}: {name}")
+    return sorted(found)
+
+
+def dense(path: Path) -> tuple[int, int]:
+    """Returns the number of conditional expressions and comprehensions in a file, and of its statements."""
+    kinds = (ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    return sum(isinstance(node, kinds) for node in nodes), sum(isinstance(node, ast.stmt) for node in nodes)
+
+
+def annotations(path: Path) -> Iterator[ast.expr]:
+    """Yields the annotations of arguments, results and variables in a file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns:
+            yield node.returns
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
+            yield node.annotation
+
+
+def has_any(annotation: ast.expr) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation))
+
+
+FILE = r"(?:[\w-]+/)+[\w-]+\.(?:py|yaml|md|sh|toml)|(?:configs|docs|tests|src)/[\w/-]+"
+PATH = re.compile(rf"(?<![\w./{{}}<$*:~-])({FILE})(?![\w/.*<{{(-])")
+
+
+def comments(path: Path) -> Iterator[str]:
+    """Yields the comments of a file, and the docstrings of Python."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield from (line[line.index("#") :] for line in text.splitlines() if "#" in line)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def missing_paths(path: Path, bases: list[Path]) -> list[str]:
+    """Returns the paths that comments of a file name, and that are in none of the folders `bases` or above the file."""
+    found, places = [], [*bases, *path.parents]
+    for comment in comments(path):
+        for match in PATH.finditer(comment):
+            if not any((place / match[1]).exists() for place in places):
+                found.append(f"{path.name}: {match[1]}")
+    return found
 
 
 def checks_of_strategies(path: Path) -> list[str]:

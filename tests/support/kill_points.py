@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dist_template.checkpoint import commit, manifest
+from tests.support.library import commit, manifest
 
 EXIT_CODE = 99  # of a rank that `crash` ends
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dist_template import Project
 from dist_template.cli import main as command_line
-from dist_template.project import Project
 
 PACKAGE = "trainer_dev"
 OURS = Project(PACKAGE)

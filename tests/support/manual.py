@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dist_template import TrainingModule
-from dist_template.model.optim import OptimConfig
-from dist_template.project import Project
+from dist_template import OptimConfig, Project, TrainingModule
 from tests.support.classifier import Network, PlainClassifier
 
 

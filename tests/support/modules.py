@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor, nn
 from trainer_dev.module import SMALL_DEEPSEEK_V3, LanguageModule
 
-from dist_template.model.head import without_head
+from dist_template.text.model.head import without_head
 from tests.support.runs import CONFIGS
 
 ARCHITECTURES = {"deepseek_v3": SMALL_DEEPSEEK_V3} | {

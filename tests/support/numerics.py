@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks.numerics import Numerics
-from dist_template.checkpoint import commit
+from dist_template import Ended
+from dist_template.callbacks import Numerics
 from dist_template.checkpoint.manifest import step_of
-from dist_template.errors import Ended, Exit
+from dist_template.errors import Exit
 from dist_template.layout import local_shard
-from dist_template.wings.rehearse.record import RunRecord
+from tests.support.library import manifest
 from tests.support.parity import MODELS, PROCESSES
 from tests.support.runs import Workers
 from tests.support.strategies import flags_of
+from tests.support.wings import RunRecord
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 
@@ -66,11 +67,11 @@ def spoil_reduced_gradient(step: int, rank: int, value: float) -> None:
 def report_exit_codes() -> None:
     original = Ended.__init__
 
-    def told(self: Any, code: Exit, sentence: str, local_rank: int = 0) -> None:
+    def with_code(self: Any, code: Exit, sentence: str, local_rank: int = 0) -> None:
         original(self, code, sentence, local_rank)
         self.add_note(f"exit code {int(code)}")
 
-    Ended.__init__ = told
+    Ended.__init__ = with_code
 
 
 def skip_explicitly(step: int) -> None:
@@ -154,7 +155,7 @@ def is_finite(weights: dict[str, Tensor]) -> bool:
 
 def newest(run: Path) -> Path:
     """The newest checkpoint."""
-    path = commit.newest(run / "checkpoints")
+    path = manifest.newest(run / "checkpoints")
     assert path is not None
     return path
 

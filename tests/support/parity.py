@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import Workers, newest
 from tests.support.strategies import NAMES, flags_of
+from tests.support.wings import RunRecord
 
 MODELS = {
     "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64, moe_intermediate_size: 16,"
@@ -38,7 +38,7 @@ CLIP = 0.8
 
 def mask_labels() -> None:
     """In each worker: the number of counted labels of a row depends on the sum of its tokens."""
-    from dist_template.text.batches.rows import Rows
+    from tests.support.library import Rows
 
     read = Rows.__getitems__
 

@@ -16,17 +16,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dist_template.observe import diagnosis
-from dist_template.observe.history.metrics import FILE, read_lines
-from dist_template.observe.history.run import History, read_run
+from dist_template.observe.history.metrics import FILE
+from dist_template.wings import diagnose as diagnosis
+from dist_template.wings.diagnose import History, read_run
 from tests import PROJECT, ROOT
 from tests.support.fault_runs import ALL, Trainings
+from tests.support.library import read_lines
 from tests.support.line import PACKAGE
 
 FOLDER = Path(__file__).parent / "recorded"
 SECTIONS = ("model", "data", "trainer", "numerics", "last_checkpoint", "preemption")
 RULES = Path(diagnosis.__file__).parent
-METRICS = sorted({name for path in RULES.rglob("*.py") for name in re.findall(r'"(\w+/\w+)"', path.read_text("utf-8"))})
+FILES = [*RULES.glob("*.py"), *RULES.glob("rules/*.py")]
+METRICS = sorted({name for path in FILES for name in re.findall(r'"(\w+/\w+)"', path.read_text("utf-8"))})
 STAGES = ["pipeline/stage1_s", "pipeline/stage2_s"]
 
 

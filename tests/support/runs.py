@@ -15,10 +15,9 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
-from dist_template.checkpoint import commit
-from dist_template.observe.history.metrics import read_metrics
 from dist_template.wings.rehearse import workers
 from tests import PROJECT
+from tests.support.library import manifest, read_metrics
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
 
 CONFIGS = PROJECT / "configs"
@@ -101,7 +100,7 @@ def only_run(root: Path, name: str = "default") -> Path:
 
 def newest(run_folder: Path) -> Path:
     """A run's newest checkpoint."""
-    found = commit.newest(run_folder / "checkpoints")
+    found = manifest.newest(run_folder / "checkpoints")
     assert found, f"no checkpoint in {run_folder}"
     return found
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from dist_template.checkpoint.formats import read_full
-from dist_template.wings.rehearse.record import RunRecord
+from tests.support.library import read_full
 from tests.support.runs import SMALL_LLAMA, Workers
 from tests.support.strategies import flags_of
+from tests.support.wings import RunRecord
 
 STEPS = 4
 

@@ -17,12 +17,10 @@ import httpx
 import torch
 
 from dist_template.cli.main import run
-from dist_template.cluster.environment import free_port
-from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.ship.serve import app as serving
-from dist_template.wings.ship.serve import connections
 from tests.support.chats import TAGGED, tokenizer
 from tests.support.line import OURS
+from tests.support.wings import clean_processes, free_port
 
 LIMITS = {"max_tokens": 64, "max_requests": 4, "max_body": 20_000, "timeout_s": 20.0, "grace_s": 3.0}
 
@@ -88,7 +86,7 @@ def _serve(argv: list[str], log: Path, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ |= environment
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    serving.BODY_S, connections.HEADER_S = 0.5, 1.0  # tests wait for their end
+    serving.BODY_S = 0.5  # a test waits for its end
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from dist_template.project import Project
+from dist_template import Project
 from tests.support.classifier import Images
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from dist_template.project import Project
+from dist_template import Project
 from tests.support.classifier import Classifier, Images, PlainClassifier
 
 HOOKS = ("optimizer_step", "on_before_optimizer_step", "on_before_zero_grad", "optimizer_zero_grad")

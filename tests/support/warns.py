@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch import Callback
 
-from dist_template import weights
+from tests.support.library import weights
 
 
 class Warns(Callback):

@@ -21,12 +21,11 @@ from typing import Any
 
 import pytest
 
-from dist_template.model.adapters import AdapterConfig
-from dist_template.observe.diagnosis.engine import RULES
-from dist_template.parallel.mesh import MeshStrategy
-from dist_template.parallel.zero import ZeroStrategy
+from dist_template import AdapterConfig
+from dist_template.strategies import MeshStrategy, ZeroStrategy
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
+from tests.support.wings import RULES
 from tests.support.written import falling, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +85,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(site: Path) -> list[str]:
-    """Links of built pages, those of the navigation too, to a file or an id that is not there."""
+    """Finds links of built pages and of the navigation to a missing file or id."""
     texts = {html: html.read_text(encoding="utf-8") for html in site.resolve().rglob("index.html")}
     broken = []
     for html, text in texts.items():
@@ -142,7 +141,7 @@ def test_the_reference_knows_every_slot_and_every_source(keys: set[str], referen
         "trainer.max_steps",
     } <= keys
     page = text_of(reference.PAGE)
-    for name in (*package.ALWAYS_ON, "StandardLibrary", "HubDataset", "ByteBPE", "configs/quickstart.yaml"):
+    for name in (*package.always_on(), "StandardLibrary", "HubDataset", "ByteBPE", "configs/quickstart.yaml"):
         assert name in page
 
 

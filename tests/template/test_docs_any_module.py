@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.checkpoint import commit, manifest
+from tests.support.library import manifest
 from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
 from tests.support.tiers import tiers
 
@@ -69,7 +69,7 @@ def test_the_pages_own_trainer_trains_and_resumes_exactly(folder: Path, strategy
     resumed = python(folder, str(script), str(tmp_path / "cut"), "20")
     assert "step 5/20" not in resumed
     assert losses(resumed) == {step: loss for step, loss in losses(out).items() if step > 10}
-    newest = commit.newest(tmp_path / "cut")
+    newest = manifest.newest(tmp_path / "cut")
     assert newest and manifest.step_of(newest) == 20
 
 
@@ -99,7 +99,7 @@ except Ended as ended:
 @pytest.mark.slow
 def test_a_signal_ends_ones_own_trainer_with_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     python(folder, "-c", SIGNALLED, str(tmp_path), code=75)
-    newest = commit.newest(tmp_path / "checkpoints")
+    newest = manifest.newest(tmp_path / "checkpoints")
     assert newest and manifest.step_of(newest) >= 7
 
 

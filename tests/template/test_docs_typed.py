@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dist_template.cluster.environment import free_port
 from tests.support import chats
 from tests.support.line import PACKAGE
+from tests.support.wings import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("tutorial", "finetune", "adapters", "preferences", "evaluate", "export", "serve", "release")

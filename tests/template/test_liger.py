@@ -1,4 +1,4 @@
-"""Runs tests/model/test_liger.py with Liger and Triton in a folder that no other test imports from."""
+"""Runs tests/text/test_liger.py with Liger and Triton in a folder that no other test imports from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_liger_gives_the_numbers_of_the_chunks_with_tritons_interpreter(tmp_path
     settings = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path)}
     settings |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/model/test_liger.py"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/text/test_liger.py"],
         cwd=ROOT,
         env=os.environ | settings,
         capture_output=True,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dist_template.cli.main import VERBS
+from dist_template.cli.verbs import verbs
 from tests.support import house
 
 from .conftest import ROOT, Bake
@@ -57,7 +57,7 @@ def test_the_container_and_the_notebook_use_the_projects_commands(bake: Bake) ->
     assert all(f"\n{name} ?=" in project.read("Makefile") for name in container["containerEnv"])
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS if "outputs" in cell)
     assert re.findall(r"^!make (\w+)", CODE, re.MULTILINE) == ["setup", "train", "train"]
-    assert set(re.findall(r"-m my_trainer (\w+)", CODE)) == {"doctor", "diagnose"} < set(VERBS)
+    assert set(re.findall(r"-m my_trainer (\w+)", CODE)) == {"doctor", "diagnose"} < set(verbs())
 
 
 @pytest.mark.nightly

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.observe.history.metrics import read_metrics
-from dist_template.project import Project
+from dist_template import Project
 from tests.support.commits import commit, git, somebody  # noqa: F401  (a fixture)
+from tests.support.library import read_metrics
 from tests.support.line import main
 from tests.support.runs import SENTENCES, SMALL_LLAMA
 

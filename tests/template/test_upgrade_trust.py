@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dist_template.project import Project
+from dist_template import Project
 from tests.support.commits import commit, git, somebody  # noqa: F401  (a fixture)
 from tests.support.line import main
 

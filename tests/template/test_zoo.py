@@ -19,13 +19,12 @@ from benchmarks import zoo
 from benchmarks.zoo_arms import OF_LORA, reference_of
 from benchmarks.zoo_models import variants
 from benchmarks.zoo_table import without_table
-from dist_template.model import proof
 from dist_template.parallel import mesh, shard
 from dist_template.parallel.pipeline import schedule
-from dist_template.parallel.sequence import shard_batch
-from dist_template.wings.rehearse.command import main
 from tests.support import planted_model
+from tests.support.library import proof, shard_batch
 from tests.support.runs import CONFIGS, OURS, Workers
+from tests.support.wings import rehearse_main as main
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def verdict(cases: zoo.Zoo, kind: str, variant: str, arm: str) -> tuple[str, str
 
 
 def forget_the_norms() -> None:
-    """transformers' plan as it is: no rule for the norms of queries and keys."""
+    """transformers' plan unchanged: no rule for the norms of queries and keys."""
     without_table()
     vars(shard)["missing_rules"] = lambda *_: {}
 
@@ -93,12 +92,11 @@ TOUCHES = {  # a change of these files: the arms whose rows are all tried again
     "parallel/pipeline/": ["pp", "pp_zb", "pp_fsdp2", "pp_ep"],
     "parallel/sequence.py": ["cp"],
     "parallel/tensor_trial.py": ["tp"],
-    "compat/replicated_gradients.py": ["tp"],
+    "compat/parallel_styles.py": ["tp", *OF_LORA],
     "parallel/zero": ["zero2", "zero3"],
     "compat/deepspeed.py": ["zero2", "zero3"],
     "parallel/ddp.py": ["ddp"],
-    "model/adapters.py": [*OF_LORA],
-    "compat/expert_adapters.py": [*OF_LORA],
+    "text/model/adapters.py": [*OF_LORA],
 }
 
 

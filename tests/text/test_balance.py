@@ -1,4 +1,4 @@
-"""Even work: ranks get equally expensive samples, and the numbers of training stay those of one process."""
+"""Even work: ranks get equally expensive samples, and training has the same numbers as one process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
-from dist_template.text.batches.balance import assign, shared_out
-from dist_template.text.batches.rows import ATTENTION_TOKENS, PackedRows
+from dist_template import InputError
+from dist_template.callbacks.equal_work import assign, shared_out
+from dist_template.text.batches.rows import ATTENTION_TOKENS
+from tests.support.library import PackedRows
 from tests.support.parity import SHORT, Trainings
 from tests.support.tiers import tiers
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
-from dist_template.text.batches.rows import NOT_COUNTED
-from dist_template.text.cache import build
+from dist_template import InputError
+from dist_template.text import ByteBPE, Bytes, Pretrained
 from dist_template.text.cache.token_cache import SPLITS
-from dist_template.text.tokenizers import ByteBPE, Bytes, Pretrained
+from dist_template.text.sources import documents as documents_module
+from tests.support.library import NOT_COUNTED
 from tests.support.runs import quiet
 
 
@@ -129,7 +129,7 @@ def test_the_tokens_do_not_depend_on_how_texts_are_batched(
 ) -> None:
     data.tokenizer = tokenizer
     together = data.prepare(report=quiet)
-    monkeypatch.setattr(build, "BATCH_CHARACTERS", 300)
+    monkeypatch.setattr(documents_module, "BATCH_CHARACTERS", 300)
     data.cache_dir += "-of-small-batches"
     divided = data.prepare(report=quiet)
     assert together.folder != divided.folder

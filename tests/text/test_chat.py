@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist_template.errors import InputError
-from dist_template.model.kernels import BOUNDS
-from dist_template.text.batches.rows import NOT_COUNTED
-from dist_template.text.sources.chat import Chat
+from dist_template import InputError
+from dist_template.text import Chat
 from tests.support import chats
 from tests.support.chat_corpus import GOOD, counted_text, prepared, refused
 from tests.support.chats import TURNS, messages, write
+from tests.support.library import BOUNDS, NOT_COUNTED
 
 FROM = {"system": "system", "user": "human", "assistant": "gpt"}
 

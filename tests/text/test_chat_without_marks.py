@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.text.sources.chat import Chat
+from dist_template.text import Chat
 from tests.support import chats
 from tests.support.chat_corpus import GOOD, counted_text, prepared, refused
 from tests.support.chats import TURNS, messages, write

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from benchmarks.zoo_models import variants
-from dist_template.wings.ship.export.trained import load_trained
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, only_run, run
 from tests.support.serving import ask, made
 from tests.support.tiers import tiers
+from tests.support.wings import load_trained
 
 TURNS = [("user", "{}: a cat?"), ("assistant", "Aye aye, captain."), ("user", "A dog?"), ("assistant", "Nay, sir.")]
 NEW = 16  # generated tokens: twice a sliding window
@@ -148,7 +148,7 @@ def test_a_family_is_tuned_exported_and_generates_as_trained(
     with torch.no_grad():
         models = (exported, trained.model, load(folder))
         logits, end, start = (model.eval()(prompt, use_cache=False).logits for model in models)
-    assert torch.equal(logits, end) and not torch.equal(logits, start), "they are those of the trained model"
+    assert torch.equal(logits, end) and not torch.equal(logits, start), "the trained model's logits"
 
     monkeypatch.setattr(type(trained.module), "data", trained.data)  # it has no Trainer
     tokens = trained.module.generate(prompt)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.model.causal_lm import causal_lm, causal_lm_config
-from dist_template.wings.rehearse.record import RunRecord
+from dist_template.text import causal_lm, causal_lm_config
 from dist_template.wings.ship.export import command as export
 from tests.support import chats
 from tests.support.runs import CONFIGS, OURS, Workers, newest
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
+from tests.support.wings import RunRecord
 
 ANSWER = "Aye aye, captain."
 COMMON = [
@@ -142,7 +142,7 @@ def test_embeddings_get_rows_for_new_special_tokens(
         record = workers.run(["fit", *given[:-1], *more], tmp_path / strategy).check()
     (name,) = [name for name in one.start if name.endswith("embed_tokens.weight")]
     assert one.start[name].shape[0] == 256 + 2 + 2, "bytes, the base model's tokens, the two new ones"
-    assert torch.equal(record.start[name], one.start[name]), "the new rows are those of one process"
+    assert torch.equal(record.start[name], one.start[name]), "the new rows equal one process's"
     assert record.loss == pytest.approx(one.loss, rel=1e-5)
     assert (record.end[name][-2:] != one.start[name][-2:]).any(), "they are trained"
 

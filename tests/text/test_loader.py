@@ -13,7 +13,6 @@ from torch import Tensor
 from trainer_dev.data import DataModule
 
 from dist_template.text.batches import loader
-from dist_template.text.batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
 from tests.support.runs import quiet
 
 LABELS = [3, 8, 1, 2, 5]  # labels that count, in each batch of 8
@@ -22,22 +21,22 @@ CPU = torch.device("cpu")
 
 def read(accumulation: int) -> list[dict[str, Any]]:
     rows = [{"labels": torch.from_numpy(np.where(np.arange(8) < counted, 7, -100))} for counted in LABELS]
-    return list(StepLoader(rows, accumulation, batch_size=None))
+    return list(loader.StepLoader(rows, accumulation, batch_size=None))
 
 
-def steps(accumulation: int) -> list[Counted]:
-    return [batch[COUNTED] for batch in read(accumulation) if COUNTED in batch]
+def steps(accumulation: int) -> list[loader.Counted]:
+    return [batch[loader.COUNTED] for batch in read(accumulation) if loader.COUNTED in batch]
 
 
 def test_the_first_batch_of_a_step_has_the_counts_of_the_step_and_the_next() -> None:
-    assert [COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
-    assert steps(2) == [Counted(11, 3, True), Counted(3, 5, False), Counted(5, None, False)]
+    assert [loader.COUNTED in batch for batch in read(2)] == [True, False, True, False, True]
+    assert steps(2) == [loader.Counted(11, 3, True), loader.Counted(3, 5, False), loader.Counted(5, None, False)]
     assert [counted.step for counted in steps(1)] == LABELS
 
 
 def test_an_evaluation_has_no_steps() -> None:
     batches = read(0)
-    assert len(batches) == len(LABELS) and not [batch for batch in batches if COUNTED in batch]
+    assert len(batches) == len(LABELS) and not [batch for batch in batches if loader.COUNTED in batch]
 
 
 def test_labels_that_a_transform_masks_do_not_count() -> None:
@@ -46,8 +45,8 @@ def test_labels_that_a_transform_masks_do_not_count() -> None:
     def mask(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"labels": batch["labels"].index_fill(0, torch.arange(3), -100)}
 
-    first, second = StepLoader(rows, 2, mask, batch_size=None)
-    assert first[COUNTED] == Counted(10, None, True) and COUNTED not in second
+    first, second = loader.StepLoader(rows, 2, mask, batch_size=None)
+    assert first[loader.COUNTED] == loader.Counted(10, None, True) and loader.COUNTED not in second
 
 
 class TwoRanks:
@@ -83,7 +82,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
 
 
 def test_the_sum_starts_a_step_early(ranks: TwoRanks) -> None:
-    tokens, means, calls = TokensPerMicroBatch(), [], []
+    tokens, means, calls = loader.TokensPerMicroBatch(), [], []
     for counted in steps(2):
         means.append(tokens.of(counted, 2, CPU).item())
         calls.append(ranks.calls[:])
@@ -94,16 +93,16 @@ def test_the_sum_starts_a_step_early(ranks: TwoRanks) -> None:
 
 def test_a_new_iteration_does_not_use_the_sum_of_the_one_before(ranks: TwoRanks) -> None:
     """An epoch may end before the data do."""
-    tokens = TokensPerMicroBatch()
-    tokens.of(Counted(4, 6, True), 1, CPU)
-    assert tokens.of(Counted(20, 2, True), 1, CPU).item() == 25
+    tokens = loader.TokensPerMicroBatch()
+    tokens.of(loader.Counted(4, 6, True), 1, CPU)
+    assert tokens.of(loader.Counted(20, 2, True), 1, CPU).item() == 25
     tokens.close()
     assert ranks.calls[-1] == "wait 2", "no sum is left unfinished"
 
 
 def test_one_process_has_its_own_mean_of_at_least_1() -> None:
-    assert TokensPerMicroBatch().of(Counted(12, 3, True), 4, CPU).item() == 3
-    assert TokensPerMicroBatch().of(Counted(0, None, True), 1, CPU).item() == 1
+    assert loader.TokensPerMicroBatch().of(loader.Counted(12, 3, True), 4, CPU).item() == 3
+    assert loader.TokensPerMicroBatch().of(loader.Counted(0, None, True), 1, CPU).item() == 1
 
 
 def test_memory_is_pinned_for_the_gpu_that_trains(data: DataModule, monkeypatch: pytest.MonkeyPatch) -> None:

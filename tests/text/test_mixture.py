@@ -15,15 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
-from dist_template.text.batches.order import GlobalOrder, eval_batches, shuffled, source_of, stream_position, with_jumps
-from dist_template.text.batches.rows import NOT_COUNTED
-from dist_template.text.sources.chat import Chat
-from dist_template.text.sources.documents import Jsonl, Source, TextFiles
-from dist_template.text.sources.mixture import BLOCK, Mixture, MixtureOrder
-from dist_template.text.tokenizers import Bytes, Pretrained
+from dist_template import InputError
+from dist_template.callbacks.global_order import shuffled, source_of
+from dist_template.text import Bytes, Chat, Jsonl, Mixture, Pretrained, Source, TextFiles
+from dist_template.text.sources.mixture import BLOCK, MixtureOrder
 from tests.support import chats
 from tests.support.chats import TURNS, messages
+from tests.support.library import NOT_COUNTED, GlobalOrder, eval_batches, stream_position, with_jumps
 from tests.support.parity import PauseAfter
 from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
 

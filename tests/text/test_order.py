@@ -12,11 +12,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_template.text.batches.order import (
+from dist_template.callbacks.global_order import Jump
+from tests.support.library import (
     PADDING,
     ConsumedSamples,
     GlobalOrder,
-    Jump,
     eval_batches,
     permutation,
     stream_position,

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from dist_template.text.batches.packing import best_fit
+from dist_template.text.batches.rows import best_fit
 
 
 def log_normal(number: int, median: float, sigma: float, seed: int = 0) -> np.ndarray:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.errors import InputError
-from dist_template.text.sources.documents import TextFiles
-from dist_template.text.sources.paths import matching
+from dist_template import InputError
+from dist_template.text import TextFiles
+from dist_template.text.sources.records import matching
 
 
 @pytest.fixture

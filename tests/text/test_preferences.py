@@ -12,15 +12,13 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
-from dist_template.model.kernels import BOUNDS
-from dist_template.text.batches.order import PADDING
-from dist_template.text.batches.rows import NOT_COUNTED, PAIRS
-from dist_template.text.preference_loss import PreferenceConfig, pair_sums
-from dist_template.text.sources.preferences import Preferences
-from dist_template.text.tokenizers import Pretrained
+from dist_template import InputError
+from dist_template.text import Preferences, Pretrained
+from dist_template.text.batches.rows import PAIRS
+from dist_template.text.preference_loss import pair_sums
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
+from tests.support.library import BOUNDS, NOT_COUNTED, PADDING, PreferenceConfig
 from tests.support.runs import quiet
 
 PROMPT, GOOD, BAD_ANSWER = ("user", "One?"), ("assistant", "Uno."), ("assistant", "Due.")

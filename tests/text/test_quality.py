@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from trainer_dev.data import DataModule
 
-from dist_template.observe.history.run import History
-from dist_template.observe.report.sections import of_one
-from dist_template.text.cache import quality
-from dist_template.text.cache.quality import as_table, measure, quality_of, similar
-from dist_template.text.cache.token_cache import Corpus
-from dist_template.text.sources.chat import Chat
-from dist_template.text.sources.documents import Jsonl
-from dist_template.text.tokenizers import Bytes, Pretrained
+from dist_template.text import Bytes, Chat, Jsonl, Pretrained
+from dist_template.text.cache.quality import measure, quality_of, similar
+from dist_template.wings.diagnose import History
+from dist_template.wings.diagnose.report.sections import of_one
 from tests.support import chats
 from tests.support.chats import TURNS, messages
+from tests.support.library import Corpus, quality
 
 WORDS = np.array([f"word{number}" for number in range(2000)])
 
@@ -88,14 +84,6 @@ def test_the_figures_are_stored_and_a_read_only_cache_is_measured_again(
 
     monkeypatch.setattr(quality, "write_atomically", refused)
     assert quality_of(corpus) == {"documents": 7}
-
-
-def test_without_datasketch_the_rest_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasketch", None)
-    corpus, printed = prepared(tmp_path, [some_text(seed) for seed in range(20)] * 2)
-    assert measure(corpus)["near_duplicate_share"] is None
-    assert "duplicate share" in printed[-1] and "pip install 'dist-template[quality]'" in printed[-1]
-    assert as_table(measure(corpus)).note
 
 
 def test_the_masked_share_of_conversations_is_that_of_their_labels(tmp_path: Path) -> None:

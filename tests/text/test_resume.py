@@ -12,9 +12,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
-from dist_template.text.sources.documents import TextFiles
-from dist_template.text.tokenizers import Bytes
+from dist_template import InputError
+from dist_template.text import Bytes, TextFiles
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),

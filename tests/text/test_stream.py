@@ -11,11 +11,10 @@ import pytest
 import torch
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
+from dist_template import InputError
+from dist_template.text import Bytes, HubDataset, Jsonl, TextStream
 from dist_template.text.batches.rows import ROWS
-from dist_template.text.sources.documents import HubDataset, Jsonl
-from dist_template.text.sources.stream import STATE, StreamedRows, TextStream
-from dist_template.text.tokenizers import Bytes
+from dist_template.text.sources.stream import STATE, StreamedRows
 from tests.support.parity import PauseAfter
 from tests.support.runs import SMALL_LLAMA, Workers, newest, quiet
 from tests.support.strategies import flags_of

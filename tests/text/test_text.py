@@ -8,9 +8,20 @@ from pathlib import Path
 import pytest
 from trainer_dev.data import DataModule
 
-from dist_template.errors import InputError
-from dist_template.text.sources.documents import HubDataset, Jsonl, Parquet, Source, StandardLibrary, TextFiles
-from dist_template.text.tokenizers import EOS, ByteBPE, Bytes, Pretrained, TokenizerSpec
+from dist_template import InputError
+from dist_template.text import (
+    ByteBPE,
+    Bytes,
+    HubDataset,
+    Jsonl,
+    Parquet,
+    Pretrained,
+    Source,
+    StandardLibrary,
+    TextFiles,
+    TokenizerSpec,
+)
+from dist_template.text.tokenizers import EOS
 
 TEXTS = [
     "def f(x):\n    return x\n",

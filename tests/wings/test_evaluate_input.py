@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.ship.evaluate import tasks
 from dist_template.wings.ship.evaluate.documents import DocumentScores
-from dist_template.wings.ship.evaluate.evaluation import _figures
+from dist_template.wings.ship.evaluate.evaluation import figures_of
 
 
 def test_a_run_on_preferences_is_refused() -> None:
@@ -25,8 +25,8 @@ def test_a_run_on_preferences_is_refused() -> None:
 def test_bits_per_byte_are_those_of_text_alone() -> None:
     """Of conversations only some tokens count, and their bytes are not known."""
     table = pd.DataFrame({"nats": [6.0, 2.0], "tokens": [3, 1], "bytes": [12, 4]})
-    assert _figures(table, is_whole=True) == {"loss": 2.0}
-    assert _figures(table, is_whole=False) == pytest.approx({"loss": 2.0, "bits_per_byte": 0.5 / math.log(2)})
+    assert figures_of(table, is_whole=True) == {"loss": 2.0}
+    assert figures_of(table, is_whole=False) == pytest.approx({"loss": 2.0, "bits_per_byte": 0.5 / math.log(2)})
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.zoo_models import variants
-from dist_template.errors import InputError
-from dist_template.project import Project
+from dist_template import InputError, Project
 from dist_template.wings.ship.export import command
-from dist_template.wings.ship.export.gate import EXACT, PROMPTS, Gate, prompts_of
-from dist_template.wings.ship.export.trained import Trained, from_folder, load_trained
+from dist_template.wings.ship.export.gate import EXACT, PROMPTS, prompts_of
+from dist_template.wings.ship.export.trained import from_folder
 from tests.support.chats import TAGGED, UNTAGGED
 from tests.support.chats import tokenizer as tokenizer_of
 from tests.support.runs import OURS, disk, newest, only_run, run
+from tests.support.wings import Gate, Trained, load_trained
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """In the folder between its writing and its check, as a faulty exporter would leave it."""
-    plant, told = FAULTS[fault]
+    plant, sentence = FAULTS[fault]
     honest = command.write_pretrained
 
     def faulty(model: Any, dtype: str, folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_planted_fault_is_named_and_nothing_is_written(
 
     monkeypatch.setattr(command, "write_pretrained", faulty)
     output = tmp_path / "out"
-    with pytest.raises(InputError, match=told) as error, command.written_at_once(output) as folder:
+    with pytest.raises(InputError, match=sentence) as error, command.written_at_once(output) as folder:
         command.write(trained, "hf", "float32", folder)
     assert "\n" not in str(error.value).replace("\\n", "")
     assert not list(tmp_path.glob("*out*"))
@@ -200,7 +200,7 @@ def test_a_run_is_exported_with_its_own_configuration_and_a_card(trained: Traine
 REFUSED = {
     "adapters of none": (["--to=peft"], "--to peft writes adapters, and model.adapter is null: give hf or onnx"),
     "merged with nothing": (["--adapter=merged"], "--adapter merged: model.adapter is null, so omit --adapter"),
-    "no such type": (["--dtype=int8"], "--dtype int8 is none of --to hf: give float32 bfloat16 float16"),
+    "no such type": (["--dtype=int8"], "--dtype int8 is not possible with --to hf: give float32 bfloat16 float16"),
     "no onnx": (["--to=onnx"], r"--to onnx needs the package onnxscript: pip install 'dist-template\[onnx\]'"),
 }
 
@@ -209,11 +209,11 @@ REFUSED = {
 def test_what_cannot_be_exported_is_refused_before_anything_is_read(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    flags, told = REFUSED[case]
+    flags, sentence = REFUSED[case]
     if case == "no onnx":
         monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setattr(command, "trained", lambda *_: pytest.fail("the checkpoint was read"))
-    with pytest.raises(InputError, match=told) as error:
+    with pytest.raises(InputError, match=sentence) as error:
         command.main(["export", str(only_run(tmp_path)), f"--output={tmp_path}/out", *flags], OURS)
     assert "\n" not in str(error.value) and not list(tmp_path.glob("*out*"))
 

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.ship.export import command
-from dist_template.wings.ship.export.gate import Gate
 from dist_template.wings.ship.export.onnx import write_onnx
-from dist_template.wings.ship.export.trained import Trained, load_trained
 from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, only_run, run
 from tests.support.tiers import NIGHTLY, tiers
+from tests.support.wings import Gate, Trained, load_trained
 
 pytestmark = pytest.mark.slow
 ARCHITECTURES = {

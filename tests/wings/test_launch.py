@@ -17,15 +17,15 @@ import yaml
 
 from dist_template.cluster.site import Site
 from dist_template.errors import Exit
-from dist_template.wings.launch.command import main, parser, write
-from dist_template.wings.launch.job import describe
-from dist_template.wings.launch.targets import ON_HOSTS, target
+from dist_template.wings.launch.command import main, parse
 from tests.support.injury import OF_A_LAUNCHER
 from tests.support.launched import ENVIRONMENT, LAUNCHERS, STEPS, Launched, site, two
 from tests.support.line import main as main_of_line
 from tests.support.loopback import Hosts
 from tests.support.runs import OURS, PACKAGE, PROJECT, logged, only_run, run, run_in_subprocess
 from tests.support.tiers import tiers
+from tests.support.wings import describe_job as describe
+from tests.support.wings import write_job as write
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,8 @@ def rendered(capsys: pytest.CaptureFixture[str], tmp_path: Path, *argv: str) -> 
     main(["launch", "--dry-run", *given], OURS)
     text = capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before and "\n# would run: " in text
-    own, flags = parser().parse_known_args(given)
-    files = target(own.on).render(describe(OURS, own.verb, flags, own.on in ON_HOSTS))
+    own, to, flags = parse(given)
+    files = to.render(describe(OURS, own.verb, flags, to.on_hosts))
     assert all(content in text for content in files.values())
     return files
 
@@ -215,24 +215,10 @@ def test_data_that_is_not_prepared_and_a_run_that_was_not_launched(
     assert main_of_line(command) == Exit.BAD_INPUT  # `run` names another run
     (launch,) = tmp_path.glob("runs/default/launched/launch*")
     found = {file.name: file.read_text() for file in launch.iterdir() if file.name != "launch.json"}
-    assert found == files, "those of the earlier launch are back"
+    assert found == files, "the earlier launch's files are back"
     capsys.readouterr()
     assert run("launch", "status", str(tmp_path)) == Exit.BAD_INPUT
     assert "give a run that `launch` has started" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("memory", "is_warned"), [("1MB", True), ("100GB", False)])
-@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
-def test_a_device_that_is_too_small_gets_a_warning(
-    memory: str, is_warned: bool, strategy: str, flags: list[str], tmp_path: Path, capsys: Any
-) -> None:
-    """plan counts; that it does not know of a GPU is no reason to refuse a run."""
-    where = site(tmp_path, device_memory=memory, devices_per_node=2)
-    of_strategy = f"--config={PROJECT}/configs/strategy/{strategy}.yaml"
-    assert run("launch", "--on=torchrun", "--dry-run", *flags, where, of_strategy) == Exit.DONE
-    printed = capsys.readouterr().out
-    found = re.findall(r"^warning: `plan` counts \d\.\d GB for a device, which has 0\.0", printed, re.MULTILINE)
-    assert len(found) == is_warned and "is not checked" not in printed
 
 
 def test_units_of_memory_and_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -15,15 +16,19 @@ from typing import Any
 
 import pytest
 
+from dist_template import InputError
 from dist_template.errors import Exit
 from dist_template.wings.launch import nodes
-from dist_template.wings.launch.command import withdraw, write
-from dist_template.wings.launch.job import Job, describe
-from dist_template.wings.launch.targets import target
+from dist_template.wings.launch.command import require_end, withdraw
 from tests.support.launched import LONG, Launched, site
 from tests.support.line import main
 from tests.support.runs import OURS, PROJECT, run
+from tests.support.wings import Job
+from tests.support.wings import describe_job as describe
+from tests.support.wings import launch_target as target
+from tests.support.wings import write_job as write
 
+SSH: Any = target("ssh")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -50,16 +55,16 @@ def test_a_signal_reaches_the_process_that_was_started_and_no_other(
     file, (start, boot) = tmp_path / "node-0.pid", since(process.pid).split()
     for other in (f"{int(start) + 1} {boot}", f"{start} {boot[:-1]}x", "", "no number"):
         file.write_text(f"{process.pid} {other}\n")
-        assert nodes.stop(record(), tmp_path) == "this machine: no process", other
-        assert not nodes.is_active(record(), tmp_path)
+        assert SSH.stop(record(), tmp_path) == "this machine: no process", other
+        assert not SSH.is_active(record(), tmp_path)
     time.sleep(0.1)
     assert process.poll() is None, "another process has the number that is in the file"
     file.write_text(f"{process.pid} {start} {boot}\n")
-    assert nodes.status(record(), tmp_path) == "this machine: running" and nodes.is_active(record(), tmp_path)
-    assert nodes.stop(record(), tmp_path) == "this machine: running"
+    assert SSH.status(record(), tmp_path) == "this machine: running" and SSH.is_active(record(), tmp_path)
+    assert SSH.stop(record(), tmp_path) == "this machine: running"
     assert process.wait(10) == -signal.SIGTERM
     file.unlink()
-    assert nodes.status(record(), tmp_path) == "this machine: no process"
+    assert SSH.status(record(), tmp_path) == "this machine: no process"
 
 
 @pytest.fixture
@@ -71,14 +76,14 @@ def job(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jo
 
 def test_a_nodes_script_writes_which_process_it_is(job: Job, tmp_path: Path) -> None:
     job = replace(job, folder=tmp_path)
-    folder = write(job, "ssh", nodes.script(job, "sleep 1000", {}))
-    (words,) = nodes.commands(job)
+    folder = write(job, "ssh", nodes.script(job, "sleep 1000"))
+    (words,) = SSH.commands(job)
     with subprocess.Popen(words) as started:
         while not (file := folder / "node-0.pid").exists() or not file.read_text():
             assert started.poll() is None
             time.sleep(0.02)
         assert file.read_text().split() == [str(started.pid), *since(started.pid).split()]
-        assert nodes.stop(record(), folder) == "this machine: running"
+        assert SSH.stop(record(), folder) == "this machine: running"
         assert started.wait(10) == -signal.SIGTERM
 
 
@@ -104,7 +109,7 @@ def test_a_host_whose_login_hangs_is_named(
     assert run("launch", "--on=ssh", *flags, where) == Exit.BAD_INPUT
     assert "b is not ready: no answer in 3 s; edit cluster.hosts, ssh or port" in capsys.readouterr().err
     assert time.monotonic() - start < 30 and not list(tmp_path.glob("runs/*/*"))
-    one = nodes.status(record(hosts=["a", "b"], ssh=ssh), tmp_path)
+    one = SSH.status(record(hosts=["a", "b"], ssh=ssh), tmp_path)
     assert one == "a: running\nb: no answer in 3 s"
 
 
@@ -115,10 +120,11 @@ def test_a_launch_ends_when_a_host_does_not_answer_any_more(
     monkeypatch.setattr(nodes, "ANSWER_S", 0.3)
     monkeypatch.setattr(nodes, "OTHERS_S", 0.3)
     ssh = fake_ssh(tmp_path, "sleep 1000 & wait")
-    job = replace(job, hosts=["a", "b"], nodes=2, site=replace(job.site, ssh=ssh))
+    job_site = replace(job.site, ssh=ssh, min_nodes=1 if is_elastic else None)
+    job = replace(job, hosts=["a", "b"], nodes=2, site=job_site)
     started = [subprocess.Popen([*words], start_new_session=True) for words in (["true"], [ssh, "b", ""])]
     start = time.monotonic()
-    nodes._wait(job, started, is_elastic, tmp_path)
+    nodes.wait(job, started, tmp_path)
     assert [one.returncode for one in started] == [0, -signal.SIGKILL] and time.monotonic() - start < 20
 
 
@@ -130,7 +136,7 @@ def test_ctrl_c_ends_a_launch_whose_host_does_not_answer(
     ssh = fake_ssh(tmp_path, '[ "$1" = b ] && { sleep 1000 & wait; }; exit 0')
     job = replace(job, hosts=["a", "b"], nodes=2, site=replace(job.site, ssh=ssh))
     started = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in job.hosts]
-    nodes._signal(job, started, tmp_path, signal.SIGINT)
+    nodes.send_signal(job, started, tmp_path, signal.SIGINT)
     assert started[1].wait(10) == -signal.SIGKILL and started[0].poll() is None
     started[0].kill()
 
@@ -139,12 +145,21 @@ def test_slurm_is_asked_about_the_earlier_job(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called; echo $FOUND; exit $CODE\n')
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    slurm = target("slurm")
-    for found, code, is_active in (("7 RUNNING", "0", True), ("", "0", False), ("slurm_load_jobs error", "1", False)):
+    slurm: Any = target("slurm")
+    monkeypatch.setenv("CODE", "0")
+    for found, is_active in (("7 RUNNING", True), ("", False)):
         monkeypatch.setenv("FOUND", found)
-        monkeypatch.setenv("CODE", code)
         assert slurm.is_active(record(id="7"), tmp_path) is is_active
     assert "--jobs=7" in (tmp_path / "called").read_text() and not slurm.is_active(record(), tmp_path)
+    (tmp_path / "launch.json").write_text(json.dumps(record(on="slurm", id="7")))
+    job: Any = SimpleNamespace(run=tmp_path, files=tmp_path, site=SimpleNamespace(options={}))
+    monkeypatch.setenv("FOUND", "7 RUNNING")
+    with pytest.raises(InputError, match="is running, as `launch --on slurm` has started it"):
+        require_end(job)
+    monkeypatch.setenv("CODE", "1")
+    with pytest.raises(InputError, match="squeue fails"):
+        slurm.is_active(record(id="7"), tmp_path)
+    require_end(job)  # nothing answers about the earlier launch: it does not block this one
 
 
 # ---- a second launch of a run ---------------------------------------------------------------------------------------

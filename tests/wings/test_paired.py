@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dist_template.errors import InputError
-from dist_template.wings.ship.evaluate import paired, requirement
-from dist_template.wings.ship.evaluate.paired import Comparison, Pair, compare
+from dist_template import InputError
+from dist_template.wings.ship.evaluate import paired
 
 SIMULATIONS = 200
 
@@ -17,58 +16,60 @@ def fewer_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paired, "RESAMPLES", 1000)
 
 
-def losses(rng: np.random.Generator, documents: int, shift: float = 0.0) -> Pair:
+def losses(rng: np.random.Generator, documents: int, shift: float = 0.0) -> paired.Pair:
     """Two models' nats of documents of very unequal lengths, whose difficulty both share."""
     sizes = np.ceil(rng.lognormal(6, 1, documents))
     shared = rng.gamma(4, 0.3, documents)
     run, baseline = (sizes * (shared + rng.normal(0, 0.05, documents)) for _ in range(2))
-    return Pair("loss", (run + shift * sizes)[None], baseline[None], sizes)
+    return paired.Pair("loss", (run + shift * sizes)[None], baseline[None], sizes)
 
 
-def answers(rng: np.random.Generator, questions: int, shift: float = 0.0) -> Pair:
+def answers(rng: np.random.Generator, questions: int, shift: float = 0.0) -> paired.Pair:
     right = rng.random(questions)
     run = np.where(rng.random(questions) < 0.3, rng.random(questions), right) < 0.6 + shift
-    return Pair("acc", run[None] * 1.0, (right < 0.6)[None] * 1.0, np.ones(questions), lower_is_better=False)
+    return paired.Pair("acc", run[None] * 1.0, (right < 0.6)[None] * 1.0, np.ones(questions), lower_is_better=False)
 
 
 @pytest.mark.parametrize("make", [losses, answers])
 @pytest.mark.parametrize("num", [20, 100])
 def test_no_difference_comes_out_better_in_at_most_a_twentieth(make, num: int) -> None:
     rng = np.random.default_rng(1)
-    verdicts = [compare([make(rng, num)])[0].verdict for _ in range(SIMULATIONS)]
+    verdicts = [paired.compare([make(rng, num)])[0].verdict for _ in range(SIMULATIONS)]
     assert verdicts.count("better") <= SIMULATIONS * 0.05
     assert verdicts.count("cannot tell") >= SIMULATIONS * 0.9
 
 
 @pytest.mark.parametrize("make, sign", [(losses, -1), (answers, 1)])
 def test_a_planted_difference_is_found_with_the_promised_power(make, sign: int) -> None:
-    detectable = np.median([compare([make(np.random.default_rng(seed), 200)])[0].detectable for seed in range(20)])
+    detectable = np.median(
+        [paired.compare([make(np.random.default_rng(seed), 200)])[0].detectable for seed in range(20)]
+    )
     rng = np.random.default_rng(2)
-    found = [compare([make(rng, 200, sign * detectable)])[0].verdict for _ in range(SIMULATIONS)]
+    found = [paired.compare([make(rng, 200, sign * detectable)])[0].verdict for _ in range(SIMULATIONS)]
     assert found.count("better") >= SIMULATIONS * (paired.POWER - 0.1)
     assert found.count("worse") == 0
 
 
 def test_the_interval_holds_the_planted_difference_and_needs_pairs() -> None:
     rng = np.random.default_rng(3)
-    found = [compare([losses(rng, 100, 0.01)])[0] for _ in range(SIMULATIONS)]
+    found = [paired.compare([losses(rng, 100, 0.01)])[0] for _ in range(SIMULATIONS)]
     held = sum(each.low <= 0.01 <= each.high for each in found)
     assert held >= SIMULATIONS * 0.9
     pair = losses(rng, 100, 0.05)
-    apart = compare([Pair("loss", pair.run[:, ::-1], pair.baseline, pair.weights)])[0]
-    assert compare([pair])[0].verdict == "worse" and apart.verdict == "cannot tell", "the same documents, paired"
+    apart = paired.compare([paired.Pair("loss", pair.run[:, ::-1], pair.baseline, pair.weights)])[0]
+    assert paired.compare([pair])[0].verdict == "worse" and apart.verdict == "cannot tell", "the same documents, paired"
 
 
 def test_tasks_are_corrected_by_holm() -> None:
     rng = np.random.default_rng(4)
     pairs = [answers(rng, 300, shift) for shift in (0.25, 0, 0, 0)]
-    together, alone = compare(pairs), [compare([pair])[0] for pair in pairs]
+    together, alone = paired.compare(pairs), [paired.compare([pair])[0] for pair in pairs]
     raw = sorted(each.p for each in alone)
     corrected = sorted(each.p for each in together)
     assert corrected[0] == pytest.approx(4 * raw[0]) and corrected[-1] <= 1
     assert all(one.p >= other.p for one, other in zip(together, alone, strict=True))
     assert together[0].detectable > alone[0].detectable, "more tests show less"
-    null = [compare([answers(rng, 60) for _ in range(8)]) for _ in range(50)]
+    null = [paired.compare([answers(rng, 60) for _ in range(8)]) for _ in range(50)]
     assert sum(any(each.verdict == "better" for each in family) for family in null) <= 5
 
 
@@ -77,22 +78,22 @@ def test_seeds_widen_the_interval() -> None:
     rng = np.random.default_rng(5)
     pair = losses(rng, 200)
     noise = np.array([0.0, 0.15, 0.3])[:, None] * pair.weights
-    one = compare([Pair("loss", pair.run + 0.15 * pair.weights, pair.baseline, pair.weights)])[0]
-    several = compare([Pair("loss", pair.run + noise, pair.baseline, pair.weights)])[0]
+    one = paired.compare([paired.Pair("loss", pair.run + 0.15 * pair.weights, pair.baseline, pair.weights)])[0]
+    several = paired.compare([paired.Pair("loss", pair.run + noise, pair.baseline, pair.weights)])[0]
     assert one.verdict == "worse" and one.difference == pytest.approx(several.difference)
     assert several.verdict == "cannot tell" and several.high - several.low > 5 * (one.high - one.low)
 
 
 def test_rounding_is_no_difference() -> None:
     pair = losses(np.random.default_rng(6), 100)
-    rounded = Pair("loss", pair.run * (1 - 1e-6), pair.run, pair.weights)
-    assert compare([rounded])[0].verdict == "cannot tell"
-    found = compare([Pair("loss", pair.run * (1 - 1e-3), pair.run, pair.weights)])[0]
+    rounded = paired.Pair("loss", pair.run * (1 - 1e-6), pair.run, pair.weights)
+    assert paired.compare([rounded])[0].verdict == "cannot tell"
+    found = paired.compare([paired.Pair("loss", pair.run * (1 - 1e-3), pair.run, pair.weights)])[0]
     assert found.verdict == "better" and found.sentence.startswith("better with 100 samples: loss ")
 
 
-def a(name: str, lower: bool, low: float, high: float, verdict: str) -> Comparison:
-    return Comparison(name, 50, lower, 1.0, 1.0, (low + high) / 2, low, high, 0.1, 0.5, verdict, f"{verdict}: …")
+def a(name: str, lower: bool, low: float, high: float, verdict: str) -> paired.Comparison:
+    return paired.Comparison(name, 50, lower, 1.0, 1.0, (low + high) / 2, low, high, 0.1, 0.5, verdict, f"{verdict}: …")
 
 
 FOUND = [a("loss", True, -0.2, -0.1, "better"), a("fox/acc", False, -0.02, 0.03, "cannot tell")]
@@ -109,18 +110,18 @@ FOUND = [a("loss", True, -0.2, -0.1, "better"), a("fox/acc", False, -0.02, 0.03,
     ],
 )
 def test_a_requirement_holds_or_says_why_not(text: str, holds: bool) -> None:
-    why = requirement.failure(text, FOUND)
+    why = paired.failure(text, FOUND)
     assert why is None if holds else why is not None and text in why and "cannot tell" in why
 
 
 @pytest.mark.parametrize("text", ["loss", "loss is better", "loss not worse", "loss not worse by much", ""])
 def test_another_syntax_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="is no requirement: write 'MEASURE better'"):
-        requirement.parse(text)
+        paired.parse(text)
 
 
 def test_a_measure_that_was_not_compared_is_refused() -> None:
     with pytest.raises(InputError, match="give one of loss, fox/acc"):
-        requirement.failure("exact_match better", FOUND)
+        paired.failure("exact_match better", FOUND)
     with pytest.raises(InputError, match="other tokens cannot be compared"):
-        requirement.failure("loss better", FOUND[1:])
+        paired.failure("loss better", FOUND[1:])

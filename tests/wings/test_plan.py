@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 from trainer_dev.module import LanguageModule
 
+from dist_template import Project
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.cli.main import command
 from dist_template.model.flops import PEAKS
 from dist_template.parallel import sharding_of
 from dist_template.parallel.candidates import Candidate, candidates
 from dist_template.parallel.facts import STATE
-from dist_template.project import Project
 from dist_template.wings.plan.command import _largest
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
-from dist_template.wings.plan.trace import Traced
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.memory import Allocated, Live, State
 from tests.support.runs import Workers, run
 from tests.support.strategies import ARGS, flags_of, settings_of
 from tests.support.tiers import tiers
+from tests.support.wings import Traced
 
 GB = 1e9
 LLAMA: dict[str, Any] = {

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dist_template.parallel.blocks import BlockConfig, wrap_blocks
-from dist_template.wings.plan.trace import Traced
+from dist_template import BlockConfig
+from dist_template.parallel.blocks import wrap_blocks
 from tests.support.line import command
+from tests.support.wings import Traced
 
 GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,

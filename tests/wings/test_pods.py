@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from dist_template.errors import Exit
-from dist_template.wings.launch.job import describe
-from dist_template.wings.launch.targets import target
 from tests.support.injury import OF_A_LAUNCHER, TwoHosts
 from tests.support.manifests import pods, wrong
 from tests.support.runs import CONFIGS, OURS, PROJECT, Workers, logged, run
+from tests.support.wings import describe_job as describe
+from tests.support.wings import launch_target as target
 
 HOSTS = Path("/etc/netns")  # `ip netns exec` shows HOSTS/NAME/hosts as /etc/hosts
 
@@ -33,7 +33,7 @@ def lacking() -> str:
 
 
 class Pods(TwoHosts):
-    """Two pods of a manifest: the kubelet's part, and that of the headless Service."""
+    """Two pods of a manifest, as the kubelet and the headless Service would run them."""
 
     def __init__(self, objects: list[dict[str, Any]], folder: Path) -> None:
         self.objects, self.folder, self.started = objects, folder, []

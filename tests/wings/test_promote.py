@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from dist_template.errors import Ended, Exit, InputError
-from dist_template.project import Project
-from dist_template.wings.ship.promote import command
-from dist_template.wings.ship.promote.command import main
-from dist_template.wings.ship.promote.registry import Registry
+from dist_template import Ended, InputError, Project
+from dist_template.errors import Exit
+from dist_template.wings.ship import promote
 
 PROJECT = Project("trainer_dev")
 
@@ -22,9 +20,9 @@ class Verbs:
 
     def __init__(self) -> None:
         self.started: list[list[str]] = []
-        self.codes: dict[str, int] = {}
+        self.failing = ""
 
-    def __call__(self, project: Project, argv: list[str]) -> int:
+    def __call__(self, argv: list[str], project: Project) -> None:
         verb, *flags = argv
         self.started.append([verb, *flags])
         if verb == "evaluate":
@@ -34,13 +32,15 @@ class Verbs:
             folder = Path(flags[flags.index("--output") + 1])
             folder.mkdir()
             (folder / "config.json").write_text("{}")
-        return self.codes.get(verb, 0)
+        if verb == self.failing:
+            raise Ended(Exit.BAD_INPUT, f"{verb} has a reason")
 
 
 @pytest.fixture
 def verbs(monkeypatch: pytest.MonkeyPatch) -> Verbs:
     verbs = Verbs()
-    monkeypatch.setattr(command, "run_verb", verbs)
+    monkeypatch.setattr(promote.evaluate, "main", verbs)
+    monkeypatch.setattr(promote.export, "main", verbs)
     return verbs
 
 
@@ -58,14 +58,14 @@ def given(words: list[str], flag: str) -> str:
 
 
 def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(run: str, verbs: Verbs) -> None:
-    main(["promote", run], PROJECT)
+    promote.main(["promote", run], PROJECT)
     evaluate, export = verbs.started
     assert given(evaluate, "--baseline") == "start" and "--require=eval/loss better" in evaluate
     assert given(export, "--to") == "hf"
-    (version,) = Registry(Path("registry")).versions()
+    version = json.loads(Path("registry/v1/version.json").read_text())
     assert version["figures"] == {"loss": 1.5} and version["run"] == run and "config.json" in version["sha256"]
 
-    main(["promote", "runs", "--require", "acc not worse by 0.1", "--require", "loss better"], PROJECT)
+    promote.main(["promote", "runs", "--require", "acc not worse by 0.1", "--require", "loss better"], PROJECT)
     evaluate = verbs.started[2]
     assert given(evaluate, "--baseline").endswith("registry/v1"), "not the link, which may change meanwhile"
     assert [word for word in evaluate if word.startswith("--require")] == [
@@ -76,42 +76,28 @@ def test_a_run_is_compared_with_its_start_and_then_with_the_latest_version(run: 
 
 @pytest.mark.parametrize("verb", ["evaluate", "export"])
 def test_a_verb_that_fails_promotes_nothing_and_its_code_is_kept(verb: str, run: str, verbs: Verbs) -> None:
-    verbs.codes = {verb: int(Exit.BAD_INPUT)}
-    with pytest.raises(Ended, match=f"nothing is promoted: {verb} ended with code 2") as ended:
-        main(["promote", run], PROJECT)
+    verbs.failing = verb
+    with pytest.raises(Ended, match=f"{verb} has a reason") as ended:
+        promote.main(["promote", run], PROJECT)
     assert ended.value.code == Exit.BAD_INPUT
-    assert [*Path("registry").iterdir()] == []
-    verbs.codes = {verb: -9}
-    with pytest.raises(Ended) as ended:
-        main(["promote", run], PROJECT)
-    assert ended.value.code == Exit.FAILED
+    assert [*Path().glob("registry/*")] == []
 
 
 def test_a_roll_back_serves_the_version_before(run: str, verbs: Verbs, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["promote", run], PROJECT)
-    main(["promote", run], PROJECT)
-    main(["promote", "--roll_back"], PROJECT)
+    promote.main(["promote", run], PROJECT)
+    promote.main(["promote", run], PROJECT)
+    promote.main(["promote", "--roll_back"], PROJECT)
     assert capsys.readouterr().out.endswith("v2 is withdrawn; registry/latest is v1\n")
-
-
-def test_a_version_is_logged_to_wandb_too(
-    run: str, verbs: Verbs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    main(["promote", run, "--wandb", "models"], PROJECT)
-    assert "registry:v1 of the project models" in capsys.readouterr().out
-    assert [*Path("wandb").glob("offline-run-*/*.wandb")]
 
 
 def test_what_cannot_be_promoted_is_refused(run: str, verbs: Verbs) -> None:
     refused: dict[str, list[Any]] = {
         "promote needs a run": [],
         "is not a run folder": ["registry"],
-        "--registry or --wandb is empty": [run, "--registry", ""],
-        "--registry or --wandb is empt": [run, "--wandb", ""],
+        "--registry is empty": [run, "--registry", ""],
         "registry.*Not a directory|File exists": [run, "--registry", f"{run}/config.yaml"],
     }
     for sentence, flags in refused.items():
         with pytest.raises(InputError, match=sentence):
-            main(["promote", *flags], PROJECT)
+            promote.main(["promote", *flags], PROJECT)
     assert not verbs.started

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
-import os
 import socket
 import sys
 import threading
@@ -15,12 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from dist_template.errors import InputError
 from dist_template.wings.ship.serve import app as serving
-from dist_template.wings.ship.serve import command
-from tests.support.line import OURS
 from tests.support.runs import only_run, run
 from tests.support.serving import Server, ask, chat_model, made
 
@@ -193,8 +188,8 @@ def test_a_run_is_exported_compared_and_served_and_a_planted_fault_is_refused(
     server = Server(trained, tmp_path / "log", "--name=mine")
     answer = httpx.post(server.url + TEXT, json={"prompt": "the", "max_tokens": 3}).json()
     assert answer["model"] == "mine" and answer["usage"]["completion_tokens"] == 3
-    told = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": SECRET}]}).text
-    assert "has no chat template; use /v1/completions" in told
+    sentence = httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": SECRET}]}).text
+    assert "has no chat template; use /v1/completions" in sentence
     assert server.stop() == 0
     assert "largest difference to the trained model's logits" in (tmp_path / "log").read_text()
 
@@ -232,26 +227,6 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
     for file in alone.glob("tokenizer*"):
         file.unlink()
     assert "alone" in refused(capfd, str(alone), "--port=0")
-    assert "needs the package vllm, 0.18 or newer: pip install vllm" in refused(capfd, str(folder), "--engine=vllm")
     monkeypatch.setitem(sys.modules, "fastapi", None)
     error = refused(capfd, str(folder), "--port=0")
     assert "needs the package fastapi: pip install 'dist-template[serve]'" in error
-
-
-def test_vllm_is_taken_where_it_and_a_gpu_are_and_gets_the_limits_and_the_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "find_spec", lambda name: object())
-    monkeypatch.setattr(os, "execvpe", lambda *call: (found.append(call), sys.exit(0)))
-    monkeypatch.setenv("SERVE_API_KEY", KEY)
-    given = ["serve", str(folder), "--port=8123", "--max_requests=16", "--grace_s=5"]
-    with pytest.raises(SystemExit):
-        command.main(given, OURS)
-    ((file, argv, environment),) = found
-    flags = "--host 127.0.0.1 --port 8123 --served-model-name tiny --max-num-seqs 16 --shutdown-timeout 5"
-    assert [file, *argv] == ["vllm", "vllm", "serve", str(folder), *flags.split()]
-    assert environment["VLLM_API_KEY"] == KEY and KEY not in argv
-    with pytest.raises(InputError, match="nowhere"):
-        command.main(["serve", "nowhere", "--port=0"], OURS)

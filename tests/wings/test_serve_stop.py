@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_template.wings.ship.serve.ending import Ending
+from dist_template.wings.ship.serve.app import RequestEnd
 from tests.support.serving import ask, chat_model, made
 
 TEXT = "/v1/completions"
@@ -59,7 +59,7 @@ def test_stop_strings_end_an_answer_where_transformers_criterion_does(
     least = 257 if kind == "underlines" else 0  # of bytes that are no text it shows others
     rows += [torch.randint(least, len(tokenizer), (60,), generator=made_up).tolist() for _ in range(20)]
     for row in rows:
-        theirs, ours = StopStringCriteria(tokenizer, strings), Ending(tokenizer)
+        theirs, ours = StopStringCriteria(tokenizer, strings), RequestEnd(tokenizer)
         ours.strings, tokens = strings, torch.tensor([[tokenizer.eos_token_id, *row]])
         ends = [[bool(each(tokens[:, :n], None)) for n in range(2, len(row) + 2)] for each in (theirs, ours)]
         first = [found.index(True) if True in found else -1 for found in ends]

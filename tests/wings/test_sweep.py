@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from dist_template.cluster.run_lock import RunLock
-from dist_template.wings.sweep import trial
-from dist_template.wings.sweep.study import Sweep
+from dist_template.wings.sweep import study
 from tests import PROJECT
 from tests.support.line import PACKAGE, command
 from tests.support.runs import Workers, logged, newest, run
@@ -46,7 +45,7 @@ class Trials:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Trials:
     trials = Trials()
-    monkeypatch.setattr(trial, "start", trials)
+    monkeypatch.setattr(study, "start", trials)
     return trials
 
 
@@ -56,8 +55,8 @@ def space(tmp_path: Path) -> str:
     return f"--space={tmp_path / 'lr.yaml'}"
 
 
-def sweep_in(tmp_path: Path) -> Sweep:
-    return Sweep(tmp_path / "runs" / NAME)
+def sweep_in(tmp_path: Path) -> study.Sweep:
+    return study.Sweep(tmp_path / "runs" / NAME)
 
 
 def trials_in(tmp_path: Path) -> list[Any]:
@@ -109,7 +108,7 @@ def test_a_killed_trial_resumes_its_checkpoint_and_values_do_not_depend_on_it(
     """Trial 1 is killed between step 10 and its end; the sweep is started again with the same command."""
     argv = ["sweep", *flags, space, "--trials=3", "--sampler=random", "--last_checkpoint.every_n_steps=10"]
     assert run(*argv, "--name=whole") == 0
-    expected = [(one.params, one.value) for one in Sweep(tmp_path / "runs" / "whole").study().trials]
+    expected = [(one.params, one.value) for one in study.Sweep(tmp_path / "runs" / "whole").study().trials]
 
     here.started, here.codes = [], {2: -9}
     assert run(*argv, f"--name={NAME}") == 75
@@ -150,7 +149,7 @@ def test_an_entry_that_a_kill_has_cut_is_done_again(
 def test_a_trial_that_is_always_killed_fails_at_last(
     flags: list[str], space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "start", lambda argv, folder: (folder / "output.txt").write_text("Killed") and -9)
+    monkeypatch.setattr(study, "start", lambda argv, folder: (folder / "output.txt").write_text("Killed") and -9)
     argv = ["sweep", *flags, space, "--trials=1", f"--name={NAME}"]
     assert [run(*argv) for _ in range(3)] == [75, 75, 1]
     (one,) = trials_in(tmp_path)
@@ -171,7 +170,7 @@ def test_failed_trials_are_recorded_with_their_reasons_and_the_sweep_continues(
     assert failed.user_attrs["end"].startswith("failed with code 65: ") and failed.user_attrs["end"] in printed
 
 
-def plant(sweep: Sweep, num: int, loss: float) -> None:
+def plant(sweep: study.Sweep, num: int, loss: float) -> None:
     """Completed trials with this loss after 10 and 20 steps; then one that has begun."""
     for number in range(num + 1):
         assert sweep._new(RunLock(), 99) == number
@@ -208,9 +207,9 @@ def test_all_ranks_finish_at_the_step_at_which_a_trial_is_pruned(
 ) -> None:
     folder = tmp_path / "runs" / "default"
     folder.mkdir(parents=True)
-    sweep = Sweep(folder, DEFINITION | {"pruner": pruner})
+    sweep = study.Sweep(folder, DEFINITION | {"pruner": pruner})
     plant(sweep, 8, loss)
-    callback = {"class_path": f"{trial.__name__}.Pruning", "init_args": {"run": "{run}"}}
+    callback = {"class_path": f"{study.__name__}.Pruning", "init_args": {"run": "{run}"}}
     argv = ["fit", *flags, *flags_of(strategy), "--trainer.devices=2", f"--trainer.callbacks+={json.dumps(callback)}"]
     with Workers(2) as workers:
         workers.run(["prepare", *flags], tmp_path / "prepared").check()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.sweep.study import Sweep, distribution
 
 DOCS = Path(__file__).parents[2] / "docs"

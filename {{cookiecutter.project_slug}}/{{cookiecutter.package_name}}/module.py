@@ -102,7 +102,7 @@ class LanguageModule(TextModule):
         """Returns the values (B*T,) whose sum training minimizes, 0 where the label is -100.
 
         Change it for label smoothing or a penalty on logits. Its mean is then logged as
-        train/objective; train/loss, eval/loss, perplexity and bits per byte remain those of
+        train/objective; train/loss, eval/loss, perplexity and bits per byte still follow
         `cross_entropy`.
         """
         return cross_entropy
@@ -140,5 +140,5 @@ class LanguageModule(TextModule):
         return super().configure_optimizers()
 
     def configure_callbacks(self) -> list[Callback]:
-        """Returns your own callbacks; those of `trainer.callbacks` in YAML are added to them."""
+        """Returns your own callbacks; YAML's `trainer.callbacks` are added to them."""
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +14,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from .. import weights
 from ..checkpoint import commit, manifest
-from ..checkpoint.asynchronous import BackgroundSaver
+from ..checkpoint.formats import use_every_format
 from ..checkpoint.identity import compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
-from ..checkpoint.resume import use_every_format
 from ..compat.lightning import accumulates
 from ..errors import Ended, Exit, InputError, check_least
-from ..observe.loggers.wandb import WandB
 from ..project import has_command_line, in_run
 from ..records import GIB
 
@@ -35,8 +33,8 @@ class LastCheckpoint(Checkpoint):
         every_n_steps: Optimizer steps between two checkpoints.
         keep: How many of the newest to keep, at least 1. With 2, a damaged one costs only its
             steps.
-        keep_every_hours: Length of the periods of which the first checkpoint is kept permanently.
-            0: none is.
+        keep_every_hours: Keep one checkpoint per this many hours permanently, the period's first.
+            0: off.
         on_failed_save: Reaction to a full or failing disk: continue, with a warning, and try again
             when the next one is due; or stop, with exit code 1. At the last step it always stops.
         asynchronous: Write in the background: training waits only until this rank's shard of the
@@ -67,19 +65,19 @@ class LastCheckpoint(Checkpoint):
         self.asynchronous = asynchronous
         self.folder = Path(dirpath)
         self.accept_changes = accept_changes
-        self.fixed_settings: dict[str, Any] = {}  # for the manifest
+        self.fixed_settings: dict[str, object] = {}  # for the manifest
         self.saved_step = 0  # there is nothing to save before the first step
-        self._saver: BackgroundSaver | None = None
+        self._saver: commit.BackgroundSaver | None = None
         self._pending: Path | None = None  # what it saves
 
     def newest(self) -> Path | None:
         """Returns the newest valid checkpoint in the folder, for `ckpt_path` of any Trainer."""
-        return commit.newest(self.folder)
+        return manifest.newest(self.folder)
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)
-        use_every_format(trainer, pl_module)
-        callbacks = trainer.callbacks
+        use_every_format(trainer.strategy)
+        callbacks: list[Callback] = trainer.callbacks
         if not any(isinstance(callback, ParameterNames) for callback in callbacks):
             callbacks = [ParameterNames(), *callbacks]
         callbacks = [each for each in callbacks if getattr(each, "last", None) is not self]
@@ -87,7 +85,7 @@ class LastCheckpoint(Checkpoint):
         if stage == "fit" and not self.fixed_settings:
             self.fixed_settings = fixed_settings(trainer, trainer.datamodule, pl_module)
 
-    def compare(self, path: Path, trainer: Any, data: Any, module: Any) -> None:
+    def compare(self, path: Path, trainer: L.Trainer, data: Any, module: L.LightningModule) -> None:
         """Compares what the checkpoint `path` was trained on with what it would be now.
 
         Raises:
@@ -99,7 +97,9 @@ class LastCheckpoint(Checkpoint):
         if hasattr(data, "changed_settings"):
             data.changed_settings = changed
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: L.LightningModule, checkpoint: Mapping[str, object]
+    ) -> None:
         if trainer.ckpt_path and not has_command_line():  # which has compared before the start
             self.compare(Path(trainer.ckpt_path), trainer, trainer.datamodule, pl_module)
 
@@ -114,16 +114,16 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer, stops=self.on_failed_save == "stop")
         return trainer.global_step == self.saved_step
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step = trainer.global_step
         if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
             self.saved_step = step  # training resumes from it
         if trainer.is_global_zero:
             commit.clear(self.folder)
         if self.asynchronous:
-            self._saver = BackgroundSaver(trainer.strategy)
+            self._saver = commit.BackgroundSaver(trainer.strategy)
 
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: object, **kwargs: object) -> None:
         # A checkpoint has no accumulated gradients, so it can only be written after a full step.
         if accumulates(trainer) or trainer.global_step % self.every_n_steps or trainer.fast_dev_run:
             return
@@ -135,16 +135,18 @@ class LastCheckpoint(Checkpoint):
             _flush_loggers(trainer)
             self._saver.start(trainer, self._pending)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         self._settle(trainer)
         if trainer.global_step != self.saved_step and not trainer.fast_dev_run:
             self._save(trainer, stops=True)  # there is no later save that would try again
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         if self._saver is not None:
             self._saver.abandon()
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._saver is not None:
             self._saver.close()
             self._saver = None
@@ -160,7 +162,9 @@ class LastCheckpoint(Checkpoint):
             path, self._pending = self._pending, None
             self._conclude(trainer, path, self._saver.wait, stops=self.on_failed_save == "stop")
 
-    def _conclude(self, trainer: Any, path: Path, save: Callable[[], None], stops: bool) -> None:
+    def _conclude(
+        self, trainer: L.Trainer, path: Path, save: Callable[[], None], stops: bool
+    ) -> None:
         """Calls `save` for `path` and deletes older checkpoints, or reports why it failed."""
         try:
             save()
@@ -171,7 +175,7 @@ class LastCheckpoint(Checkpoint):
             rank_zero_warn(f"{sentence}; training continues")
             return
         self.saved_step = manifest.step_of(path)
-        _announce(trainer, path)
+        _upload(trainer, path)
         if weights.is_rank_zero():
             for old in outdated(path, self.keep, self.keep_every_hours):
                 commit.remove(old)
@@ -184,15 +188,15 @@ class _BeforeOthers(Callback):
     def __init__(self, last: LastCheckpoint) -> None:
         self.last = last
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.last.on_train_end(trainer, pl_module)
 
 
 def outdated(saved: Path, keep: int, keep_every_hours: float = 0.0) -> list[Path]:
     """Returns the checkpoints to delete after `saved` was committed.
 
-    Those of later steps were written before training went back to an earlier step; a restart must
-    not load them.
+    Checkpoints of later steps were written before training went back to an earlier step; a restart
+    must not load them.
     """
     steps = [path for path in manifest.found(saved.parent) if path.name.startswith("step")]
     now = manifest.step_of(saved)  # below, the newest is first
@@ -210,11 +214,12 @@ def _flush_loggers(trainer: L.Trainer) -> None:
         logger.save()
 
 
-def _announce(trainer: L.Trainer, path: Path) -> None:
-    """Informs loggers that upload checkpoints that `path` is committed."""
+def _upload(trainer: L.Trainer, path: Path) -> None:
+    """Passes the committed checkpoint to each logger that has `on_checkpoint`, as WandB has."""
     for logger in trainer.loggers:
-        if isinstance(logger, WandB):
-            logger.on_checkpoint(path)
+        on_checkpoint: Callable[[Path], object] | None = getattr(logger, "on_checkpoint", None)
+        if on_checkpoint is not None:
+            on_checkpoint(path)
 
 
 def _failure(path: Path, error: commit.SaveError) -> str:
@@ -224,7 +229,7 @@ def _failure(path: Path, error: commit.SaveError) -> str:
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         mount = next(one for one in (folder, *folder.parents) if one.is_mount())
         free_gib = shutil.disk_usage(folder).free / GIB
-        newest = commit.newest(path.parent)
+        newest = manifest.newest(path.parent)
         valid = f"the newest valid checkpoint is {newest}" if newest else "no checkpoint is valid"
         sentence = (
             f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free on the file system at"
@@ -255,17 +260,16 @@ class BestCheckpoint(Checkpoint):
         self.keep = keep
         self.folder = Path(dirpath)
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.folder = in_run(self.folder, trainer)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or not self.keep or trainer.fast_dev_run:
             return
         if self.monitor not in trainer.callback_metrics:
             known = ", ".join(sorted(trainer.callback_metrics))
-            raise InputError(
-                f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is {known}"
-            )
+            sentence = f"best_checkpoint.monitor is {self.monitor!r}, and what is measured is"
+            raise InputError(f"{sentence} {known}")
         if trainer.sanity_checking:
             return
         score = float(trainer.callback_metrics[self.monitor])
@@ -278,7 +282,7 @@ class BestCheckpoint(Checkpoint):
         except commit.SaveError as error:
             rank_zero_warn(f"{_failure(path, error)}; training continues")
             return
-        _announce(trainer, path)
+        _upload(trainer, path)
         if trainer.is_global_zero:
             for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
                 commit.remove(worse)

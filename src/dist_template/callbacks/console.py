@@ -15,7 +15,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ..cluster.messages import is_rank_zero
 from ..errors import Ended, another_rank_is_gone, reason
-from ..model.any_module import results_of
+from ..model.any_module import callbacks_of, results_of
+
+__all__ = ["console_of", "only_shows"]
 
 COLUMNS = {  # metrics without a value are omitted
     "train/loss": "loss {:.3f}",
@@ -69,7 +71,7 @@ class Console(Callback):
             log step.
     """
 
-    worst = ""  # title of the worst open finding; callbacks/diagnosis.py sets it
+    worst = ""  # title of the worst open finding; wings/diagnose/callback.py sets it
 
     def __init__(self, line_every_s: float = 10.0) -> None:
         self.line_every_s = line_every_s
@@ -83,7 +85,9 @@ class Console(Callback):
 
     @rank_zero_only
     @only_shows
-    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         now = time.perf_counter()
         is_last = trainer.global_step == trainer.estimated_stepping_batches
         if not (self._terminal or is_last or now - self._printed >= self.line_every_s):
@@ -119,7 +123,7 @@ class Console(Callback):
         return parts
 
     @only_shows
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         title = "validation"  # the verb `validate` counts no steps
         if trainer.sanity_checking:
             title = "validation before training"
@@ -128,7 +132,7 @@ class Console(Callback):
         self._show_results(title, results_of(trainer, pl_module))
 
     @only_shows
-    def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._show_results("test", results_of(trainer, pl_module))
 
     def _show_results(self, title: str, metrics: dict[str, float]) -> None:
@@ -142,14 +146,14 @@ class Console(Callback):
         print(clear + text, file=file, flush=True)
 
 
-def write_lines(trainer: Any, text: str, file: TextIO | None = None) -> None:
+def write_lines(trainer: L.Trainer, text: str, file: TextIO | None = None) -> None:
     """Prints complete lines on this rank, through the trainer's console if it has one."""
     console = console_of(trainer)
     (console.write if console else partial(print, flush=True))(text, file=file)
 
 
-def console_of(trainer: Any) -> Console | None:
-    return next((each for each in trainer.callbacks if isinstance(each, Console)), None)
+def console_of(trainer: L.Trainer) -> Console | None:
+    return next((each for each in callbacks_of(trainer) if isinstance(each, Console)), None)
 
 
 def figure(value: float) -> str:

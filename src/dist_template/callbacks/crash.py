@@ -1,7 +1,7 @@
 """Records how a rank crashed: the traceback and the memory at that moment.
 
-`crash/rank<N>.txt` is for users, `crash/rank<N>.json` for diagnosis/. Those of earlier attempts are
-kept, numbered. diagnosis/crash.py prints the crash when the process exits.
+`crash/rank<N>.txt` is for users, `crash/rank<N>.json` for programs. Those of earlier attempts are
+kept, numbered. observe/crash.py prints the crash when the process exits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from ..cluster.environment import memory_limit
-from ..cluster.hang import locate
 from ..cluster.watchdog import WATCHDOG
+from ..compat.stacks import locate
 from ..errors import Ended, InputError, another_rank_is_gone, first_line, is_out_of_memory
-from ..observe.diagnosis.crash import RECORD, attempt, own_lines
+from ..observe.crash import RECORD, attempt, own_lines
 from ..observe.history.run import CRASHES
 from ..records import GIB, write_atomically
 
@@ -107,7 +107,7 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
 
 
 def _memory(device: torch.device, before: Any, message: str) -> dict[str, float | str]:
-    """Returns what diagnosis/remedies.py needs."""
+    """Returns where the memory is, in GiB."""
     found = REQUESTED.search(message)
     figures = _of_gpu(device) if device.type == "cuda" else _of_host(before)
     figures["asked"] = float(found[1]) * UNITS[found[2]] if found else 0.0

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
-from ..model.any_module import metrics_of, own
+from ..model.any_module import metrics_of, typed_attribute
 from ..model.balance import BalanceConfig, Balancer
 from .numerics import Numerics
 from .training_log import logs
@@ -39,8 +39,9 @@ class Experts(Callback):
         self._handles: list[Any] = []  # none in a pipeline's stage without experts
         self._saved: Tensor | None = None  # (L, E) shares of the load, from a checkpoint
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        balancer = own(pl_module, "balancer", Balancer) or Balancer(pl_module, BalanceConfig())
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        balancer = typed_attribute(pl_module, "balancer", Balancer)
+        balancer = balancer or Balancer(pl_module, BalanceConfig())
         if not balancer.layers:
             return
         self._balancer, self._is_first, self._is_on = balancer, True, True
@@ -49,36 +50,42 @@ class Experts(Callback):
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
         self._names = [_layer_name(layer.name, i) for i, layer in enumerate(balancer.layers)]
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._is_on and self._saved is not None:
             if self._saved.shape == self._balancer.shares.shape:
                 self._balancer.shares.copy_(self._saved)
 
-    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._is_on:
             is_logged = logs(trainer, trainer.global_step + 1)
             self._balancer.counts_now = self._balancer.needs_loads or self._is_first or is_logged
             self._is_first = False
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
         if self._is_on:
             self._balancer.counts_now = False  # a checkpointed block runs again in backward
             if self._balancer.needs_loads and not accumulates(trainer):
                 self._balancer.begin_reduction()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         if self._is_on and self._balancer.needs_loads and not accumulates(trainer):
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
 
-    def before_log_step(self, trainer: Any, module: Any) -> None:
+    def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if self._is_on and not self._balancer.needs_loads:
             metrics_of(module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             self._balancer.loads.zero_()
 
-    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         if not self._is_on:
             return
         totals, width = metrics_of(module).totals[LOADS], self._balancer.loads.shape[1]
@@ -104,7 +111,7 @@ class Experts(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict.get("shares")
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self._is_on = [], False

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from ..parallel import run_strategy
 Call = tuple[str, Tensor, Tensor]
 
 
-def first_bad(trainer: Any, module: nn.Module, batches: list[Any]) -> dict[str, Any] | None:
+def first_bad(trainer: L.Trainer, module: nn.Module, batches: list[Any]) -> dict[str, Any] | None:
     """Searches the weights, then the outputs of modules whose inputs are finite. Collective.
 
     Returns:
@@ -36,23 +37,24 @@ def first_bad(trainer: Any, module: nn.Module, batches: list[Any]) -> dict[str, 
     return _agreed(_bad_weight(module)) or _agreed(_bad_output(trainer, module, batches))
 
 
-def _agreed(own: tuple[str, str] | None) -> dict[str, Any] | None:
+def _agreed(local: tuple[str, str] | None) -> dict[str, Any] | None:
     """Returns the first rank's result and the ranks that have the same one. Collective."""
-    results = weights.from_all_ranks(own)
-    first = next((result for result in results if result), None)
-    if first is None:
-        return None
-    ranks = [rank for rank, result in enumerate(results) if result == first]
-    return {"what": first[0], "module": first[1], "ranks": ranks}
+    results = weights.from_all_ranks(local)
+    first, ranks = None, []
+    for rank, result in enumerate(results):
+        first = first or result
+        if result and result == first:
+            ranks.append(rank)
+    return first and {"what": first[0], "module": first[1], "ranks": ranks}
 
 
-def weights_are_finite(trainer: Any, module: nn.Module) -> bool:
+def weights_are_finite(trainer: L.Trainer, module: nn.Module) -> bool:
     """Returns whether all parameters of all ranks are finite; one read on the host. Collective."""
     # No sum is finite if a term is not; the largest value takes a CPU eight times as long.
     device = trainer.strategy.root_device  # offloaded ones are in host memory
-    sums = [
-        local_shard(p).detach().sum(dtype=torch.float32).to(device) for p in module.parameters()
-    ]
+    sums = []
+    for parameter in module.parameters():
+        sums.append(local_shard(parameter).detach().sum(dtype=torch.float32).to(device))
     finite = torch.stack(sums).isfinite().all().float()
     return bool(trainer.strategy.reduce(finite, reduce_op="min").item())
 
@@ -68,7 +70,7 @@ def _bad_weight(module: nn.Module) -> tuple[str, str] | None:
     return ("weight", names[bad[0]]) if bad else None
 
 
-def _bad_output(trainer: Any, module: Any, batches: list[Any]) -> tuple[str, str] | None:
+def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[str, str] | None:
     """Runs the forward pass of each micro-batch under hooks; restores random state and metrics."""
     devices = [module.device] if module.device.type == "cuda" else []
     layers = run_strategy(trainer.strategy).layers

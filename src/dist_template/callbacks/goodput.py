@@ -19,7 +19,6 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import psutil
@@ -53,18 +52,20 @@ class Goodput(Checkpoint):
         self._first_step = 0
         self._newest: dict[str, float] = {}  # perf/validation_s, perf/checkpoint_s, not yet logged
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.folder = str(in_run(self.folder, trainer))
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._first_step = trainer.global_step
         self._write(trainer)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         self._between = "data_wait"
         self._turn_to("productive")
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         self._turn_to("data_wait")
         while self._newest:
             metrics_of(pl_module).put(*self._newest.popitem())
@@ -72,22 +73,24 @@ class Goodput(Checkpoint):
         if self._since - self._written > max(LINE_S, age / 1000):
             self._write(trainer)
 
-    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         self._turn_to("checkpoint")
         self._write(trainer)  # the steps before it are not lost
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._turn_to("validation")
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._turn_to(self._between)
         self._write(trainer)
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._turn_to("data_wait")
         self._write(trainer)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         self._turn_to(self._kind)
         self._write(trainer)
 
@@ -98,7 +101,7 @@ class Goodput(Checkpoint):
             self._newest[f"perf/{self._kind}_s"] = now - self._since
         self._kind, self._since = kind, now
 
-    def _write(self, trainer: Any) -> None:
+    def _write(self, trainer: L.Trainer) -> None:
         verb = trainer.state.fn  # "validate" also after training, which then waits for data
         is_training = verb == "fit" or (verb == "validate" and self._between == "data_wait")
         if not trainer.is_global_zero or not is_training:

@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import lightning as L
 import psutil
@@ -56,12 +55,12 @@ class Hardware(Callback):
         self.gpu_every_s = gpu_every_s
         self._gpu: Sampler | None = None
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._host = Host(trainer.num_devices)
         if pl_module.device.type == "cuda" and self.gpu_every_s and torch.version.hip is None:
             self._gpu = Sampler(pl_module.device, self.gpu_every_s)
 
-    def before_log_step(self, trainer: Any, module: Any) -> None:
+    def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         is_cuda = module.device.type == "cuda"
         memory = of_gpu(module.device) if is_cuda else self._host.now()
         values = dict(zip(MEMORY, memory, strict=True))
@@ -70,14 +69,16 @@ class Hardware(Callback):
         for name, value in values.items():
             metrics_of(module).put_of_rank(name, value)
 
-    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         of_ranks = metrics_of(module).of_ranks
         for name, reduce in (MEMORY | GPU).items():
             known = [value for value in of_ranks.get(name, []) if not math.isnan(value)]
             if known:
                 metrics[name] = reduce(known)
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._gpu:
             self._gpu.stop()
             self._gpu = None

@@ -23,24 +23,26 @@ class WarningsOfRanks(Callback):
     cluster/messages.py buffers them.
     """
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         MESSAGES.listen()  # again, for handlers that were added since
 
-    def before_log_step(self, trainer: Any, module: Any) -> None:
+    def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics_of(module).put_of_rank("messages", MESSAGES.num_buffered)
 
-    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
         if any(metrics_of(module).of_ranks.pop("messages", ())):
             self._exchange(trainer)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "validate":
             self._exchange(trainer)
 
-    def on_test_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._exchange(trainer)
 
-    def on_predict_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._exchange(trainer)
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
@@ -49,9 +51,9 @@ class WarningsOfRanks(Callback):
     on_exception = teardown
 
     @staticmethod
-    def _exchange(trainer: Any) -> None:
+    def _exchange(trainer: L.Trainer) -> None:
         """Gathers the warnings and prints new ones. Collective."""
-        ranks = weights.from_all_ranks(MESSAGES.take())
+        ranks = weights.from_all_ranks(MESSAGES.drain())
         if trainer.is_global_zero and (lines := new_lines(ranks, MESSAGES.reported)):
             write_lines(trainer, "\n".join(lines), file=sys.stderr)
 

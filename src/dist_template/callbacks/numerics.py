@@ -24,12 +24,12 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..compat.lightning import accumulates
+from ..compat.lightning import accumulates, replace_clipping
 from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, check_least
 from ..layout import total_norm
 from ..model.any_module import metrics_of, samples_of, tracks_metrics
-from ..observe.diagnosis.robust import MAD_TO_SIGMA
+from ..observe.history.metrics import MAD_TO_SIGMA
 from ..project import in_run
 from .first_bad import first_bad, weights_are_finite
 from .incidents import INCIDENTS, StepCheck, add_first_bad, add_jump, read_jumps, write_incident
@@ -115,10 +115,7 @@ class Numerics(Callback):
             samples.jump([(jump["start"], jump["end"]) for jump in self._jumps])
         self._num_ranks = trainer.world_size
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
-        # Lightning calls no hook between clipping, which computes the norm, and the optimizer.
-        pl_module.configure_gradient_clipping = partial(
-            self._clip_and_check, trainer, pl_module, pl_module.configure_gradient_clipping
-        )
+        replace_clipping(pl_module, partial(self._clip_and_check, trainer, pl_module))
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -160,8 +157,8 @@ class Numerics(Callback):
         assert loss is not None
         norm = norm.to(loss, non_blocking=True)
         if several := self._num_ranks > 1:
-            own, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
-            dist.all_gather_into_tensor(figures, own)  # on a GPU the stream waits, not the host
+            local, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
+            dist.all_gather_into_tensor(figures, local)  # on a GPU the stream waits, not the host
             loss, norm = figures[::2].mean(), figures[1::2].amax()  # NaN if one of them is
         both = loss + norm
         self.skipped = torch.nan_to_num(both - both, nan=1.0)  # inf - inf is NaN
@@ -181,8 +178,8 @@ class Numerics(Callback):
         if self._steps < self.spike_window // 2:
             return self._no_limit
         median = self._recent.nanmedian(dim=0).values
-        spread = (self._recent - median).abs().nanmedian(dim=0).values
-        return median + self.spike_sigmas * MAD_TO_SIGMA * spread
+        deviation = (self._recent - median).abs().nanmedian(dim=0).values
+        return median + self.spike_sigmas * MAD_TO_SIGMA * deviation
 
     # ---- on the host, one step later -------------------------------------------------------------
 
@@ -255,7 +252,7 @@ class Numerics(Callback):
             self._has_searched = True
             if found := first_bad(trainer, module, check.batches):
                 add_first_bad(folder, incident, found)
-                where = f"; the first non-finite {found['what']} is that of {found['module']}"
+                where = f"; first non-finite {found['what']}: {found['module']}"
         sentence = f"{check}{where}; see {folder / INCIDENTS}"
         if trainer.is_global_zero:
             print(f"\nnumerics: {sentence}", flush=True)

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import lightning as L
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, Timer, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from ..cluster.launch import RUN_ID
+from ..cluster.launch import Variable
 from ..cluster.signals import job_started, listen, stop_request
 from ..compat.lightning import accumulates, leave_signals_alone
 from ..errors import Ended, Exit, InputError
@@ -51,31 +50,31 @@ class Preemption(Checkpoint):
         self._ends = float("inf") if limit_s is None else job_started() + limit_s
         self._restart_votes()
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         leave_signals_alone(trainer)
         if not has_command_line():
             listen()
         if stage == "fit":
             self._vote = Vote(2)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = True
         self._restart_votes()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if not accumulates(trainer):
             self._at_boundary(trainer)
 
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._at_boundary(trainer)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restart_votes()
 
     on_validation_end = on_validation_start
 
-    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = False  # the last checkpoint is written
         self._vote.close()
 
@@ -93,30 +92,32 @@ class Preemption(Checkpoint):
         now = time.monotonic()
         # Boundaries in EVERY_S:
         pace = round(self._since_vote * EVERY_S / max(now - self._last_vote, 1e-6))
-        reason, self._until_vote = self._vote.cast([self._reason(), min(pace, 100)])
+        request = stop_request.number
+        if not request and time.time() >= self._ends:
+            request = TIME_IS_UP
+        reason, self._until_vote = self._vote.cast([request, min(pace, 100)])
         self._since_vote, self._last_vote = 0, now
         if reason:
             self._end(trainer, reason)
 
-    def _reason(self) -> int:
-        return stop_request.number or (TIME_IS_UP if time.time() >= self._ends else 0)
-
     def _end(self, trainer: L.Trainer, reason: int) -> None:
         self._vote.close()
-        for each in trainer.callbacks if trainer.validating else ():  # ty: ignore[missing-attribute]
-            if isinstance(each, WeightAveraging):  # a validation is done with the averages
+        for each in trainer.callbacks:  # ty: ignore[missing-attribute]
+            if trainer.validating and isinstance(each, WeightAveraging):  # it validates averages
                 each.on_validation_epoch_end(trainer, trainer.lightning_module)
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
         saved = any(saver.save_now(trainer) for saver in savers)
         cause = signal.Signals(reason).name
         if reason == TIME_IS_UP:
             cause = f"preemption.max_time {self.max_time} is up"
+        stopped, start = "stopped", "the newest checkpoint"
+        if saved:
+            stopped, start = "stopped and saved", "there"
         raise Ended(
             Exit.REQUEUE,
-            f"{cause}: stopped {'and saved ' if saved else ''}after step {trainer.global_step}. The"
-            f" same command resumes from {'there' if saved else 'the newest checkpoint'}; without a"
-            " scheduler that sets the run's name, set"
-            f" {RUN_ID}={os.environ.get(RUN_ID)}.",
+            f"{cause}: {stopped} after step {trainer.global_step}. The same command resumes from"
+            f" {start}; without a scheduler that sets the run's name, set"
+            f" {Variable.RUN_ID}={os.environ.get(Variable.RUN_ID)}.",
         )
 
 
@@ -138,7 +139,7 @@ class Vote:
         shares = self._is_alone or dist.get_backend() == dist.Backend.GLOO
         self._group = None if shares else dist.new_group(backend="gloo")
         self._box = torch.zeros(size, dtype=torch.int64)
-        self._work: Any = None
+        self._work: dist.Work | None = None
 
     def cast(self, numbers: Sequence[int]) -> list[int]:
         """Votes with this rank's numbers; every rank must vote equally often.

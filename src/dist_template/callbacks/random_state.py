@@ -22,7 +22,8 @@ from .. import weights
 from ..compat.lightning import validation_may_follow
 from ..parallel import run_strategy
 
-KEY = "random_state"  # of a checkpoint: one `_as_plain` per rank
+KEY = "random_state"  # of a checkpoint: one State per rank
+State = dict[str, Any]
 
 
 class RandomState(Callback):
@@ -35,69 +36,69 @@ class RandomState(Callback):
 
     def __init__(self) -> None:
         # The state after training's last draw; None: the current state.
-        self._state: Callable[[], dict[str, Any]] | None = None
+        self._state: Callable[[], State] | None = None
         self._restores = False  # before the next batch
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._state, self._restores = None, False
 
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # An epoch's loader draws a seed for its workers; after a resume it has done so before.
         self._restores = True
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._restores and self._state is not None:
             _set_state(self._state())
         self._state, self._restores = None, False
 
-    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if validation_may_follow(trainer):
             self._keep()  # validation draws next; in each step this would cost 25 µs
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._keep()
 
     def _keep(self) -> None:
         self._state = self._state or _get_state()
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restores = True  # its loaders drew from the same generator before it started
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
         state = self._state or _get_state()
         checkpoint[KEY] = weights.from_all_ranks(state())
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict) -> None:
-        states = checkpoint.get(KEY, [])
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        states, self._restores = checkpoint.get(KEY, []), True
         if len(states) == trainer.world_size:
-            own = states[trainer.global_rank]
-            self._state, self._restores = lambda: own, True
-        else:
-            rank_zero_warn(
-                f"The checkpoint has the random state of {len(states)} ranks and there are"
-                f" {trainer.world_size} now: dropout and other draws use new states. The order of"
-                " samples is not affected."
-            )
-            torch.manual_seed(self._new_seed(trainer, checkpoint["global_step"]))
-            self._state, self._restores = _get_state(), True
-
-    @staticmethod
-    def _new_seed(trainer: L.Trainer, step: int) -> int:
-        """Returns this rank's seed; tensor-parallel ranks, which share a batch, share it."""
+            self._state = partial(states.__getitem__, trainer.global_rank)
+            return
+        rank_zero_warn(
+            f"The checkpoint has the random state of {len(states)} ranks and there are"
+            f" {trainer.world_size} now: dropout and other draws use new states. The order of"
+            " samples is not affected."
+        )
+        # Tensor-parallel ranks, which share a batch, share the seed.
         rank = run_strategy(trainer.strategy).random_rank
-        sequence = np.random.SeedSequence([torch.initial_seed(), step, rank])
-        return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+        entropy = [torch.initial_seed(), checkpoint["global_step"], rank]
+        seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+        torch.manual_seed(int(seed >> 1))
+        self._state = _get_state()
 
 
-def _get_state() -> Callable[[], dict[str, Any]]:
+def _get_state() -> Callable[[], State]:
     """Copies the current state in microseconds; the result converts it to plain types."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     numpy = np.random.get_state(legacy=False)
     return partial(_as_plain, torch.get_rng_state(), cuda, random.getstate(), numpy)
 
 
-def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any) -> dict[str, Any]:
+def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any) -> State:
     """Converts the states to tensors and plain types."""
     version, internal, gauss = python
     key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
@@ -109,7 +110,7 @@ def _as_plain(torch_state: Tensor, cuda: Tensor | None, python: Any, numpy: Any)
     }
 
 
-def _set_state(state: dict[str, Any]) -> None:
+def _set_state(state: State) -> None:
     version, internal, gauss = state["python"]
     numpy = state["numpy"] | {"state": {**state["numpy"]["state"]}}
     numpy["state"]["key"] = numpy["state"]["key"].numpy().astype(np.uint32)

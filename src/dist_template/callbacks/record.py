@@ -19,7 +19,7 @@ from lightning.pytorch import Callback
 from .. import weights
 from ..cluster.environment import environment, memory_limit
 from ..compat.transformers import attention_of
-from ..model.any_module import own, size_of
+from ..model.any_module import data_of, network_of, size_of, typed_attribute
 from ..model.balance import Balancer
 from ..model.flops import Size, peak, text_config
 from ..model.optim import OptimConfig
@@ -28,7 +28,6 @@ from ..observe.loggers.tensorboard import TensorBoard
 from ..parallel import run_strategy
 from ..parallel.blocks import BlockConfig
 from ..records import GIB, write_atomically
-from ..text.cache.quality import data_statistics, stored
 
 
 class Record(Callback):
@@ -68,7 +67,7 @@ class Record(Callback):
                 logger.resume(trainer.global_step)
 
 
-def write_facts(folder: Path, trainer: Any, module: Any) -> None:
+def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Writes `facts.json` on rank 0, when the model is on its device. Collective.
 
     Unknown values are null: a custom model or datamodule may lack what is read here.
@@ -76,8 +75,9 @@ def write_facts(folder: Path, trainer: Any, module: Any) -> None:
     hosts = weights.from_all_ranks(platform.node())
     if not trainer.is_global_zero:
         return
-    model, balancer = getattr(module, "model", module), own(module, "balancer", Balancer)
-    data, size = trainer.datamodule, size_of(trainer, module)
+    model = network_of(module)
+    balancer = typed_attribute(module, "balancer", Balancer)
+    data, size = data_of(trainer), size_of(module)
     flops = size.flops_per_token(data.seq_len) if hasattr(data, "seq_len") else None
     balance = {}
     if balancer:
@@ -121,10 +121,10 @@ def _data(data: Any) -> dict[str, Any]:
     corpus = getattr(data, "corpus", None)
     for split in ("train", "validation", "test"):
         facts[f"{split}_tokens"] = corpus and corpus.num_tokens(split)
-    return facts | (data_statistics(data) | {"quality": stored(corpus)} if corpus else {})
+    return facts | (data.statistics() if hasattr(data, "statistics") else {})
 
 
-def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
+def _machine(trainer: L.Trainer, hosts: list[str]) -> dict[str, Any]:
     device = trainer.strategy.root_device
     is_cuda = device.type == "cuda"
     name, memory = device.type, memory_limit()
@@ -134,7 +134,7 @@ def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
     tflops, source = peak(name, str(trainer.precision)) or (None, None)
     return {
         "world_size": trainer.world_size,
-        "data_parallel_size": getattr(trainer.datamodule, "world_size", None),
+        "data_parallel_size": getattr(data_of(trainer), "world_size", None),
         "hosts": hosts,
         "device": name,
         "memory_gib": memory / GIB,  # of one device; of a CPU, for all processes of the host
@@ -145,7 +145,8 @@ def _machine(trainer: Any, hosts: list[str]) -> dict[str, Any]:
 
 
 def _training(trainer: L.Trainer, module: Any) -> dict[str, Any]:
-    blocks, optim = own(module, "blocks", BlockConfig), own(module, "optim", OptimConfig)
+    blocks = typed_attribute(module, "blocks", BlockConfig)
+    optim = typed_attribute(module, "optim", OptimConfig)
     steps = trainer.estimated_stepping_batches
     return {
         "strategy": type(trainer.strategy).__name__,

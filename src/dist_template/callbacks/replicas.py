@@ -5,9 +5,8 @@ and routers, a pipeline two of a tied embedding. Copies start equal and are step
 gradients. A gradient that is not reduced, code that depends on the rank, or damaged memory makes
 them different models, and neither the loss nor the norm shows it.
 
-    before a comparison    a checksum of each tensor is computed on the device
-    one all-reduce         the largest and the smallest checksum of the ranks that hold a tensor
-    one read on the host   where they differ, ranks exchange what names the tensor and the ranks
+A checksum of each tensor is computed on the device; one all-reduce has the largest and the smallest
+of the ranks that hold it, and one read on the host says whether they differ.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import lightning as L
 import torch
@@ -57,26 +56,32 @@ class Replicas(Callback):
 
     def __init__(self, ignore: list[str] = []) -> None:  # noqa: B006  (it is never modified)
         self.ignore = ignore
-        self._positions: dict[int, int] | None = None  # digest of a replica: its place in a check
+        self._positions: dict[int, int] | None = None  # digest of a replica: position
         self._first_step, self._pending = 0, list(STEPS)
         self._has_warned = False
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._positions, self._pending = None, list(STEPS)
         self._first_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         if not self._pending or accumulates(trainer):
             return
         if trainer.global_step - self._first_step >= self._pending[0]:
             self._pending.pop(0)
             self._compare(trainer, pl_module, with_moments=True)
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
         self._compare(trainer, pl_module)
 
     @torch.no_grad()
-    def _compare(self, trainer: Any, module: nn.Module, with_moments: bool = False) -> None:
+    def _compare(
+        self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool = False
+    ) -> None:
         """Compares the checksums of all ranks. Collective.
 
         Raises:
@@ -84,73 +89,89 @@ class Replicas(Callback):
         """
         if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
             return
-        own = dict(self._replicas(trainer, module, with_moments))
+        held = self._replicas(trainer, module, with_moments)
         if self._positions is None:
-            held = Counter(chain.from_iterable(weights.from_all_ranks([*own])))
-            several = sorted(digest for digest, count in held.items() if count > 1)
-            self._positions = {digest: place for place, digest in enumerate(several)}
+            counts = Counter(chain.from_iterable(weights.from_all_ranks(list(held))))
+            several = sorted(digest for digest, count in counts.items() if count > 1)
+            self._positions = {digest: position for position, digest in enumerate(several)}
         if not self._positions:
             return
-        own = {digest: each for digest, each in own.items() if digest in self._positions}
         device = trainer.strategy.root_device
         largest = torch.full((2, len(self._positions)), NONE_HELD, device=device)
-        if own:
-            sums = torch.stack([checksum(tensor).to(device) for _, tensor in own.values()])
-            places = torch.tensor([self._positions[digest] for digest in own], device=device)
-            largest[:, places] = torch.stack([sums, ~sums])  # ~ reverses the order
+        digests = list(self._positions)
+        compared = [digest for digest in digests if digest in held]
+        if compared:
+            sums = torch.stack([checksum(held[digest][1]).to(device) for digest in compared])
+            positions = [self._positions[digest] for digest in compared]
+            # ~ reverses the order
+            largest[:, torch.tensor(positions, device=device)] = torch.stack([sums, ~sums])
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         differs = (largest[0] != ~largest[1]) & (largest.amax(0) != NONE_HELD)
         differ = differs.nonzero().flatten().tolist()
         if differ:
-            digests = list(self._positions)
-            self._report(trainer, own, [digests[place] for place in differ])
+            self._report(trainer, held, [digests[position] for position in differ])
 
     def _replicas(
-        self, trainer: Any, module: nn.Module, with_moments: bool
-    ) -> Iterator[tuple[int, Any]]:
-        """Yields (digest, (name, tensor)); equal digests on two ranks stand for replicas.
+        self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool
+    ) -> dict[int, tuple[str, Tensor]]:
+        """Returns names and tensors by digest; equal digests on two ranks stand for replicas.
 
         The first and the last stage of a pipeline have a tied parameter under the same name.
         """
-        compared = _compared(module)
+        tensors = _compared(module)
         if with_moments:
-            compared = chain(compared, _moments(trainer, module))
-        for name, tensor in compared:
+            tensors = chain(tensors, _moments(trainer, module))
+        found = {}
+        for name, tensor in tensors:
             shard = local_shard(tensor)
             # A quantized tensor may be of a class without bits of its own.
             is_special = shard.is_meta or hasattr(shard, "__tensor_flatten__")
-            if is_special or weights.is_partitioned_by_zero(tensor):
+            is_ignored = any(fnmatchcase(name, pattern) for pattern in self.ignore)
+            place = shard_place(tensor)
+            if is_special or is_ignored or place is None:
                 continue
-            if any(fnmatchcase(name, each) for each in self.ignore):
-                continue
-            key = f"{name}{shard_place(tensor)} {tuple(shard.shape)} {shard.dtype}"
+            key = f"{name}{place} {tuple(shard.shape)} {shard.dtype}"
             digest = blake2b(key.encode(), digest_size=8).digest()
-            yield int.from_bytes(digest, "big"), (name, tensor)
+            found[int.from_bytes(digest, "big")] = (name, tensor)
+        return found
 
-    def _report(self, trainer: Any, own: dict[int, Any], digests: list[int]) -> None:
+    def _report(
+        self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]
+    ) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
-        figures = {
-            digest: (own[digest][0], int(checksum(own[digest][1])), *_figures(own[digest][1]))
-            for digest in digests
-            if digest in own
-        }
-        ranks = weights.from_all_ranks(figures)
-        found = [_difference(digest, ranks) for digest in digests]
-        found.sort(key=lambda each: (" of " in each[0], each[0]))  # moments last
-        name, usual, others, _ = found[0]
-        sizes = [size for *_, size in found]
+        known = [digest for digest in digests if digest in held]
+        ranks = weights.from_all_ranks({digest: _figures_of(*held[digest]) for digest in known})
+        size, found = 0.0, []
+        for digest in digests:
+            by_sum: dict[int, list[int]] = {}
+            for rank, of_rank in enumerate(ranks):
+                if digest in of_rank:
+                    by_sum.setdefault(of_rank[digest].checksum, []).append(rank)
+            usual = max(by_sum.values(), key=len)  # the first of equally many
+            others = sorted(set().union(*by_sum.values()) - set(usual))
+            tensor = ranks[usual[0]][digest]
+            for rank in others:
+                sums = ranks[rank][digest].column_sums
+                distance = math.dist(sums, tensor.column_sums) / (tensor.norm or 1.0)
+                size = max(size, distance if math.isfinite(distance) else math.inf)
+            is_moment = " of " in tensor.name  # they come last
+            found.append((is_moment, tensor.name, usual, others))
+        _, name, usual, others = min(found)
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
         sentence = (
             f"replicas differ after step {trainer.global_step}: {name} of rank"
-            f" {rank_ranges(others)} is not that of rank {rank_ranges(usual)} (by"
-            f" {max(sizes):.1g} of its norm){more}."
+            f" {rank_ranges(others)} differs from rank {rank_ranges(usual)} (by {size:.1g} of its"
+            f" norm){more}."
         )
         causes = (
             " Code that depends on the rank, a gradient that is not summed over the ranks, or"
             " damaged memory does this. List what differs on purpose in replicas.ignore"
         )
-        tolerance = _tolerance(trainer.strategy)
-        if not all(size <= tolerance for size in sizes):
+        tolerance = 0.0
+        is_cpu = trainer.strategy.root_device.type == "cpu"
+        if not is_cpu and not torch.are_deterministic_algorithms_enabled():
+            tolerance = run_strategy(trainer.strategy).replica_tolerance
+        if size > tolerance:
             saved = " They are not saved; older checkpoints stay."
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}{saved}{causes}")
         if not self._has_warned:
@@ -161,26 +182,30 @@ class Replicas(Callback):
 def _compared(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the names and tensors that are equal on all ranks that hold them.
 
-    Of the buffers, counters and random states are not, nor are those that a checkpoint lacks: a
+    Counters and random states among the buffers are not, nor are buffers that a checkpoint lacks: a
     dynamic rotary embedding has the frequencies of its rank's longest sequence.
     """
     yield from module.named_parameters()
     for prefix, owner in module.named_modules():
         buffers = dict(owner.named_buffers(recurse=False))
-        for name, buffer in buffers.items() if "running_mean" not in buffers else ():
+        if "running_mean" in buffers:
+            continue
+        for name, buffer in buffers.items():
             if buffer.is_floating_point() and is_persistent(owner, name):
                 yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
-def _moments(trainer: Any, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the state of torch's optimizers; one of another library may keep a rank's share."""
+def _moments(trainer: L.Trainer, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the state of torch's optimizers; other libraries' may have one shard per rank."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for optimizer in trainer.optimizers:
-        if type(optimizer).__module__.startswith("torch.optim"):
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items() if id(parameter) in names else ():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        yield f"{key} of {names[id(parameter)]}", value
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            continue
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                is_moment = isinstance(value, Tensor) and value.shape == parameter.shape
+                if is_moment and id(parameter) in names:
+                    yield f"{key} of {names[id(parameter)]}", value
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -207,35 +232,20 @@ def _word_weights(device: torch.device) -> Tensor:
     return (torch.randint(-limit, limit, (COLUMNS,), generator=generator) | 1).to(device)
 
 
-def _figures(tensor: Tensor) -> tuple[float, list[float]]:
-    """Returns the norm of this rank's shard, and sums of its columns.
+class Figures(NamedTuple):
+    """Describes a rank's shard of one tensor. The distance of two `column_sums` is about the
+    tensors' distance if their differences have random signs, and larger otherwise."""
 
-    The distance of two tensors' sums is about that of the tensors, if their differences have random
-    signs, and larger otherwise.
-    """
-    square, sums = 0.0, [0.0] * COLUMNS
+    name: str
+    checksum: int
+    norm: float
+    column_sums: list[float]
+
+
+def _figures_of(name: str, tensor: Tensor) -> Figures:
+    square, sums = 0.0, torch.zeros(COLUMNS, dtype=torch.float64)
     for part in local_shard(tensor).detach().reshape(-1).split(CHUNK):
         part = nn.functional.pad(part.double(), (0, -len(part) % COLUMNS)).view(-1, COLUMNS)
         square += float(part.square().sum())
-        sums = [a + b for a, b in zip(sums, part.sum(0).tolist(), strict=True)]
-    return math.sqrt(square), sums
-
-
-def _difference(digest: int, ranks: list[dict]) -> tuple[str, list[int], list[int], float]:
-    """Returns a tensor's name, the ranks with its usual value, the others, and by how much they
-    differ, relative to its norm; infinity for what is not a number."""
-    held = {rank: figures[digest] for rank, figures in enumerate(ranks) if digest in figures}
-    by_sum: dict[int, list[int]] = {}
-    for rank, (_, bits, *_) in held.items():
-        by_sum.setdefault(bits, []).append(rank)
-    usual = max(by_sum.values(), key=len)  # the first of equally many
-    others = [rank for rank in held if rank not in usual]
-    name, _, norm, sums = held[usual[0]]
-    size = max(math.dist(held[rank][3], sums) for rank in others) / (norm or 1.0)
-    return name, usual, others, size if math.isfinite(size) else math.inf
-
-
-def _tolerance(strategy: Any) -> float:
-    """Returns how much replicas may differ, relative to their norm: nothing on a CPU."""
-    is_exact = strategy.root_device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    return 0.0 if is_exact else run_strategy(strategy).replica_tolerance
+        sums += part.sum(0).cpu()
+    return Figures(name, int(checksum(tensor)), math.sqrt(square), sums.tolist())

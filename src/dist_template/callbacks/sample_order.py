@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from .. import weights
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..cluster.signals import isolate_worker
-from ..compat.loop import make_fit_resumable
-from ..compat.self_log import weigh_uneven_batches
+from ..compat.epochs import make_fit_resumable
+from ..compat.lightning import weigh_uneven_batches
 from ..errors import InputError
-from ..model.any_module import owns_order
+from ..model.any_module import callbacks_of, data_of, owns_order
 from ..parallel import run_strategy
 from ..project import has_command_line
-from ..text.batches.order import ConsumedSamples, GlobalOrder, Jump
 from .checkpoint import LastCheckpoint
+from .global_order import ConsumedSamples, GlobalOrder, Jump
 
 KEPT = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "generator",
@@ -62,9 +62,9 @@ class SampleOrder(Callback):
         self._wrapped: list[tuple[Any, str]] = []
         self._first: list[int] | None = None  # checksums of the first batches, of another's loader
 
-    def setup(self, trainer: Any, pl_module: L.LightningModule, stage: str) -> None:
-        self._trainer = trainer
-        if owns_order(trainer.datamodule):
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer: Any = trainer
+        if owns_order(data_of(trainer)):
             return
         make_fit_resumable(trainer)
         weigh_uneven_batches(trainer)
@@ -75,8 +75,8 @@ class SampleOrder(Callback):
             if has_command_line() and isinstance(trainer.val_check_interval, int):
                 # The command line counts optimizer steps, Lightning batches.
                 trainer.val_check_interval *= trainer.accumulate_grad_batches
-        owner: Any = trainer.datamodule or pl_module
-        kind = L.LightningDataModule if trainer.datamodule else L.LightningModule
+        owner: Any = data_of(trainer) or pl_module
+        kind = L.LightningDataModule if data_of(trainer) else L.LightningModule
         orders = {"train": self._train, "val": self._evaluation, "test": self._evaluation}
         for stage_name, order in orders.items():
             name = f"{stage_name}_dataloader"
@@ -128,8 +128,8 @@ class SampleOrder(Callback):
         return _like(loader, _Resumable(loader.dataset, order), drop_last=True)
 
     def _compare(self) -> None:
-        """Refuses another order than that of the checkpoint, once both are known."""
-        last = (c for c in self._trainer.callbacks if isinstance(c, LastCheckpoint))
+        """Refuses an order that differs from the checkpoint's, once both are known."""
+        last = (c for c in callbacks_of(self._trainer) if isinstance(c, LastCheckpoint))
         accepted = [key for callback in last for key in {*callback.accept_changes} & OF_AN_ORDER]
         before = {key: self._loaded[key] for key in self._settings if key in self._loaded}
         compare(self._trainer.ckpt_path, before, self._settings, accepted)
@@ -155,7 +155,7 @@ class SampleOrder(Callback):
         return _like(loader, sampler, drop_last=False, batch_size=even or size)
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Compares the ranks' first batches of a loader that is not sharded here.
 
@@ -248,7 +248,7 @@ class _EachOnce(DistributedSampler):
 
 def even_batch_size(num_rows: int, batch_size: int, num_ranks: int) -> int | None:
     """Returns the largest batch size up to `batch_size` with which all ranks have equally many
-    batches, none empty, and each row once; None if there is none, or only a much smaller one.
+    batches, none empty, and each row once; None if no such size exists, or only a much smaller one.
 
     Ranks call collectives in each batch, so their numbers must agree."""
     for size in range(batch_size, batch_size // 2, -1):

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback
 
+from ..model.any_module import data_of
 from ..observe.loggers.tensorboard import TensorBoard
 from ..observe.loggers.wandb import WandB
 from .console import only_shows
@@ -29,8 +30,8 @@ class Samples(Callback):
         self.conversations = conversations
 
     @only_shows
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        data: Any = data_of(trainer)
         prompts = getattr(data, "prompts", [])[:1]  # only datamodules of text have some
         can_generate = prompts and hasattr(pl_module, "generate")
         if trainer.sanity_checking or not self.folder or not can_generate:
@@ -38,10 +39,11 @@ class Samples(Callback):
         decode = data.text_tokenizer.decode
         encode = getattr(data, "encode_prompt", data.text_tokenizer.encode)
         held_out = data.held_out(self.conversations) if hasattr(data, "held_out") else []
+        generate: Any = pl_module.generate
         texts = []
         for ids, reference in held_out or [(encode(prompts[0]), None)]:
             with trainer.precision_plugin.forward_context():  # Lightning opens it for steps alone
-                tokens = pl_module.generate(torch.tensor([ids], device=pl_module.device))
+                tokens = generate(torch.tensor([ids], device=pl_module.device))
             tokens = tokens[0].tolist()
             text = decode(tokens)
             if reference is not None:

@@ -1,4 +1,4 @@
-"""Prints the end of a run: validation, findings, run folder, next commands; writes the report."""
+"""Prints the end of a run: validation, run folder, next commands; calls the hooks at_run_end."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from ..checkpoint import commit
-from ..errors import Ended, InputError, first_line
+from .. import hooks
+from ..checkpoint import manifest
+from ..errors import Ended, InputError
 from ..model.any_module import results_of
-from ..observe.diagnosis.finding import Finding
 from ..observe.history import goodput
 from ..observe.loggers.run_log import RunLog
-from ..observe.report.commands import without
-from ..project import program_name
+from ..project import program_name, without
 from .checkpoint import LastCheckpoint
 from .console import figure, only_shows
-
-MOST = 3  # findings that are printed
 
 
 class Summary(Callback):
@@ -33,12 +30,12 @@ class Summary(Callback):
 
     Args:
         folder: The run's folder.
-        reports: Whether to write report.html and report.md there at the end, also after a failure.
+        calls_hooks: Whether to call the hooks at the end, also after a failure.
     """
 
-    def __init__(self, folder: Path, reports: bool) -> None:
+    def __init__(self, folder: Path, calls_hooks: bool) -> None:
         self.folder = folder
-        self.reports = reports
+        self.calls_hooks = calls_hooks
         self.first: dict[str, float] = {}
         self.validated_step = -1  # the optimizer step of the newest validation
 
@@ -55,12 +52,12 @@ class Summary(Callback):
 
     @rank_zero_only
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Prints how to resume, if there is a checkpoint, and writes the report."""
+        """Prints how to resume, if there is a checkpoint, and calls the hooks."""
         if trainer.state.fn != "fit" or isinstance(exception, InputError):
             return
         if not isinstance(exception, Ended):
             self._print_how_to_resume(trainer)
-        self._report(trainer)
+        self._call_hooks(trainer, exception)
 
     def _print_how_to_resume(self, trainer: Any) -> None:
         if _has_checkpoint(trainer):
@@ -91,8 +88,7 @@ class Summary(Callback):
         if seconds := goodput.read(self.folder):
             print(f"goodput           {goodput.describe(seconds)}")
         print(f"run folder        {self.folder}")
-        for finding in self._report(trainer)[:MOST]:
-            print(f"finding           {finding.line}")
+        self._call_hooks(trainer, None)
         for line in self._next_commands(trainer, data):
             print(line)
 
@@ -114,28 +110,18 @@ class Summary(Callback):
             again = _command("fit", but=f"--trainer.{limit}")
             yield f"continue training {again} --ckpt_path last --trainer.{limit} {2 * max(1, now)}"
 
-    def _report(self, trainer: Any) -> list[Finding]:
-        """Writes the report and returns its findings; a failure is printed in one line."""
-        if not self.reports or not (self.folder / "config.yaml").exists():
-            return []
-        try:
-            from ..observe.report.files import HTML, write
-
-            for logger in trainer.loggers:
-                if isinstance(logger, RunLog):
-                    logger.save()
-            _, (findings,) = write([self.folder], self.folder)
-        except Exception as error:
-            kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-            print(f"there is no report: {kind}{first_line(error)}", flush=True)
-            return []
-        print(f"report            {self.folder / HTML}", flush=True)
-        return findings
+    def _call_hooks(self, trainer: L.Trainer, error: BaseException | None) -> None:
+        if not self.calls_hooks:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, RunLog):
+                logger.save()
+        hooks.at_run_end(self.folder, error)
 
 
 def _has_checkpoint(trainer: Any) -> bool:
     savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, LastCheckpoint)]
-    return any(commit.newest(saver.folder) for saver in savers)
+    return any(manifest.newest(saver.folder) for saver in savers)
 
 
 def _is_launched(trainer: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..model.any_module import metrics_of, samples_of, size_of
+from ..model.any_module import data_of, metrics_of, samples_of, size_of
 from ..model.flops import peak
 from ..parallel import run_strategy
 
@@ -43,7 +43,7 @@ class Throughput(Callback):
         self._seq_len: int | None = None  # None: samples are not sequences
         self._peak_tflops: float | None = None
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = pl_module.device
         self._window_step = trainer.global_step
         self._last_end = time.perf_counter()
@@ -51,32 +51,34 @@ class Throughput(Callback):
         layers = run_strategy(trainer.strategy).layers
         self._clocks = layers.start_clocks(lambda: ForwardClock(device))
         self._stages = layers.facts.get("stages", [])
-        self._seq_len = getattr(trainer.datamodule, "seq_len", None)
+        self._seq_len = getattr(data_of(trainer), "seq_len", None)
         if self._seq_len:
-            size = size_of(trainer, pl_module)
+            size = size_of(pl_module)
             self._flops = size.flops_per_token(self._seq_len)
         self._peak_tflops = peak_of(device, str(trainer.precision))
 
-    def on_train_batch_start(self, trainer: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         now = time.perf_counter()
         if self._last_end is None:
             self._last_end = now
         self._wait_s += now - self._last_end
         # Then the rank waits for the others, to sum token counts: that is not its own time.
-        fetched = getattr(trainer.datamodule, "fetched_s", now)
+        fetched = getattr(data_of(trainer), "fetched_s", now)
         self._own_wait_s += max(0.0, fetched - self._last_end)
-        if trainer.world_size > 1:  # else nobody reads, and frees, the passes
+        if trainer.world_size > 1:  # else no rank reads, and frees, the passes
             self._forward.start()
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
         self._forward.stop()
 
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, *_: object, **__: object) -> None:
         now = time.perf_counter()
         self._window_s += now - (self._last_end or now)
         self._last_end = now
 
-    def before_log_step(self, trainer: Any, module: Any) -> None:
+    def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics, steps = metrics_of(module), trainer.global_step - self._window_step
         metrics.put("perf/step_s", self._window_s / steps)
         metrics.put("perf/data_wait_share", self._wait_s / self._window_s)
@@ -111,13 +113,15 @@ class Throughput(Callback):
                 figures["perf/mfu"] = tflops / self._peak_tflops
         return figures
 
-    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
-        own = metrics_of(module).of_ranks.get(OWN, [])
-        if own and not any(map(math.isnan, own)):
-            slowest = max(own)
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
+        times_s = metrics_of(module).of_ranks.get(OWN, [])
+        if times_s and not any(map(math.isnan, times_s)):
+            slowest = max(times_s)
             metrics["rank/slowest_step_s"] = slowest
-            metrics["rank/slowest"] = own.index(slowest)
-            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(own)
+            metrics["rank/slowest"] = times_s.index(slowest)
+            metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
         replicas = trainer.world_size // max(len(self._stages), 1)
         for rank, numbers in enumerate(self._stages):
             for number, stage in enumerate(numbers):
@@ -125,7 +129,7 @@ class Throughput(Callback):
                 seconds = seconds[rank * replicas : (rank + 1) * replicas]
                 metrics[f"pipeline/stage{stage + 1}_s"] = statistics.fmean(seconds)
 
-    def on_validation_end(self, *_: Any, **__: Any) -> None:
+    def on_validation_end(self, *_: object, **__: object) -> None:
         self._last_end = None
 
     on_save_checkpoint = on_validation_end
@@ -154,7 +158,7 @@ class ForwardClock:
             self._started = None
 
     def mean_s(self) -> float:
-        """Returns the mean of the finished passes; NaN if there is none."""
+        """Returns the mean of the finished passes; NaN before the first."""
         seconds = self.seconds()
         return statistics.fmean(seconds) if seconds else math.nan
 

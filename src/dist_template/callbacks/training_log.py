@@ -10,11 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..compat.lightning import accumulates
-from ..compat.self_log import log_at_optimizer_steps
-from ..model.any_module import metrics_of, tracks_metrics
+from ..compat.lightning import accumulates, log_at_optimizer_steps
+from ..model.any_module import callbacks_of, data_of, metrics_of, tracks_metrics
+from ..model.metrics import NOT_COUNTED
 from ..parallel import run_strategy
-from ..text.batches.rows import NOT_COUNTED
 
 
 def logs(trainer: Any, step: int) -> bool:
@@ -32,24 +31,29 @@ class TrainingLog(Callback):
     the metrics or reacts to them.
     """
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         log_at_optimizer_steps(trainer)
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
         if not tracks_metrics(pl_module):  # Lightning has divided it by the accumulation
             loss = loss.detach() * trainer.accumulate_grad_batches
             metrics_of(pl_module).add("train/loss", loss)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
+    ) -> None:
         if accumulates(trainer) or not logs(trainer, trainer.global_step):
             return
-        callbacks, buffer = trainer.callbacks, metrics_of(pl_module)
+        callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)
         _call(callbacks, "before_log_step", trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
         agree = run_strategy(trainer.strategy).layers.all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
-        if tracks_metrics(pl_module):
-            pl_module.derive(metrics)
+        derive = getattr(pl_module, "derive", None)
+        if tracks_metrics(pl_module) and callable(derive):
+            derive(metrics)
         metrics["train/learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         buffer.latest = metrics
         place = callbacks.index(self)
@@ -81,13 +85,13 @@ class Inputs(Callback):
     """
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not isinstance(batch, dict) or not logs(trainer, trainer.global_step + 1):
             return
         if isinstance(labels := batch.get("labels"), Tensor):
             metrics_of(pl_module).add("data/counted_share", (labels != NOT_COUNTED).float().mean())
-        size = getattr(trainer.datamodule, "vocab_size", 0)
+        size = getattr(data_of(trainer), "vocab_size", 0)
         if size and isinstance(tokens := batch.get("input_ids"), Tensor):
             share = distinct(tokens, size).sum() / min(size, tokens.numel())
             metrics_of(pl_module).add("data/distinct_token_share", share)

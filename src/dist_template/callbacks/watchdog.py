@@ -78,7 +78,7 @@ class Watchdog(Callback):
             time.sleep(10)
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._step, self._batch = trainer.global_step + 1, batch_idx
         WATCHDOG.beat()
@@ -89,7 +89,12 @@ class Watchdog(Callback):
             self._started(trainer)
 
     def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self._eval_batch = batch_idx
         WATCHDOG.beat()
@@ -105,7 +110,7 @@ class Watchdog(Callback):
 
     # ---- limits ----------------------------------------------------------------------------------
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not has_command_line():  # a Trainer of one's own: nothing has started it
             self.begin(trainer, Path(trainer.default_root_dir))
         self._set_limits(trainer)
@@ -114,7 +119,7 @@ class Watchdog(Callback):
         WATCHDOG.beat()
         self._limit_groups(trainer, max(self.timeout_s, self.start_timeout_s))
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._set_limits(trainer)  # the strategy, or DeepSpeed, has created more groups
 
     on_train_start = on_fit_start
@@ -124,7 +129,7 @@ class Watchdog(Callback):
         WATCHDOG.limit_s = self.timeout_s
         self._limit_groups(trainer, self.timeout_s)
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         WATCHDOG.beat()
         if not has_command_line():
             WATCHDOG.stop()

@@ -1,4 +1,4 @@
-"""Writes checkpoints so that a kill leaves the one before valid; verifies them before loading.
+"""Writes checkpoints so that a kill leaves the one before valid; manifest.py verifies them.
 
     step00000040.ckpt/          a checkpoint: manifest.json and the files that the strategy wrote
     best-step00000040.ckpt/     the same
@@ -21,57 +21,72 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import lightning as L
+import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.serialization import config as serialization
 
 from .. import weights
 from ..cluster.watchdog import WATCHDOG
-from ..compat.lightning import checkpoint_of
-from ..errors import InputError, reason
+from ..compat.lightning import checkpoint_of, timeout_of
+from ..errors import reason
 from . import manifest
+from .formats import format_for
 from .identity import KEY
 from .manifest import FORMAT, MANIFEST, Files, crc32
+from .protocol import Group
+
+Entries = dict[str, object]  # of a manifest
+T = TypeVar("T")
 
 
 class SaveError(Exception):
     """No checkpoint was committed, on any rank; the folder still holds the ones before."""
 
 
-# ---- writing -------------------------------------------------------------------------------------
-
-
-def save(trainer: L.Trainer, path: Path, **notes: Any) -> None:
+def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     """Commits the present state as `path`, with `notes` in its manifest. Collective.
 
     Raises:
         SaveError: on all ranks, if a disk refused a write of one of them.
     """
-    path = Path(weights.broadcast(str(path)))
-    checkpoint = checkpoint_of(trainer)
-    temporary = begin(path)
-    failure = disk_error(lambda: trainer.strategy.save_checkpoint(checkpoint, temporary))
-    finish(path, describe(trainer) | notes, failure)
+    path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
+    entries = training_entries(trainer) | notes
+    write_into(path, entries, lambda folder: trainer.strategy.save_checkpoint(checkpoint, folder))
 
 
-def describe(trainer: L.Trainer) -> dict[str, Any]:
+def write_into(
+    path: Path, entries: Entries, write: Callable[[Path], object], group: Group = None
+) -> None:
+    """Commits what all ranks `write` into a temporary folder as `path`. Collective in `group`."""
+    temporary = begin(path, group)
+    failure = disk_error(lambda: write(temporary))
+    finish(path, entries, failure, group)
+
+
+def training_entries(trainer: L.Trainer) -> Entries:
     """Returns the entries of a manifest that describe the training."""
-    callbacks: list[Any] = trainer.callbacks  # ty: ignore[missing-attribute]
-    found = [vars(each)[KEY] for each in callbacks if KEY in vars(each)]  # of LastCheckpoint
+    settings = {}
+    for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
+        settings = vars(callback).get(KEY, settings)  # LastCheckpoint has them
     return {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
-        KEY: found[0] if found else {},
+        KEY: settings,
     }
 
 
-def begin(path: Path, group: Any = None) -> Path:
+def begin(path: Path, group: Group = None) -> Path:
     """Returns an empty folder, into which all ranks write before `finish`. Collective in `group`.
 
     Raises:
@@ -83,22 +98,17 @@ def begin(path: Path, group: Any = None) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    if _rank(group) == 0:
+    if weights.rank(group) == 0:
         failure = disk_error(create)
     _agree(temporary, failure, None, group)
     return temporary
 
 
-def finish(path: Path, about: dict[str, Any], failure: str | None, group: Any = None) -> None:
+def finish(path: Path, entries: Entries, failure: str | None, group: Group = None) -> None:
     """Hashes the files in the temporary folder of `path`, and renames it. Collective in `group`.
 
-    Each rank flushes and hashes a part of the files.
-
-    Args:
-        path: The checkpoint.
-        about: Entries of the manifest other than the files.
-        failure: Why this rank could not write its files, as `disk_error` returns it.
-        group: The ranks that have written files. None: all.
+    Each rank flushes and hashes a part of the files. `entries` are the manifest's, other than the
+    files; `failure` is why this rank could not write its files, as `disk_error` returns it.
 
     Raises:
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is deleted.
@@ -106,15 +116,16 @@ def finish(path: Path, about: dict[str, Any], failure: str | None, group: Any = 
     temporary = _hidden(path, "tmp")
     # A network file system may list a new file late, but not to the rank that wrote it.
     files = sorted(set().union(*_agree(temporary, failure, _files(temporary), group)))
+    assigned = files[weights.rank(group) :: weights.world_size(group)]
     hashes: Files = {}
-    failure = disk_error(lambda: _flush_and_hash(temporary, _assigned(files, group), hashes))
+    failure = disk_error(lambda: _flush_and_hash(temporary, assigned, hashes))
     of_all: Files = {}
     for of_rank in _agree(temporary, failure, hashes, group):
         of_all |= of_rank
-    known = {file: of_all[file] for file in files}
-    about = {"format": FORMAT, **about, "time": time.time(), "files": known}
-    if _rank(group) == 0:
-        failure = disk_error(lambda: _commit(temporary, path, about))
+    entries = {"format": FORMAT, **entries, "time": time.time()}
+    entries["files"] = {file: of_all[file] for file in files}
+    if weights.rank(group) == 0:
+        failure = disk_error(lambda: _commit(temporary, path, entries))
     _agree(temporary, failure, None, group)
 
 
@@ -131,7 +142,7 @@ def disk_error(write: Callable[[], object]) -> str | None:
         return None
     except (OSError, RuntimeError, CheckpointException) as error:
         # torch's distributed format raises a CheckpointException with the errors of all ranks.
-        failures = getattr(error, "failures", {_rank(None): (error, None)})
+        failures = getattr(error, "failures", {weights.rank(): (error, None)})
         sentences = []
         for rank, (cause, _) in failures.items():
             if isinstance(cause, OSError):
@@ -156,8 +167,8 @@ def _flush_and_hash(folder: Path, files: list[str], hashes: Files) -> None:
         hashes[file] = [(folder / file).stat().st_size, crc32(folder / file)]
 
 
-def _commit(temporary: Path, path: Path, about: dict[str, Any]) -> None:
-    (temporary / MANIFEST).write_text(manifest.rendered(about), encoding="utf-8")
+def _commit(temporary: Path, path: Path, entries: Entries) -> None:
+    (temporary / MANIFEST).write_text(manifest.rendered(entries), encoding="utf-8")
     _flush(temporary / MANIFEST)
     for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
         _flush(folder)
@@ -201,86 +212,78 @@ def _hidden(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{suffix}")
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
-def verify(path: Path) -> str | None:
-    """Reads every byte of a checkpoint. Returns why it is not valid, or None if it is."""
-    return manifest.damage(path)
-
-
-def newest(folder: Path) -> Path | None:
-    """Returns the newest checkpoint that is not torn, and warns of newer ones that it skips."""
-    skipped = []
-    for path in manifest.found(folder):
-        if (why := manifest.torn(path)) is None:
-            _warn_of(skipped, path)
-            return path
-        skipped.append(f"{path.name} ({why})")
-    _warn_of(skipped, None)
-    return None
-
-
-def agreed(path: Path) -> Path:
-    """Returns the checkpoint that all ranks load, verified by all ranks together. Collective.
-
-    Args:
-        path: A checkpoint; one of another library has no manifest and is not verified. Or a folder
-            of checkpoints: the newest valid one is returned.
-
-    Raises:
-        InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
-    """
-    path, candidates = weights.broadcast(manifest.meant(path))
-    skipped: list[str] = []
-    for candidate in candidates:
-        own = manifest.damage(candidate, rank=_rank(None), ranks=_world_size(None))
-        why = next(filter(None, weights.from_all_ranks(own)), None)
-        if why is None:
-            _warn_of(skipped, candidate)
-            return candidate
-        skipped.append(f"{candidate.name} ({why})")
-    if not candidates:
-        return path
-    if candidates == [path]:
-        found = f"checkpoint {str(path)!r} is damaged: {why}"
-        raise InputError(f"{found}; give another, or `last` for the newest valid one")
-    found = f"{path} holds damaged checkpoints only: {', '.join(skipped)}"
-    raise InputError(f"{found}; move it away to start a new run")
-
-
-def _warn_of(skipped: list[str], loaded: Path | None) -> None:
-    if skipped:
-        instead = f"{loaded} is used" if loaded else "there is no other"
-        rank_zero_warn(f"damaged checkpoints are skipped: {', '.join(skipped)}; {instead}")
-
-
-# ---- ranks ---------------------------------------------------------------------------------------
-
-
-def _rank(group: Any) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def _world_size(group: Any) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def _assigned(files: list[str], group: Any) -> list[str]:
-    """Returns the files that this rank flushes and hashes."""
-    return files[_rank(group) :: _world_size(group)]
-
-
-def _agree(temporary: Path, failure: str | None, value: Any, group: Any) -> list[Any]:
-    """Returns every rank's `value`, once all ranks have come here.
-
-    Raises:
-        SaveError: on all ranks, if one has a failure. Rank 0 deletes the temporary folder.
-    """
+def _agree(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
+    """Returns every rank's `value`, once all ranks have come here; if one has a failure, raises
+    SaveError on all ranks. Rank 0 deletes the temporary folder then."""
     answers = weights.from_all_ranks((failure, value), group)
-    failures = [why for why, _ in answers if why]
-    if failures:
-        if _rank(group) == 0:
+    if failures := [why for why, _ in answers if why]:
+        if weights.rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(failures[0])
-    return [value for _, value in answers]
+    return [result for _, result in answers]
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+class BackgroundSaver:
+    """Saves one checkpoint at a time: training waits for a copy, which a thread writes.
+
+    The thread does what `save` does, over a process group of its own: collectives that two threads
+    start in one group would be paired with each other, and the ranks would abort. torch's
+    `dcp.async_save` covers only the distributed format, and neither hashes nor commits; its stager,
+    which copies to pinned memory and reuses that memory, is used here. All ranks create the saver
+    together.
+
+    Args:
+        strategy: Any, without state on NVMe. Its timeout also limits the save's collectives.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        device = strategy.root_device
+        has_gpu = device.type == "cuda"  # memory can be pinned only for a GPU
+        options = StagingOptions(use_shared_memory=False, use_async_staging=False)
+        options.use_pinned_memory = options.use_non_blocking_copy = has_gpu
+        self._stager = DefaultStager(options)
+        # A thread starts on GPU 0; each rank's would take half a gigabyte there.
+        choose = partial(torch.cuda.set_device, device) if has_gpu else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", choose)
+        self._save: Future[None] | None = None
+        self._group: Group = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=timeout_of(strategy))
+
+    def start(self, trainer: L.Trainer, path: Path) -> None:
+        """Copies the present state, and starts to write it as `path`. Collective.
+
+        Call `wait` before the next start.
+        """
+        assert self._save is None
+        path, checkpoint = Path(weights.broadcast(str(path))), checkpoint_of(trainer)
+        write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
+        entries = training_entries(trainer)
+        self._save = self._thread.submit(write_into, path, entries, write, self._group)
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is committed. Collective.
+
+        Raises:
+            SaveError: on all ranks, if a disk refused a write of one of them.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
+
+    def abandon(self) -> None:
+        """Waits for the write after training has failed; its errors are ignored."""
+        save, self._save = self._save, None
+        if save is not None:
+            save.exception()
+
+    def close(self) -> None:
+        """Frees memory, thread and process group."""
+        self.abandon()
+        self._thread.shutdown()
+        self._stager.close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)

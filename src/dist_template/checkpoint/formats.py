@@ -1,66 +1,124 @@
-"""Detects a checkpoint's format, and reads any format as Lightning's unsharded dict.
+"""Opens checkpoints of any strategy, and loads each under any strategy (`--ckpt_path`).
 
-Lightning's and torch's converters (`consolidate_checkpoint`, `dcp_to_torch_save`) read only the
-distributed format, and unpickle without restrictions. Here no code in a file can run
-(untrusted.py)."""
+    what a path holds           format         written by
+    a file, or folder with one  PlainFormat    one process, DDP: torch.save of Lightning's dict
+    folder with .metadata       ShardedFormat  MeshStrategy: torch's format, the rest in meta.pt
+    folder with latest          ZeroFormat     ZeroStrategy: DeepSpeed's partitions with the rest
+
+Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `PlainFormat`, and by
+the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
+(`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle
+without restrictions."""
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import re
 import zipfile
-from collections.abc import Generator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TypeVar, cast
 
+import lightning as L
 import torch
-import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils.serialization import config
 
-from ..compat.torch import read_unsharded
-from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
+from .. import weights
+from ..errors import InputError
 from ..layout import full_shape
-from ..weights import from_all_ranks
-from . import zero
-from .frozen import refuse_another_base
-from .optimizer import by_name, by_name_from_flat, is_by_name
-from .untrusted import DataReader, as_data
+from .frozen import KEY, REFERENCE, exclude_frozen
+from .manifest import agreed
+from .optimizer import ANEW, State, by_name, is_by_name, report_missing_moments
+from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
+from .scatter import load_weights
+from .sharded import META, ShardedFormat
+from .untrusted import reading
+from .zero import ZeroFormat
 
-Format = Literal["file", "distributed", "zero"]
-Shapes = dict[str, tuple[int, ...]]
-WRITTEN_BY = {"file": "one process or DDP", "distributed": "MeshStrategy", "zero": "ZeroStrategy"}
-# Raised for a damaged file, or one that names a class which may not be unpickled.
-UNREADABLE = (OSError, EOFError, LookupError, ValueError, RuntimeError, pickle.UnpicklingError)
-FILE = "checkpoint.pt"  # the only file beside the manifest in a folder of the format "file"
-META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
+__all__ = ["load_full"]
+
+FILE = "checkpoint.pt"  # the only file in a folder, besides the manifest
+# Entries with the size of the weights; the third is the callback WeightAveraging's.
+LARGE = ("state_dict", "optimizer_states", "current_model_state")
+PINNED = {"save.use_pinned_memory_for_d2h": True}  # copies from a GPU to pageable memory are slow
+T = TypeVar("T")
 
 
-def format_of(path: Path) -> Format | None:
-    """Returns the format of a checkpoint, or None if `path` is none or an incomplete one."""
-    if path.is_file():
-        return "file" if zipfile.is_zipfile(path) else None
-    if (path / FILE).is_file():
-        return format_of(path / FILE)
+def format_of(path: Path) -> type[CheckpointFormat] | None:
+    """Returns the format of a checkpoint; None if `path` is not one, or is incomplete."""
+    file = path / FILE if path.is_dir() else path
+    if file.is_file():
+        return PlainFormat if zipfile.is_zipfile(file) else None
     if (path / ".metadata").is_file() and (path / META).is_file():
-        return "distributed"
-    if (path / "latest").is_file() and next(path.glob("*/*_model_states.pt"), None):
-        return "zero"
+        return ShardedFormat
+    if (path / "latest").is_file() and any(path.glob("*/*_model_states.pt")):
+        return ZeroFormat
     return None
+
+
+# Lightning's strategies that write another format than its one file.
+OF_LIGHTNING: dict[str, type[CheckpointFormat]] = {
+    "DeepSpeedStrategy": ZeroFormat,
+    "ModelParallelStrategy": ShardedFormat,
+}
+
+
+def format_for(strategy: Strategy) -> CheckpointFormat:
+    """Returns the strategy's `format`, or the format that a strategy of Lightning's writes."""
+    found: CheckpointFormat | None = getattr(strategy, "format", None)
+    if found is not None:
+        return found
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in OF_LIGHTNING:
+            return OF_LIGHTNING[kind.__name__](strategy)
+    return PlainFormat(strategy)
+
+
+# ---- opening -------------------------------------------------------------------------------------
+
+
+def verified(
+    path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None
+) -> Opened:
+    """Opens the checkpoint that all ranks load. Collective; rank 0 reads and compares.
+
+    Args:
+        path: A checkpoint, the file in one, or a folder of checkpoints, whose newest valid one is
+            opened. A checkpoint of another library has no manifest to verify.
+        module: The module to load it into, with its model.
+        is_strict: Whether names and shapes of all weights must be the module's.
+        weights_only: false lets a user's own classes be unpickled.
+
+    Raises:
+        InputError: on all ranks, if it is damaged, incomplete or unreadable, was trained on another
+            frozen base, or is another model's.
+    """
+    path = agreed(path)
+    shapes: Shapes = {}
+    for of_rank in weights.from_all_ranks(_shapes(module.state_dict(keep_vars=True))):
+        shapes |= of_rank  # in a pipeline, each rank has its stages'
+    expected = shapes if is_strict else None
+    opened = _on_rank_zero(lambda: _opened(path, module, expected, weights_only))
+    opened = cast(Opened, weights.broadcast(opened))
+    is_fit = module.trainer.state.fn == TrainerFn.FITTING
+    opened.with_optimizer = is_fit and not getattr(module, ANEW, False)
+    return opened
 
 
 def read_full(
     path: str | Path, module: nn.Module | None = None, optimizer: bool = True
-) -> dict[str, Any]:
+) -> Checkpoint:
     """Reads a checkpoint of any strategy in one process, with full (unsharded) tensors on the host.
 
-    Call commit.agreed before, which verifies the files.
+    Call manifest.agreed before, which verifies the files.
 
     Args:
         path: The checkpoint.
         module: The module into which it is to be loaded. None: any.
-        optimizer: false saves the memory of the optimizer's state, twice that of the weights.
+        optimizer: false skips the optimizer's state, which needs twice the memory of the weights.
 
     Returns:
         Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
@@ -71,138 +129,198 @@ def read_full(
         InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another
             model than `module`.
     """
-    path = Path(path)
-    readers = {"file": _read_file, "distributed": _read_distributed, "zero": zero.read}
-    found = format_of(path)
-    if found is None:
-        raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
-    with refusing_unreadable(path):
-        full = readers[found](path, optimizer)
+    expected = None
     if module is not None:
-        refuse_another_base(path, full, module)
-        refuse_another_models(path, full, module)
-    return full
+        expected = _shapes(module.state_dict(keep_vars=True))
+    opened = _opened(Path(path), module, expected)
+    return opened.format.read(opened.path, optimizer)
 
 
-@contextlib.contextmanager
-def refusing_unreadable(path: Path) -> Generator[None]:
-    """Converts the errors of reading a damaged or foreign checkpoint.
-
-    Raises:
-        InputError: it cannot be read.
-        RuntimeError: another rank was lost or memory ran out, so that a restart may help.
-    """
-    try:
-        yield
-    except (InputError, dist.DistError):
-        raise
-    except (*UNREADABLE, CheckpointException) as error:  # torch's is not a subclass of Exception
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            cause = next(iter(error.failures.values()))[0]
-        timed_out = "Timed out waiting" in str(cause)
-        if timed_out or another_rank_is_gone(cause) or is_out_of_memory(cause):
-            raise RuntimeError(str(cause)) from error
-        found = f"checkpoint {str(path)!r} ({WRITTEN_BY.get(format_of(path) or 'file')}'s)"
-        raise InputError(f"{found} cannot be read: {_why(cause)}") from error
+def load_full(path: str | Path, module: nn.Module) -> None:
+    """Loads the weights of a checkpoint that `read_full` reads into `module`, on the host; raises
+    InputError as `read_full` does."""
+    if getattr(module, KEY, None):
+        exclude_frozen(module)
+    module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
 
 
-def _why(error: BaseException) -> str:
-    """Returns the reason without torch's advice to load the file with weights_only=False."""
-    refused = re.search(r"GLOBAL (\S+)", str(error))
-    if refused and isinstance(error, pickle.UnpicklingError):
-        return f"it names the class {refused[1]}; only tensors and plain types are allowed"
-    return reason(error)
+def _opened(
+    path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None
+) -> Opened:
+    """Opens a checkpoint that was trained on `module`'s frozen base and has these shapes."""
+    format = format_of(path)
+    if format is None:
+        raise InputError(f"{str(path)!r} is not a checkpoint, or is incomplete")
+    metadata, saved = format.header(path, weights_only)
+    for key in (REFERENCE, KEY):
+        then, now = metadata.get(key), getattr(module, key, None)
+        if not then or not now or then["sha256"] == now["sha256"]:
+            continue
+        how = "with another reference model for data.source Preferences"
+        if key == KEY:
+            how = (
+                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, but {now['name']} has"
+                f" {now['sha256'][:12]} now"
+            )
+        raise InputError(
+            f"checkpoint {str(path)!r} was trained {how}: restore the run's model.pretrained, or"
+            " its seed if only model.architecture is set"
+        )
+    if shapes is not None and saved != shapes:
+        names = [name for name in saved | shapes if saved.get(name) != shapes.get(name)]
+        here, there = shapes.get(names[0], "missing"), saved.get(names[0], "missing")
+        raise InputError(
+            f"checkpoint {str(path)!r} is another model's: its {names[0]} is {there}, here it is"
+            f" {here} ({len(names)} such differences); give the --config list of its run"
+        )
+    return Opened(path, format, metadata, weights_only)
 
 
-def state_dict_of(path: Path, checkpoint: Any) -> dict[str, Tensor]:
-    """Returns the weights in the content of the file `path`.
-
-    Raises:
-        InputError: there are none.
-    """
-    weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
-    if not isinstance(weights, dict):
-        raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
-    return weights
-
-
-def refuse_another_models(path: Path, checkpoint: Any, module: nn.Module) -> None:
-    """Compares names and shapes with those of `module`, before any tensor is copied.
-
-    Raises:
-        InputError: they differ, or the content of the file `path` has no weights.
-    """
-    saved, own = state_dict_of(path, checkpoint), module.state_dict(keep_vars=True)
-    refuse_other_shapes(path, shapes(saved), shapes(own))
-
-
-def shapes(state_dict: dict[str, Any]) -> Shapes:
-    """Returns the full (unsharded) shape of each tensor."""
-    tensors = {name: one for name, one in state_dict.items() if isinstance(one, Tensor)}
+def _shapes(state_dict: Mapping[str, object]) -> Shapes:
+    """Returns the unsharded shape of each tensor."""
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     return {name: tuple(full_shape(tensor)) for name, tensor in tensors.items()}
 
 
-def of_all_stages(own: Shapes) -> Shapes:
-    """Returns the shapes on all ranks: in a pipeline, each has those of its stage. Collective."""
-    return {name: shape for each in from_all_ranks(own) for name, shape in each.items()}
-
-
-def refuse_other_shapes(path: Path, saved: Shapes, own: Shapes) -> None:
-    """Compares the names and shapes of a checkpoint's weights with the model's.
+def _on_rank_zero(read: Callable[[], T]) -> T | None:
+    """Returns what `read` returns on rank 0, None on other ranks. Collective.
 
     Raises:
-        InputError: they differ.
+        InputError: on all ranks, if `read` raises it; else the other ranks would wait forever.
     """
-    if differing := [name for name in saved | own if saved.get(name) != own.get(name)]:
-        name = differing[0]
-        here, there = own.get(name, "missing"), saved.get(name, "missing")
-        raise InputError(
-            f"checkpoint {str(path)!r} is another model's: its {name} is {there}, here it is {here}"
-            f" ({len(differing)} such differences); give the --config list of its run"
-        )
+    value, refusal = None, None
+    if weights.is_rank_zero():
+        try:
+            value = read()
+        except InputError as error:
+            refusal = str(error)
+    if refusal := weights.broadcast(refusal):
+        raise InputError(refusal)
+    return value
 
 
-def file_in(path: Path) -> Path:
-    """Returns the file of a checkpoint of the format "file"."""
-    return path / FILE if path.is_dir() else path
+# ---- loading -------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path, optimizer: bool) -> dict[str, Any]:
-    with as_data():
-        checkpoint = torch.load(file_in(path), map_location="cpu", mmap=True)
-    state_dict_of(path, checkpoint)
-    names = checkpoint.get("parameter_names")
-    states = checkpoint.pop("optimizer_states", [])
-    if not optimizer:
+def load(format: CheckpointFormat, path: Path, weights_only: bool | None = None) -> Checkpoint:
+    """Loads a checkpoint of any format into the strategy of `format`. Collective.
+
+    If that format does not read it, rank 0 does, and sends the tensors one by one to all ranks, so
+    that only one process holds all of it. Optimizer state is loaded for training, if there is any.
+
+    Returns:
+        Lightning's entries other than weights and optimizer state.
+
+    Raises:
+        InputError: see `verified`.
+    """
+    module = cast(L.LightningModule, format.strategy.lightning_module)
+    opened = verified(path, module, weights_only=weights_only)
+    if format.reads(opened):
+        return format.load(opened)
+    full = _on_rank_zero(lambda: opened.format.read(opened.path, True)) or {}
+    full_weights = full.get("state_dict", {})
+    load_weights(module, full_weights)
+    if module.trainer.state.fn == TrainerFn.FITTING:
+        states: list[State] = []
+        if opened.with_optimizer:
+            states = full.get("optimizer_states", [])
+        meta_states = weights.broadcast([_on_meta(state) for state in states])
+        if not meta_states:
+            report_missing_moments()
+        format.set_optimizer_state(full_weights, meta_states, states)
+    return opened.metadata
+
+
+def _on_meta(state: State) -> State:
+    """Returns `state` without the values of tensors, except scalars: they are sent one by one."""
+    entries: dict[str, dict[str, object]] = {}
+    for name, values in state["state"].items():
+        entries[name] = {}
+        for key, value in values.items():
+            is_large = isinstance(value, Tensor) and value.ndim
+            entries[name][key] = torch.empty_like(value, device="meta") if is_large else value
+    return {"state": entries, "param_groups": state["param_groups"]}
+
+
+# ---- one file ------------------------------------------------------------------------------------
+
+
+class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
+    """Lightning's dict in one file, and the CheckpointIO by which Lightning reads and writes it.
+
+    Reads any format; writes into a folder if there is one.
+    """
+
+    written_by = "one process or DDP"
+
+    @staticmethod
+    def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
+        checkpoint = _content(path, weights_only)
+        shapes = _shapes(checkpoint["state_dict"])
+        for key in LARGE:
+            checkpoint.pop(key, None)
+        return checkpoint, shapes
+
+    @staticmethod
+    def read(path: Path, optimizer: bool) -> Checkpoint:
+        checkpoint = _content(path)
+        names = checkpoint.get("parameter_names")
+        states = checkpoint.pop("optimizer_states", [])
+        if optimizer and states and is_by_name(states[0]):  # a user has saved read_full's result
+            checkpoint["optimizer_states"] = states
+        elif optimizer and states and names:
+            pairs = zip(states, names, strict=True)
+            checkpoint["optimizer_states"] = [by_name(state, known) for state, known in pairs]
         return checkpoint
-    if states and is_by_name(states[0]):  # a user has saved the result of `read_full`
-        checkpoint["optimizer_states"] = states
-    elif states and names:
-        pairs = zip(states, names, strict=True)
-        checkpoint["optimizer_states"] = [by_name(state, known) for state, known in pairs]
-    return checkpoint
+
+    def save(self, checkpoint: Checkpoint, path: Path) -> None:
+        # Lightning's way would copy it in memory, then to /tmp.
+        with config.patch(PINNED):  # ty: ignore[missing-attribute]
+            torch.save(checkpoint, path / FILE)
+
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
+        if not self.strategy.is_global_zero:
+            return lambda folder: None  # rank 0 has everything, and writes it
+        copied = copy(checkpoint)
+        return lambda folder: self.strategy.checkpoint_io.save_checkpoint(copied, folder)
+
+    def reads(self, opened: Opened) -> bool:
+        return True
+
+    def load(self, opened: Opened) -> Checkpoint:
+        """Returns the full checkpoint on every rank; Lightning loads what is in it."""
+        if opened.format is PlainFormat:
+            return _content(opened.path, opened.weights_only, mmap=False)  # the file may be deleted
+        return {"optimizer_states": [], **opened.format.read(opened.path, True)}
+
+    def save_checkpoint(
+        self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None
+    ) -> None:
+        if Path(path).is_dir():
+            self.save(checkpoint, Path(path))
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: object = None, weights_only: bool | None = None
+    ) -> Checkpoint:
+        module = cast(L.LightningModule, self.strategy.lightning_module)
+        is_strict = module.strict_loading and not is_overridden("on_load_checkpoint", module)
+        return self.load(verified(Path(path), module, is_strict, weights_only))
 
 
-def _read_distributed(path: Path, optimizer: bool) -> dict[str, Any]:
-    with as_data():
-        reader = DataReader(path)
-        reader.read_metadata()  # first: torch would log a refusal with a stack trace
-        tensors = read_unsharded(reader, None if optimizer else {"state_dict"})
-        checkpoint = torch.load(path / META, map_location="cpu")
-    checkpoint["state_dict"] = weights = tensors.pop("state_dict")
-    states = [tensors[f"optimizer_{index}"] for index in range(len(tensors))]
-    if states:
-        checkpoint["optimizer_states"] = [by_name_from_flat(state, weights) for state in states]
-    return checkpoint
+def _content(path: Path, weights_only: bool | None = None, mmap: bool = True) -> Checkpoint:
+    """Returns Lightning's dict; refuses a file without weights."""
+    file = path / FILE if path.is_dir() else path
+    with reading(path, PlainFormat.written_by, trusted=weights_only is False):
+        content = torch.load(file, "cpu", mmap=mmap, weights_only=weights_only)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise InputError(f"checkpoint {str(path)!r} has no `state_dict` of Lightning; give another")
+    return content
 
 
-def saved_shapes(reader: DataReader) -> Shapes:
-    """Returns the shape of each of the model's tensors in a distributed checkpoint."""
-    described = reader.read_metadata().state_dict_metadata
-    prefix = "state_dict."
-    return {
-        name.removeprefix(prefix): tuple(one.size)
-        for name, one in described.items()
-        if name.startswith(prefix) and hasattr(one, "size")
-    }
+def use_every_format(strategy: Strategy) -> None:
+    """Lets `strategy` read and write folders if it would use Lightning's single file."""
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = PlainFormat(strategy)

@@ -1,26 +1,23 @@
 """Checkpoints of a model with adapters: what is trained, without the frozen base.
 
-Names, formats and strategies are those of any checkpoint; the frozen parameters are missing. The
+They have the names and formats of full checkpoints and work under the same strategies. The frozen
 base is described by a hash instead, and another base is refused. Buffers are kept: training changes
 some, such as the bias of a mixture's routers."""
 
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
-from ..errors import InputError
+from torch import Tensor, nn
 
 KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
 REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
 
 
-def describe(model: nn.Module, name: str) -> dict[str, str]:
-    """Returns the name and the SHA-256 of a model's frozen parameters; about 1 s per GB."""
+def hash_frozen(model: nn.Module, name: str) -> dict[str, str]:
+    """Returns `name` and the SHA-256 of a model's frozen parameters; about 1 s per GB."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if not parameter.requires_grad and not parameter.is_meta:
@@ -32,40 +29,22 @@ def describe(model: nn.Module, name: str) -> dict[str, str]:
 def exclude_frozen(module: nn.Module, start: str = "") -> None:
     """Leaves frozen parameters out of `module`'s state dict; one without them can be loaded.
 
-    `start`: of the names of these parameters; the buffers with such names are left out too."""
+    With `start`, only parameters, and also buffers, whose names start with it."""
 
-    def frozen(owner: nn.Module) -> set[str]:
-        named = owner.named_parameters(remove_duplicate=False)
-        names = {name for name, parameter in named if not parameter.requires_grad}
-        names |= {name for name, _ in owner.named_buffers(remove_duplicate=False) if start}
+    def excluded(owner: nn.Module) -> set[str]:
+        named = dict(owner.named_parameters(remove_duplicate=False))
+        names = [name for name, parameter in named.items() if not parameter.requires_grad]
+        if start:
+            names += dict(owner.named_buffers(remove_duplicate=False))
         return {name for name in names if name.startswith(start)}
 
-    def drop(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name in frozen(owner):
+    def drop(owner: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+        for name in excluded(owner):
             state.pop(prefix + name, None)
 
-    def accept(owner: nn.Module, found: Any) -> None:
-        names = frozen(owner)
-        found.missing_keys[:] = [name for name in found.missing_keys if name not in names]
+    def accept(owner: nn.Module, keys: Any) -> None:
+        names = excluded(owner)
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name not in names]
 
     module.register_state_dict_post_hook(drop)
     module.register_load_state_dict_post_hook(accept)
-
-
-def refuse_another_base(path: Path, checkpoint: Any, module: Any) -> None:
-    """Checks that adapters are loaded on the frozen weights with which they were trained.
-
-    Raises:
-        InputError: they are others.
-    """
-    for key in (REFERENCE, KEY):
-        saved, own = checkpoint.get(key), getattr(module, key, None)
-        if not saved or not own or saved["sha256"] == own["sha256"]:
-            continue
-        how = "with another reference for data.source Preferences: restore model.pretrained, or"
-        if key == KEY:
-            how = (
-                f"on {saved['name']} with SHA-256 {saved['sha256'][:12]}, and {own['name']} has"
-                f" {own['sha256'][:12]} now: restore model.pretrained, or with model.architecture"
-            )
-        raise InputError(f"checkpoint {str(path)!r} was trained {how} the seed, of its run")

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
+from itertools import filterfalse
 from pathlib import Path
-from typing import Any
 
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..errors import InputError
@@ -20,14 +22,14 @@ from . import manifest
 
 KEY = "fixed_settings"  # of a manifest, and the method's name
 ACCEPT = "last_checkpoint.accept_changes"
-MOST_CHARACTERS = 80  # of a value; a hash stands for a longer one
+MAX_CHARACTERS = 80  # of a value; a hash stands for a longer one
 # A change of these is printed: neither the samples nor what the weights compute depend on them.
 PRINTED = re.compile(
     r"data\.(global_batch_size|source\.weights|balance)|model\.(balance|optim)\..*|trainer\..*"
     r"|optimizer\..*|lr_scheduler.*|.*(drop|coef|initializer).*"
 )
-# The checkpoint's values stay: the state of the schedule (first group) or optimizer has them.
-KEPT = re.compile(
+# The state of the schedule (first group) or optimizer restores the checkpoint's values.
+RESTORED = re.compile(
     r"(optimizer\.lr|lr_scheduler\..*|model\.optim\.(?:learning_rate|plateau_(?:factor|patience)))"
     r"|optimizer.*|model\.optim\.(?:weight_decay|betas|eps)"
 )
@@ -37,37 +39,43 @@ WIDTH = re.compile(r"model\.\w+\.(hidden_size|n_embd)")  # loading refuses it an
 OF_AN_ORDER = {"samples", "seed"}  # of a plain dataset: callbacks/sample_order.py compares them
 
 
-def fixed_settings(trainer: Any, data: Any, module: Any) -> dict[str, Any]:
+def fixed_settings(
+    trainer: L.Trainer, data: object, module: L.LightningModule
+) -> dict[str, object]:
     """Returns the settings of a trainer, a data module and a module, as JSON has them."""
-    found = getattr(data, KEY, dict)()
+    found: dict[str, object] = getattr(data, KEY, dict)()
     for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision"):
         found[f"trainer.{key}"] = getattr(trainer, key)
-    if hasattr(module, KEY):
-        found |= module.fixed_settings(data)
-    return {key: _plain(value) for key, value in found.items()}
+    of_module: Callable[[object], dict[str, object]] | None = getattr(module, KEY, None)
+    if of_module is not None:
+        found |= of_module(data)
+    plain = {}
+    for key, value in found.items():
+        text = json.dumps(value, sort_keys=True, default=str)
+        plain[key] = json.loads(text)
+        if len(text) > MAX_CHARACTERS:
+            plain[key] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return plain
 
 
-def _plain(value: Any) -> Any:
-    text = json.dumps(value, sort_keys=True, default=str)
-    is_short = len(text) <= MOST_CHARACTERS
-    return json.loads(text) if is_short else hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def settings_of(path: Path) -> dict[str, Any]:
+def settings_of(path: Path) -> dict[str, object]:
     """Returns the settings of the checkpoint that would be loaded by `path`; {} if it has none."""
-    for candidate in manifest.meant(path)[1]:
+    _, candidates = manifest.resolve(path)
+    for candidate in candidates:
         if not manifest.torn(candidate):
             return manifest.read(candidate).get(KEY, {})
     return {}
 
 
-def compare(path: Any, before: dict[str, Any], now: dict[str, Any], accept: list[str]) -> list[str]:
+def compare(
+    path: str | Path, before: dict[str, object], now: dict[str, object], accept: list[str]
+) -> list[str]:
     """Prints a line for each key that differs, and returns those whose new value takes effect.
 
     Args:
         path: The checkpoint, for the message.
         before: Its settings.
-        now: Those of the run that resumes. Gets the checkpoint's values where these are kept.
+        now: The settings of the run that resumes; values that the checkpoint restores are changed.
         accept: Keys that may differ.
 
     Raises:
@@ -86,23 +94,25 @@ def compare(path: Any, before: dict[str, Any], now: dict[str, Any], accept: list
         if old != new and (is_field or key in before and key in now):
             changed.append(key)
     if any(map(WIDTH.fullmatch, changed)):
-        changed = [key for key in changed if not MODEL.match(key)]
-    fixed = [key for key in changed if not PRINTED.fullmatch(key)]
+        changed = list(filterfalse(MODEL.match, changed))
+    fixed = list(filterfalse(PRINTED.fullmatch, changed))
     if {before.get("optimizer"), now.get("optimizer")} == SAME_STATE:
         fixed.remove("optimizer")
     if types := [key for key in fixed if MODEL.sub("", key) == "model_type"]:
-        fixed = types + [key for key in fixed if not MODEL.match(key)]  # other fields follow
+        fixed = [*types, *filterfalse(MODEL.match, fixed)]  # other fields follow
     refused = [key for key in fixed if key not in accept]
     if values := [f"{key} {before.get(key)}, now {now.get(key)}" for key in refused]:
         raise InputError(
             f"{str(path)!r} was trained with {'; '.join(values)}: restore what it was, or train on"
             f" with the change by --{ACCEPT} '[{', '.join(fixed)}]'"
         )
-    for key in [*changed]:
-        line, kept = f"{key} {before.get(key)} -> {now.get(key)}", KEPT.fullmatch(key)
-        if kept and (kept[1] or "optimizer" not in fixed):
+    effective = []
+    for key in changed:
+        line, restored = f"{key} {before.get(key)} -> {now.get(key)}", RESTORED.fullmatch(key)
+        if restored and (restored[1] or "optimizer" not in fixed):
             now[key] = before[key]
-            changed.remove(key)
             line += " (no effect: a resume keeps the checkpoint's)"
+        else:
+            effective.append(key)
         rank_zero_only(print)(line)
-    return changed
+    return effective

@@ -1,8 +1,8 @@
-"""Names of checkpoints, and their `manifest.json`: format, step, number of ranks, strategy, files.
+"""Names of checkpoints and their `manifest.json`, by which they are verified before loading.
 
-The manifest has the size and CRC-32 of each file. A CRC-32 detects every change within 32
-consecutive bits, and all but one in 4e9 of other changes. It detects accidents, not attacks; but no
-code in a checkpoint is run (untrusted.py)."""
+The manifest has format, step, number of ranks, strategy, and the size and CRC-32 of each file. A
+CRC-32 detects every change within 32 consecutive bits, and all but one in 4e9 of other changes. It
+detects accidents, not attacks; but no code in a checkpoint is run (untrusted.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import reason
+from lightning.pytorch.utilities import rank_zero_warn
+
+from .. import weights
+from ..errors import InputError, reason
+
+__all__ = ["SavedCheckpoint"]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -53,13 +58,18 @@ def is_ours(path: Path) -> bool:
     return (path / MANIFEST).exists() or NAME.fullmatch(name) is not None
 
 
-def meant(path: Path) -> tuple[Path, list[Path]]:
-    """Returns what to load by `path`, and which checkpoints of ours that may be, newest first.
+def resolve(path: Path) -> tuple[Path, list[Path]]:
+    """Returns (the checkpoint or folder of checkpoints at `path`, the candidates, newest first).
 
-    `path` is a checkpoint, the file in one, or a folder of them. Another library's has no manifest.
+    `path` may be a file in a checkpoint. Another library's checkpoint is no candidate: it has no
+    manifest.
     """
-    path = path.parent if (path.parent / MANIFEST).exists() else path
-    return path, found(path) or ([path] if is_ours(path) else [])
+    if (path.parent / MANIFEST).exists():
+        path = path.parent
+    candidates = found(path)
+    if not candidates and is_ours(path):
+        candidates = [path]
+    return path, candidates
 
 
 def rendered(manifest: dict[str, Any]) -> str:
@@ -85,17 +95,19 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"its {MANIFEST} is damaged")
     if manifest["format"] != FORMAT:
         raise ValueError(f"its format is {manifest['format']}, and this version reads {FORMAT}")
-    if not _is_complete(manifest, path.name.startswith("best-")):
+    if not _has_every_entry(manifest, path.name.startswith("best-")):
         raise ValueError(f"its {MANIFEST} is damaged")
     if NAME.fullmatch(path.name) and manifest.get("step", step_of(path)) != step_of(path):
         raise ValueError(f"its manifest says step {manifest['step']}, and its name another")
     return manifest
 
 
-def _is_complete(manifest: dict[str, Any], has_score: bool) -> bool:
-    """Returns whether it has every entry that is read, of the right type."""
+def _has_every_entry(manifest: dict[str, Any], has_score: bool) -> bool:
+    """Returns whether every entry that is read exists and has the right type."""
     files = manifest.get("files")
-    numbers = [manifest.get("time"), manifest.get("score") if has_score else 0]
+    numbers = [manifest.get("time")]
+    if has_score:
+        numbers.append(manifest.get("score"))
     if not isinstance(files, dict) or not isinstance(manifest.get("fixed_settings", {}), dict):
         return False
     for entry in files.values():
@@ -103,6 +115,36 @@ def _is_complete(manifest: dict[str, Any], has_score: bool) -> bool:
             return False
         numbers += entry
     return all(isinstance(number, int | float) for number in numbers)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint in a folder of checkpoints."""
+
+    path: Path
+
+    @classmethod
+    def all_in(cls, folder: Path) -> list[SavedCheckpoint]:
+        """Returns the checkpoints in `folder`, newest first; the best ones come last."""
+        return list(map(cls, found(folder)))
+
+    @property
+    def step(self) -> int:
+        """The optimizer step after which it was saved."""
+        return step_of(self.path)
+
+    @property
+    def damage(self) -> str | None:
+        """Why it is not valid, by its files' names and sizes; None if it is."""
+        return torn(self.path)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Format, step, number of ranks, strategy and files; raises ValueError if damaged."""
+        return read(self.path)
+
+
+# ---- verifying -----------------------------------------------------------------------------------
 
 
 def torn(path: Path) -> str | None:
@@ -119,23 +161,12 @@ def damage(path: Path, every_byte: bool = True, rank: int = 0, ranks: int = 1) -
         files: Files = read(path)["files"]
     except ValueError as error:
         return str(error)
-    why = extra_file(path, files) if rank == 0 else None
-    return why or wrong_file(path, files, list(files)[rank::ranks], every_byte)
-
-
-def extra_file(path: Path, files: Files) -> str | None:
-    """Returns which file is not in the manifest, or None. Ignores hidden files such as `.nfs…`."""
-    expected = {MANIFEST, *files}
-    for file in path.rglob("[!.]*"):
-        name = file.relative_to(path).as_posix()
-        if name not in expected and file.is_file():
-            return f"its {name} is not in its {MANIFEST}"
-    return None
-
-
-def wrong_file(path: Path, files: Files, names: Iterable[str], every_byte: bool) -> str | None:
-    """Returns which of the files `names` differs from the manifest, and how; None if none does."""
-    for file in names:
+    if rank == 0:
+        for file in path.rglob("[!.]*"):  # without hidden files such as `.nfs…`
+            name = file.relative_to(path).as_posix()
+            if name not in (MANIFEST, *files) and file.is_file():
+                return f"its {name} is not in its {MANIFEST}"
+    for file in list(files)[rank::ranks]:
         size, expected = files[file]
         try:
             if (actual := (path / file).stat().st_size) != size:
@@ -154,3 +185,49 @@ def crc32(path: Path) -> int:
         while count := file.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)
     return value
+
+
+def newest(folder: Path) -> Path | None:
+    """Returns the newest checkpoint that is not torn, and warns of newer ones that it skips."""
+    skipped = []
+    for path in found(folder):
+        if (why := torn(path)) is None:
+            _warn_of(skipped, path)
+            return path
+        skipped.append(f"{path.name} ({why})")
+    _warn_of(skipped, None)
+    return None
+
+
+def agreed(path: Path) -> Path:
+    """Returns the checkpoint that all ranks load, verified by all ranks together. Collective.
+
+    Args:
+        path: A checkpoint; one of another library has no manifest and is not verified. Or a folder
+            of checkpoints: the newest valid one is returned.
+
+    Raises:
+        InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
+    """
+    path, candidates = weights.broadcast(resolve(path))
+    skipped: list[str] = []
+    for candidate in candidates:
+        of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
+        why = next(filter(None, weights.from_all_ranks(of_rank)), None)
+        if why is None:
+            _warn_of(skipped, candidate)
+            return candidate
+        skipped.append(f"{candidate.name} ({why})")
+    if not candidates:
+        return path
+    if candidates == [path]:
+        sentence = f"checkpoint {str(path)!r} is damaged: {why}"
+        raise InputError(f"{sentence}; give another, or `last` for the newest valid one")
+    sentence = f"{path} holds damaged checkpoints only: {', '.join(skipped)}"
+    raise InputError(f"{sentence}; move it away to start a new run")
+
+
+def _warn_of(skipped: list[str], loaded: Path | None) -> None:
+    if skipped:
+        instead = f"{loaded} is used" if loaded else "there is no other"
+        rank_zero_warn(f"damaged checkpoints are skipped: {', '.join(skipped)}; {instead}")

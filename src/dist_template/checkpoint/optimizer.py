@@ -32,59 +32,59 @@ KERNELS = {"fused", "foreach", "capturable", "differentiable"}
 PER_GROUP = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 
 
-def is_by_name(state: Mapping[str, Any]) -> bool:
-    parameters = sum((list(group["params"]) for group in state["param_groups"]), [])
-    return any(isinstance(parameter, str) for parameter in parameters)
+def is_by_name(state: State) -> bool:
+    names = sum((list(group["params"]) for group in state["param_groups"]), [])
+    return any(isinstance(name, str) for name in names)
 
 
-def by_name(numbered: Mapping[str, Any], names: list[str]) -> State:
+def by_name(numbered: State, names: list[str]) -> State:
     """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
-    parts = numbered["param_groups"]
-    groups = [part | {"params": [names[number] for number in part["params"]]} for part in parts]
+    groups = []
+    for group in numbered["param_groups"]:
+        groups.append(group | {"params": [names[number] for number in group["params"]]})
     state = {names[number]: values for number, values in numbered["state"].items()}
     return {"state": state, "param_groups": groups}
 
 
-def by_name_from_flat(flat: Mapping[str, Any], names: Iterable[str]) -> State:
+def by_name_from_flat(flat: Mapping[str, object], names: Iterable[str]) -> State:
     """Converts torch's flattened form: `state.<name>.exp_avg`, `param_groups.<name>.lr`.
 
     That form has no groups; parameters with equal settings become one.
     """
     known = set(names)
-    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    state: State = {}
+    settings: dict[str, dict[str, object]] = {}
     for key, value in flat.items():
         part, _, rest = key.partition(".")
         name, _, field = rest.rpartition(".")
         if name not in known:
             raise ValueError(f"its optimizer state {key!r} belongs to none of its weights")
-        found[part].setdefault(name, {})[field] = value
-    groups: list[dict[str, Any]] = []
-    for name, settings in found["param_groups"].items():
-        equal = [group for group in groups if _settings(group) == settings]
-        if not equal:
-            equal = [settings | {"params": []}]
-            groups += equal
-        equal[0]["params"].append(name)
-    return {"state": found["state"], "param_groups": groups}
+        entries = {"state": state, "param_groups": settings}[part]
+        entries.setdefault(name, {})[field] = value
+    groups: list[State] = []
+    for name, of_parameter in settings.items():
+        for group in groups:
+            if _settings(group) == of_parameter:
+                group["params"].append(name)
+                break
+        else:
+            groups.append(of_parameter | {"params": [name]})
+    return {"state": state, "param_groups": groups}
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def numbered(named: State, groups: list[list[str]], settings: list[dict[str, Any]]) -> State:
-    """Returns the state for `Optimizer.load_state_dict`, with these groups of names and settings.
-
-    Raises:
-        InputError: the checkpoint's optimizer did not have one of the parameters.
-    """
+def numbered(named: State, groups: list[list[str]], settings: list[State]) -> State:
+    """Returns the state for `Optimizer.load_state_dict`, in these groups of names and settings."""
     without_moments(named, groups)
-    merged: list[dict[str, Any]] = []
-    state: dict[int, Any] = {}
+    merged: list[State] = []
+    state: dict[int, object] = {}
     number = 0
     for names, present in zip(groups, settings, strict=True):
-        numbers = [*range(number, number + len(names))]
-        merged.append(merge(named, names, present) | {"params": numbers})
+        numbers = range(number, number + len(names))
+        merged.append(merge(named, names, present) | {"params": list(numbers)})
         for name in names:
             if name in named["state"]:
                 state[number] = named["state"][name]
@@ -98,23 +98,25 @@ def without_moments(named: State, groups: list[list[str]]) -> set[str]:
     Raises:
         InputError: the checkpoint's optimizer did not have one of the parameters.
     """
-    trained = {name for group in named["param_groups"] for name in group["params"]}
-    missing = [name for group in groups for name in group if name not in named["state"]]
-    if added := [name for name in missing if name not in trained]:
+    trained = set().union(*(group["params"] for group in named["param_groups"]))
+    missing = set().union(*groups) - set(named["state"])
+    if added := sorted(missing - trained):
         raise InputError(
             f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such"
             " parameters); resume with the same trainable parameters, or export it and start a new"
             " run with model.pretrained"
         )
-    return set(missing)
+    return missing
 
 
-def merge(named: State, group: list[str], present: Mapping[str, Any]) -> dict[str, Any]:
+def merge(named: State, group: list[str], present: State) -> State:
     """Returns a group's settings: those in `named` of its first parameter, else in `present`."""
-    saved = next((g for g in named["param_groups"] if group[0] in g["params"]), {})
     merged = _settings(present)
-    for key in merged.keys() & saved.keys() - KERNELS:
-        merged[key] = saved[key]
+    for saved in named["param_groups"]:
+        if group[0] in saved["params"]:
+            for key in merged.keys() & saved.keys() - KERNELS:
+                merged[key] = saved[key]
+            break
     return merged
 
 
@@ -122,9 +124,11 @@ class ParameterNames(Callback):
     """Writes parameter names into checkpoints, and numbers the state that is loaded by name."""
 
     def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
+        self._loaded: State = {}
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
+    ) -> None:
         if trainer.strategy.lightning_restore_optimizer:  # other formats have names
             names = [sum(groups_of(pl_module, one), []) for one in trainer.optimizers]
             checkpoint["parameter_names"] = names
@@ -132,22 +136,26 @@ class ParameterNames(Callback):
             if base := getattr(pl_module, key, None):
                 checkpoint[key] = base
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            averages = any(isinstance(each, WeightAveraging) for each in trainer.callbacks)
-            if "averaging_state" in checkpoint and not averages:
-                raise InputError(
-                    "the checkpoint's weights are averages of the callback WeightAveraging, with"
-                    " which training cannot continue: give --trainer.callbacks that callback again,"
-                    " on one device or under DDP"
-                )
-            if getattr(pl_module, ANEW, False):
-                checkpoint["optimizer_states"] = []
-            self._loaded = checkpoint
-            self._fit_to(trainer, pl_module)
-            has_state = bool(checkpoint.get("optimizer_states"))
-            if trainer.strategy.lightning_restore_optimizer and not has_state:
-                report_missing_moments()
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: State
+    ) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        callbacks = trainer.callbacks  # ty: ignore[missing-attribute]
+        averages = any(isinstance(each, WeightAveraging) for each in callbacks)
+        if "averaging_state" in checkpoint and not averages:
+            raise InputError(
+                "the checkpoint's weights are averages of the callback WeightAveraging, with"
+                " which training cannot continue: give --trainer.callbacks that callback again,"
+                " on one device or under DDP"
+            )
+        if getattr(pl_module, ANEW, False):
+            checkpoint["optimizer_states"] = []
+        self._loaded = checkpoint
+        self._fit_to(trainer, pl_module)
+        has_state = bool(checkpoint.get("optimizer_states"))
+        if trainer.strategy.lightning_restore_optimizer and not has_state:
+            report_missing_moments()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._fit_to(trainer, pl_module)
@@ -170,9 +178,8 @@ class ParameterNames(Callback):
                 groups = groups_of(module, optimizer)
                 states[index] = numbered(state, groups, optimizer.param_groups)
         schedules = self._loaded.get("lr_schedulers", [])
-        pairs = zip(schedules, trainer.lr_scheduler_configs, strict=False)
-        for index, (state, config) in enumerate(pairs):
-            schedules[index] = _for_groups(state, len(config.scheduler.optimizer.param_groups))
+        for schedule, config in zip(schedules, trainer.lr_scheduler_configs, strict=False):
+            _fit_schedule(schedule, len(config.scheduler.optimizer.param_groups))
         self._loaded = {}
 
 
@@ -187,20 +194,17 @@ def groups_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _for_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
-    """Returns a scheduler's state for `count` groups: some of its entries have a value per group.
-
-    Raises:
-        InputError: the values differ between groups, and the number of groups has changed.
-    """
-    fitted = {"lr_lambdas": []} | schedule  # LambdaLR reads it from another class's state too
-    for key, values in schedule.items():
-        if key in PER_GROUP and len(values) != count:
-            if any(value != values[0] for value in values):
-                raise InputError(
-                    f"--ckpt_path: the learning-rate schedule's {key} differs between"
-                    f" {len(values)} parameter groups, and this strategy has {count}; resume under"
-                    " the strategy that wrote the checkpoint"
-                )
-            fitted[key] = values[:1] * count
-    return fitted
+def _fit_schedule(schedule: State, count: int) -> None:
+    """Changes a scheduler's state to `count` groups: some entries have a value per group."""
+    schedule.setdefault("lr_lambdas", [])  # LambdaLR reads it from another class's state too
+    for key in PER_GROUP & schedule.keys():
+        values = schedule[key]
+        if len(values) in (0, count):
+            continue
+        if any(value != values[0] for value in values):
+            raise InputError(
+                f"--ckpt_path: the learning-rate schedule's {key} differs between"
+                f" {len(values)} parameter groups, and this strategy has {count}; resume under"
+                " the strategy that wrote the checkpoint"
+            )
+        schedule[key] = values[:1] * count

@@ -1,4 +1,4 @@
-"""Checkpoints of MeshStrategy: torch's distributed format, in which every rank writes its shards.
+"""The format of MeshStrategy: torch's distributed format, in which every rank writes its shards.
 
 All tensors, including AdamW's moments, are named by parameter, so that any mesh can load another
 mesh's checkpoint. Everything else (counters, callbacks, the position in the data) is in `meta.pt`,
@@ -6,13 +6,15 @@ as with Lightning's own strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,45 +22,116 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.optim import Optimizer
 
 from .. import weights
 from ..compat.lightning import torch_optimizer
-from ..compat.torch import tree_map
-from .formats import (
-    META,
-    of_all_stages,
-    refuse_other_shapes,
-    refusing_unreadable,
-    saved_shapes,
-    shapes,
-)
-from .frozen import refuse_another_base
-from .optimizer import ANEW, groups_of, without_moments
-from .untrusted import DataReader, as_data
+from ..compat.torch import read_unsharded, tree_map
+from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
+from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
+from .scatter import copy_shard
+from .untrusted import DataReader, reading
 
+META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
 
 
-def optimizer_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
+class ShardedFormat(CheckpointFormat[ModelParallelStrategy]):
+    written_by = "MeshStrategy"
+
+    @staticmethod
+    def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
+        with reading(path, ShardedFormat.written_by, trusted=weights_only is False):
+            rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
+            entries = DataReader(path).read_metadata().state_dict_metadata
+        shapes = {}
+        for name, entry in entries.items():
+            if name.startswith("state_dict.") and isinstance(entry, TensorStorageMetadata):
+                shapes[name.removeprefix("state_dict.")] = tuple(entry.size)
+        return rest, shapes
+
+    @staticmethod
+    def read(path: Path, optimizer: bool) -> Checkpoint:
+        keys = None if optimizer else {"state_dict"}
+        with reading(path, ShardedFormat.written_by):
+            reader = DataReader(path)
+            reader.read_metadata()  # first: torch would log a refusal with a stack trace
+            tensors = read_unsharded(reader, keys)
+            checkpoint = torch.load(path / META, map_location="cpu")
+            checkpoint["state_dict"] = full = tensors.pop("state_dict")
+            for index in range(len(tensors)):
+                state = by_name_from_flat(tensors[f"optimizer_{index}"], full)
+                checkpoint.setdefault("optimizer_states", []).append(state)
+        return checkpoint
+
+    def save(self, checkpoint: Checkpoint, path: Path) -> None:
+        write(*_split(checkpoint), path)
+
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
+        tensors, rest = _split(checkpoint)
+        copied = copy({"tensors": tensors, "rest": rest})
+        return lambda folder: write(copied["tensors"], copied["rest"], folder, group)
+
+    def reads(self, opened: Opened) -> bool:
+        return opened.format is ShardedFormat
+
+    def load(self, opened: Opened) -> Checkpoint:
+        """Loads a checkpoint of any mesh: torch reads the parts that each rank needs."""
+        module = cast(nn.Module, self.strategy.model)
+        optimizers = []
+        if opened.with_optimizer:
+            optimizers = [torch_optimizer(each) for each in self.strategy.optimizers]
+        state: Checkpoint = {"state_dict": get_model_state_dict(module)}
+        for index, optimizer in enumerate(optimizers):
+            state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
+        with reading(opened.path, self.written_by):
+            reader = DataReader(opened.path)
+            entries = set(reader.read_metadata().state_dict_metadata)
+            for index, optimizer in enumerate(optimizers):
+                prefix = f"optimizer_{index}"
+                _drop_missing_moments(module, optimizer, state[prefix], prefix, entries)
+            loaded = _contiguous(state)
+            dcp.load(loaded, storage_reader=reader)
+        state = tree_map(_placed_like, loaded, state)
+        set_model_state_dict(module, state["state_dict"])
+        for index, optimizer in enumerate(optimizers):
+            set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=FLAT)
+        return opened.metadata
+
+    def set_optimizer_state(
+        self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
+    ) -> None:
+        module = cast(nn.Module, self.strategy.model)
+        for index, meta in enumerate(meta_states):
+            optimizer = self.strategy.optimizers[index]
+            groups = groups_of(module, optimizer)
+            missing = without_moments(meta, groups)
+            self.strategy.optimizer_state(optimizer)  # creates moments, as torch's first step does
+            parameters: dict[str, nn.Parameter] = {}  # in a pipeline, of this rank's stages
+            for names, group in zip(groups, optimizer.param_groups, strict=True):
+                group.update(merge(meta, names, group))
+                parameters |= zip(names, group["params"], strict=True)
+            for name in missing:
+                optimizer.state.pop(parameters[name], None)
+            for name, values in meta["state"].items():
+                full = states[index]["state"][name] if states else {}
+                for key, value in values.items():
+                    shard = None
+                    if name in parameters:
+                        shard = optimizer.state[parameters[name]][key]
+                    if isinstance(value, Tensor) and value.is_meta:
+                        copy_shard(shard, full.get(key), value)
+                    elif shard is not None:
+                        shard.copy_(value)
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     """Returns AdamW's moments by parameter name, each sharded like its parameter."""
     return get_optimizer_state_dict(module, torch_optimizer(optimizer), options=FLAT)
 
 
-def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """Writes Lightning's `checkpoint` into the folder `path`. Collective."""
-    write(*split(checkpoint), path)
-
-
-def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the tensors, which torch writes shard by shard, and the rest. Collective."""
-    tensors = {"state_dict": checkpoint.pop("state_dict")}
-    for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
-        tensors[f"optimizer_{index}"] = state
-    return _contiguous(tensors), checkpoint
-
-
-def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any = None) -> None:
+def write(tensors: Checkpoint, rest: Checkpoint, path: Path, group: Group = None) -> None:
     """Writes both into the folder `path`. Collective over `group`; None: the default group.
 
     With a group, all tensors are in host memory."""
@@ -70,74 +143,52 @@ def write(tensors: dict[str, Any], rest: dict[str, Any], path: Path, group: Any 
         torch.save(rest, path / META)
 
 
-def load(
-    path: Path, module: nn.Module, optimizers: Iterable[Any], weights_only: bool | None
-) -> dict[str, Any]:
-    """Loads `path`, of any mesh, into `module` and `optimizers`; returns the rest. Collective."""
-    with refusing_unreadable(path):
-        rest = torch.load(path / META, weights_only=weights_only, map_location="cpu")
-    refuse_another_base(path, rest, module)
-    reads = not getattr(module, ANEW, False)
-    optimizers = [torch_optimizer(optimizer) for optimizer in optimizers if reads]
-    state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
-    for index, optimizer in enumerate(optimizers):
-        state[f"optimizer_{index}"] = optimizer_state(module, optimizer)
-    with as_data(), refusing_unreadable(path):
-        reader = DataReader(path)
-        saved, own = saved_shapes(reader), shapes(state["state_dict"])
-        refuse_other_shapes(path, saved, own if own == saved else of_all_stages(own))
-        entries = set(reader.read_metadata().state_dict_metadata)
-    for index, optimizer in enumerate(optimizers):
-        prefix = f"optimizer_{index}"
-        _drop_missing_moments(module, optimizer, state[prefix], f"{prefix}.", entries)
-    loaded = _contiguous(state)
-    with as_data(), refusing_unreadable(path):
-        dcp.load(loaded, storage_reader=reader)
-    state = tree_map(_as_placed, loaded, state)
-    set_model_state_dict(module, state["state_dict"])
-    for index, optimizer in enumerate(optimizers):
-        set_optimizer_state_dict(module, optimizer, state[f"optimizer_{index}"], options=FLAT)
-    return rest
+def _split(checkpoint: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Returns the tensors, which torch writes shard by shard, and the rest. Collective."""
+    tensors = {"state_dict": checkpoint.pop("state_dict")}
+    for index, state in enumerate(checkpoint.pop("optimizer_states", [])):
+        tensors[f"optimizer_{index}"] = state
+    return _contiguous(tensors), checkpoint
 
 
 def _drop_missing_moments(
-    module: nn.Module, optimizer: Any, state: dict[str, Any], prefix: str, entries: set[str]
+    module: nn.Module, optimizer: Optimizer, state: State, prefix: str, entries: set[str]
 ) -> None:
-    """Removes from `state` and `optimizer` the parameters that the checkpoint has no state of.
-
-    Raises:
-        InputError: the checkpoint's optimizer did not have one of the parameters.
-    """
+    """Removes parameters without state in the checkpoint from `state` and `optimizer`."""
     saved: dict[str, set[str]] = {"state": set(), "param_groups": set()}
     for entry in state:
-        if prefix + entry in entries:
+        if f"{prefix}.{entry}" in entries:
             part, _, rest = entry.partition(".")
             saved[part].add(rest.rpartition(".")[0])
-    groups = [{"params": saved["param_groups"]}]
-    named = {"state": dict.fromkeys(saved["state"]), "param_groups": groups}
-    missing = without_moments(named, groups_of(module, optimizer))
+    named = {"state": saved["state"], "param_groups": [{"params": saved["param_groups"]}]}
     parameters = dict(module.named_parameters())
-    for name in missing:
+    for name in without_moments(named, groups_of(module, optimizer)):
         for field in optimizer.state.pop(parameters[name], {}):
             state.pop(f"state.{name}.{field}", None)
 
 
-def _contiguous(state: Any) -> Any:
+def _contiguous(state: Checkpoint) -> Checkpoint:
     """Returns `state` without strided shards, which torch 2.13 would write as if contiguous."""
 
-    def contiguous(value: Any) -> Any:
+    def contiguous(value: object) -> object:
         if not isinstance(value, DTensor):
             return value
-        return _place(value, [Shard(p.dim) if hasattr(p, "dim") else p for p in value.placements])
+        placements = list(value.placements)
+        for index, placement in enumerate(placements):
+            if isinstance(dim := getattr(placement, "dim", None), int):
+                placements[index] = Shard(dim)
+        return _place(value, placements)
 
     return tree_map(contiguous, state)
 
 
-def _as_placed(value: Any, reference: Any) -> Any:
-    return _place(value, reference.placements) if isinstance(value, DTensor) else value
+def _placed_like(value: object, reference: object) -> object:
+    if isinstance(value, DTensor) and isinstance(reference, DTensor):
+        return _place(value, reference.placements)
+    return value
 
 
-def _place(tensor: DTensor, placements: Any) -> DTensor:
+def _place(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     if tuple(placements) == tensor.placements:
         return tensor
     return tensor.redistribute(placements=placements)

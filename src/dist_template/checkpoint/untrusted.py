@@ -8,42 +8,71 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ..compat.torch import metadata_path
-from ..errors import reason
+from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason
 
+SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's: overrides weights_only=False
+# Raised for a damaged file, or one that names a class which may not be unpickled.
+UNREADABLE = (OSError, EOFError, LookupError, ValueError, RuntimeError, pickle.UnpicklingError)
 # What unpickling a damaged file raises.
 DAMAGED = (pickle.UnpicklingError, ValueError, LookupError, EOFError, AttributeError, TypeError)
 
 
 @contextlib.contextmanager
-def as_data(*classes: type) -> Generator[None]:
+def reading(
+    path: Path, written_by: str, classes: list[type] | None = None, trusted: bool = False
+) -> Generator[None]:
     """Inside, torch.load creates only tensors, plain types and `classes`, for libraries too.
 
-    DeepSpeed and torch's distributed format pass `weights_only=False`, which this environment
-    variable overrides."""
-    switch = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(switch)
-    os.environ[switch] = "1"
+    `path` and `written_by` name the checkpoint in messages; `trusted` allows any class.
+
+    Raises:
+        InputError: the checkpoint is damaged, or names another class.
+        RuntimeError: another rank was lost or memory ran out, so that a restart may help.
+    """
+    before = os.environ.get(SWITCH)
+    if not trusted:
+        os.environ[SWITCH] = "1"
     try:
-        with torch.serialization.safe_globals(list(classes)):
+        with torch.serialization.safe_globals(list(classes or ())):
             yield
+    except (InputError, dist.DistError):
+        raise
+    except (*UNREADABLE, CheckpointException) as error:  # torch's is not a subclass of Exception
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
+        timed_out = "Timed out waiting" in str(cause)
+        if timed_out or another_rank_is_gone(cause) or is_out_of_memory(cause):
+            raise RuntimeError(str(cause)) from error
+        why = reason(cause)
+        # Without torch's advice to load the file with weights_only=False.
+        refused = re.search(r"GLOBAL (\S+)", str(cause))
+        if refused and isinstance(cause, pickle.UnpicklingError):
+            why = f"it names the class {refused[1]}; only tensors and plain types are allowed"
+        sentence = f"checkpoint {str(path)!r} ({written_by}'s) cannot be read: {why}"
+        raise InputError(sentence) from error
     finally:
-        if before is None:
-            del os.environ[switch]
-        else:
-            os.environ[switch] = before
+        os.environ.pop(SWITCH, None)
+        if before is not None:
+            os.environ[SWITCH] = before
 
 
 class DataReader(FileSystemReader):
     """torch's reader of the distributed format, which by itself runs code in a `.metadata` file."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
             with self.fs.create_stream(metadata_path(self, kwargs.get("rank")), "rb") as file:
                 _MetadataUnpickler(file).load()
@@ -61,7 +90,7 @@ class _RefusedError(pickle.UnpicklingError):
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles only descriptions of tensors."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or name in DESCRIPTIONS.get(module, ()):
             return super().find_class(module, name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint folder: written, and read as full tensors in one process.
+"""The format of ZeroStrategy: DeepSpeed's folder, in which every rank writes its partitions.
 
 deepspeed.utils.zero_to_fp32 joins the partitions of the fp32 weights, which have one layout under
 ZeRO-1 and 2, and another under ZeRO-3. It does not join the optimizer state, which has the same
@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
 from .. import weights
 from ..compat import deepspeed as compat
 from ..layout import full_shape
 from .optimizer import State, merge, without_moments
-from .untrusted import as_data
+from .protocol import Checkpoint, CheckpointFormat, Copy, Group, Opened, Shapes
+from .scatter import tensor_from_rank_zero
+from .untrusted import reading
 
 # Entries that DeepSpeed adds to Lightning's.
 DEEPSPEEDS_OWN = {
@@ -33,160 +36,187 @@ DEEPSPEEDS_OWN = {
     "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
-Take = Callable[[Any, Path], None]  # called with a file's content and path
 TAG = "checkpoint"  # DeepSpeed's folder inside the checkpoint, as Lightning names it
 
 
-def save(engine: Any, checkpoint: dict[str, Any], path: Path, without_frozen: bool) -> None:
-    """Writes the engine's partitions and the rest of Lightning's checkpoint. Collective.
+class ZeroFormat(CheckpointFormat[DeepSpeedStrategy]):
+    written_by = "ZeroStrategy"
 
-    If the disk refuses a file, the error is raised after DeepSpeed's barriers, at which the other
-    ranks wait. Files of NVMe offload are an exception: DeepSpeed copies them between two barriers.
+    @staticmethod
+    def header(path: Path, weights_only: bool | None) -> tuple[Checkpoint, Shapes]:
+        with _reading(path) as files:
+            main = _load(files.get_model_state_files(_folder(path))[0])
+        found: Shapes = {}
+        for group in (*main["param_shapes"], main.get("frozen_param_shapes") or {}):
+            found |= {name: tuple(shape) for name, shape in group.items()}
+        shapes: Shapes = {}
+        for name, tensor in main["module"].items():  # under ZeRO-3 its parameters are empty
+            original = main["shared_params"].get(name, name)
+            shapes[name] = found.get(original, tuple(tensor.shape))
+        return _lightnings(main), shapes
 
-    Raises:
-        OSError: on the rank whose disk refused a file; RuntimeError if torch's writer met it.
-    """
-    errors: list[OSError | RuntimeError] = []
-    write = _writer(engine)
+    @staticmethod
+    def read(path: Path, optimizer: bool) -> Checkpoint:
+        out = contextlib.redirect_stdout(io.StringIO())
+        with _reading(path) as files, out, contextlib.redirect_stderr(io.StringIO()):
+            models = files.get_model_state_files(_folder(path))
+            main, optims = _load(models[0]), files.get_optim_files(_folder(path))
+            ranks = [_load(file)["optimizer_state_dict"] for file in optims]
+            partitions = Partitions(files.parse_model_states(models), ranks)
+            checkpoint = _lightnings(main)
+            checkpoint["state_dict"] = partitions.weights(main["module"])
+            if optimizer and (state := partitions.optimizer_state()) is not None:
+                checkpoint["optimizer_states"] = [state]
+        return checkpoint
 
-    def attempt(state: Any, file: Path) -> None:
-        try:
-            write(state, file)
-        except (OSError, RuntimeError) as error:
-            errors.append(error)
+    def save(self, checkpoint: Checkpoint, path: Path) -> None:
+        """Writes after DeepSpeed's barriers, at which the other ranks wait: a disk's refusal may be
+        raised. Files of NVMe offload are an exception: DeepSpeed copies them between two barriers.
+        """
+        self._collect(checkpoint, path, lambda state: state)(path)
 
-    _collect(engine, checkpoint, path, without_frozen, attempt)
-    if errors:
-        raise errors[0]
-    _write_tag(path)
+    def stage(self, checkpoint: Checkpoint, copy: Copy, group: Group) -> Callable[[Path], object]:
+        return self._collect(checkpoint, Path("folder"), copy)
 
+    def _collect(self, checkpoint: Checkpoint, path: Path, copy: Copy) -> Callable[[Path], object]:
+        """Lets DeepSpeed save under `path`; returns a function that writes this rank's files."""
+        engine: Any = self.strategy.deepspeed_engine
+        write, files = engine.checkpoint_engine.save, {}
 
-def staged(
-    engine: Any, checkpoint: dict[str, Any], without_frozen: bool, copy: Callable[[Any], Any]
-) -> Callable[[Path], None]:
-    """Copies the present content of the checkpoint's files. Collective.
+        def keep(state: object, file: Path) -> None:
+            files[file.relative_to(path)] = copy(state)
 
-    Args:
-        engine: DeepSpeed's.
-        checkpoint: Lightning's.
-        without_frozen: Whether frozen parameters are excluded.
-        copy: Returns a copy of a file's content, which training does not change.
+        def write_all(folder: Path) -> None:
+            for file, state in files.items():
+                (folder / file).parent.mkdir(exist_ok=True)
+                write(state, str(folder / file))
+            if weights.is_rank_zero():  # as DeepSpeed does, but after all errors were raised
+                (folder / "latest").write_text(TAG, encoding="utf-8")
 
-    Returns:
-        A function that writes the copies into a folder, without a collective.
-    """
-    files: dict[Path, Any] = {}
-    write, nowhere = _writer(engine), Path("folder")
+        rest = dict(checkpoint)
+        for key in ("state_dict", "optimizer_states"):
+            rest.pop(key, None)
+        frozen = self.strategy.exclude_frozen_parameters
+        with compat.redirected_saves(engine, keep):
+            engine.save_checkpoint(
+                path, TAG, rest, save_latest=False, exclude_frozen_parameters=frozen
+            )
+        return write_all
 
-    def keep(state: Any, file: Path) -> None:
-        files[file.relative_to(nowhere)] = copy(state)
+    def reads(self, opened: Opened) -> bool:
+        """DeepSpeed reads its files for training, on as many ranks, with ZeRO-3 as before."""
+        if opened.format is not ZeroFormat or not opened.with_optimizer:
+            return False
+        names = [file.name for file in Path(_folder(opened.path)).iterdir()]
+        ranks = [name for name in names if name.endswith("_optim_states.pt")]
+        is_stage_3 = "mp_rank_00_model_states.pt" not in names
+        has_same_ranks = len(ranks) == self.strategy.world_size
+        return has_same_ranks and is_stage_3 == self.strategy.zero_stage_3
 
-    def write_all(path: Path) -> None:
-        for file, state in files.items():
-            write(state, path / file)
-        _write_tag(path)
+    def load(self, opened: Opened) -> Checkpoint:
+        with _reading(opened.path):
+            return DeepSpeedStrategy.load_checkpoint(self.strategy, opened.path)
 
-    _collect(engine, checkpoint, nowhere, without_frozen, keep)
-    return write_all
-
-
-def _collect(engine: Any, checkpoint: Any, path: Path, without_frozen: bool, take: Take) -> None:
-    """Lets DeepSpeed save under `path`, and passes each of this rank's files to `take`."""
-    rest = dict(checkpoint)
-    for key in ("state_dict", "optimizer_states"):
-        rest.pop(key, None)
-    options = {"save_latest": False, "exclude_frozen_parameters": without_frozen}
-    with compat.redirected_saves(engine, take):
-        engine.save_checkpoint(path, TAG, rest, **options)
-
-
-def _writer(engine: Any) -> Callable[[Any, Path], None]:
-    own = engine.checkpoint_engine.save
-
-    def write(state: Any, file: Path) -> None:
-        file.parent.mkdir(exist_ok=True)
-        own(state, str(file))
-
-    return write
-
-
-def _write_tag(path: Path) -> None:
-    """Names DeepSpeed's folder, as DeepSpeed does, but after all errors were raised."""
-    if weights.is_rank_zero():
-        (path / "latest").write_text(TAG, encoding="utf-8")
-
-
-def read(path: Path, optimizer: bool = True) -> dict[str, Any]:
-    """Returns full fp32 weights and the optimizer state by name, as formats.read_full does."""
-    if not torch.cuda.is_available():  # else DeepSpeed warns that there is no other accelerator
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.utils import zero_to_fp32
-
-    folder = _folder(path)
-    out, err = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-    with as_data(*classes()), out, err:
-        main = torch.load(_model_files(folder)[0], map_location="cpu", mmap=True)
-        models = zero_to_fp32.parse_model_states(_model_files(folder))
-        files = zero_to_fp32.get_optim_files(str(folder))
-        ranks = [torch.load(file, map_location="cpu", mmap=True) for file in files]
-        partitions = Partitions(models, [rank["optimizer_state_dict"] for rank in ranks])
-        checkpoint = {key: value for key, value in main.items() if key not in DEEPSPEEDS_OWN}
-        checkpoint["state_dict"] = partitions.weights(main["module"])
-        if optimizer and (state := partitions.optimizer_state()) is not None:
-            checkpoint["optimizer_states"] = [state]
-    return checkpoint
+    def set_optimizer_state(
+        self, full_weights: Mapping[str, Tensor], meta_states: list[State], states: list[State]
+    ) -> None:
+        """Sets the engine's fp32 weights too."""
+        module = cast(nn.Module, self.strategy.lightning_module)
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        engine = self.strategy.deepspeed_engine
+        for name, parameter in parameters.items():
+            _set(engine, parameter, None, full_weights.get(name))
+        for meta in meta_states:
+            _create_state(engine.optimizer, parameters, meta)
+            for name, parameter in parameters.items():
+                full = states[0]["state"].get(name, {}) if states else {}
+                for key, value in meta["state"].get(name, {}).items():
+                    if isinstance(value, Tensor) and value.is_meta:
+                        _set(engine, parameter, key, full.get(key))
 
 
-def shape(path: Path) -> tuple[bool, int]:
-    """Returns whether ZeRO-3 wrote the folder, and the number of ranks that did."""
-    names = [file.name for file in _folder(path).iterdir()]
-    num_ranks = sum(name.endswith("_optim_states.pt") for name in names)
-    return "mp_rank_00_model_states.pt" not in names, num_ranks
+def _create_state(zero: Any, parameters: dict[str, nn.Parameter], meta: State) -> None:
+    """Creates every moment, as torch does in the first step, and sets the groups' settings."""
+    without_moments(meta, [list(parameters)])
+    names_of = {id(parameter): name for name, parameter in parameters.items()}
+    states, is_torchs = meta["state"], type(zero.optimizer).__module__.startswith("torch.")
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in sub-groups
+        groups, flats = zero.fp16_groups, zero.fp32_partitioned_groups_flat
+    elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with fp32 gradients
+        groups, flats = zero.bf16_groups, zero.fp32_groups_flat_partition
+    else:
+        groups, flats = zero.bit16_groups, zero.single_partition_of_fp32_groups
+    for index, (members, flat) in enumerate(zip(groups, flats, strict=True)):
+        names = [names_of[id(parameter)] for parameter in members]
+        number = getattr(zero, "sub_group_to_group_id", {}).get(index, index)
+        group = zero.optimizer.param_groups[number]
+        group.update(merge(meta, names, group))
+        # DeepSpeed has one flat tensor, and one count of steps, for all parameters of a group.
+        saved = next((states[name] for name in names if name in states), None)
+        values = saved or next(iter(states.values()), {})
+        moments, steps = {}, {}
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                moments[key] = torch.zeros_like(flat)
+            else:
+                steps[key] = value.clone().to(flat.device) if is_torchs else int(value)
+        zero.optimizer.state[flat] = moments | steps
+        if not is_torchs:
+            group |= steps  # where FusedAdam keeps the count
+    compat.link_optimizer_state(zero)
 
 
-def classes() -> list[type]:
-    """Returns the classes in DeepSpeed's files. Unpickling them only sets attributes."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
+def _set(engine: Any, parameter: Any, key: str | None, full: Tensor | None) -> None:
+    """Sets a parameter's moment `key`, or its fp32 weights (None), from `full` of rank 0."""
+    from deepspeed import utils
 
-    return [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
+    like = torch.empty(full_shape(parameter), device=engine.device)
+    value = tensor_from_rank_zero(full, like)
+    reach = "full"
+    if weights.is_partitioned_by_zero(parameter):
+        # ZeRO-3's function for full tensors fails if the number of ranks does not divide them.
+        reach, size = "local", parameter.ds_tensor.numel()
+        num_padding = size * dist.get_world_size() - value.numel()
+        padded = nn.functional.pad(value.flatten(), (0, num_padding))
+        value = padded[size * dist.get_rank() :][:size]
+    if key is None:
+        getattr(utils, f"safe_set_{reach}_fp32_param")(parameter, value)
+    else:
+        getattr(utils, f"safe_set_{reach}_optimizer_state")(parameter, value, key)
 
 
 class Partitions:
-    """The content of all ranks' files, joined to full tensors.
-
-    Args:
-        models: DeepSpeed's parsed model states.
-        ranks: Each rank's optimizer state.
-    """
+    """Joins DeepSpeed's parsed model states, and each rank's optimizer state, to full tensors."""
 
     def __init__(self, models: list[Any], ranks: list[dict[str, Any]]) -> None:
-        self.models = models
-        self.ranks = ranks
+        self.models, self.ranks = models, ranks
         self.is_stage_3 = "fp32_flat_groups" in ranks[0]
-        count = ranks[0]["partition_count"]
-        expected = max(count) if isinstance(count, list) else count
+        written = ranks[0]["partition_count"]
+        expected = max(written) if isinstance(written, list) else written
         if expected != len(ranks):
             raise ValueError(f"{expected} ranks wrote optimizer states, {len(ranks)} files exist")
 
     def weights(self, module: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the fp32 weights in the order of `module`, the half-precision weights."""
-        full = compat.join_frozen(len(self.ranks), self.models) if self.is_stage_3 else {}
-        key = "fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"
+        full: dict[str, Tensor] = {}
+        key = "single_partition_of_fp32_groups"
+        if self.is_stage_3:
+            full, key = compat.join_frozen(len(self.ranks), self.models), "fp32_flat_groups"
         full |= self._join([rank[key] for rank in self.ranks]) | self.models[0].buffers
         for name, original in self.models[0].shared_params:
             if name in module:  # else it is frozen and excluded
                 full[name] = full.get(original, module[name])
         return {name: full.get(name, tensor) for name, tensor in module.items()}
 
-    def optimizer_state(self) -> dict[str, Any] | None:
+    def optimizer_state(self) -> State | None:
         """Returns the state by name, or None if it is not in the checkpoint (NVMe offload, SGD)."""
         key = "optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"
         bases = [rank[key] for rank in self.ranks]
         flat = bases[0]["state"]
-        moments = [state["exp_avg"] for state in flat.values() if "exp_avg" in state]
-        if not flat or not all(moment.numel() for moment in moments):
+        for entries in flat.values():
+            if "exp_avg" in entries and not entries["exp_avg"].numel():
+                return None
+        if not flat:
             return None
         numbers = sorted(flat)
         shapes = self.models[0].param_shapes  # of each group; under ZeRO-3 of each sub-group
@@ -196,10 +226,10 @@ class Partitions:
                 parts = [[base["state"][number][key] for number in numbers] for base in bases]
                 for name, tensor in self._join(parts).items():
                     state[name][key] = tensor
-            else:
-                for number, group in zip(numbers, shapes, strict=True):
-                    for name in group:  # a tensor for each: optimizers increment it in place
-                        state[name][key] = torch.tensor(float(flat[number][key]))
+                continue
+            for number, group in zip(numbers, shapes, strict=True):
+                for name in group:  # a tensor for each: optimizers increment it in place
+                    state[name][key] = torch.tensor(float(flat[number][key]))
         groups = []
         for group in bases[0]["param_groups"]:
             names = [name for number in group["params"] for name in shapes[number]]
@@ -217,78 +247,30 @@ class Partitions:
         return {name: tensor.contiguous() for name, tensor in full.items()}
 
 
-class Target:
-    """Sets a DeepSpeed engine's fp32 weights and optimizer state from full tensors of rank 0."""
-
-    def __init__(self, engine: Any, module: nn.Module) -> None:
-        self.zero = engine.optimizer
-        self.device = engine.device
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-    def make_state(self, outline: State) -> None:
-        """Creates every moment, as torch does in the first step, and sets the groups' settings.
-
-        Raises:
-            InputError: the checkpoint's optimizer did not have one of the parameters.
-        """
-        without_moments(outline, [list(self.parameters)])
-        optimizer, states = self.zero.optimizer, outline["state"]
-        for group, names, flat in self._flat_groups():
-            group.update(merge(outline, names, group))
-            # DeepSpeed has one flat tensor, and one count of steps, for all parameters of a group.
-            of_group = [states[name] for name in names if name in states]
-            values = next(iter(of_group or states.values()), {})
-            is_torchs = type(optimizer).__module__.startswith("torch.")
-            steps = {
-                key: value.clone().to(flat.device) if is_torchs else int(value)
-                for key, value in values.items()
-                if not (isinstance(value, Tensor) and value.is_meta)
-            }
-            moments = {key: torch.zeros_like(flat) for key in values if key not in steps}
-            optimizer.state[flat] = moments | steps
-            if not is_torchs:
-                group |= steps  # where FusedAdam keeps the count
-        compat.link_optimizer_state(self.zero)
-
-    def set(self, name: str, key: str | None, full: Tensor | None) -> None:
-        """Sets a parameter's moment `key`, or its fp32 weights (None), from `full` of rank 0."""
-        from deepspeed import utils
-
-        parameter: Any = self.parameters[name]
-        like = torch.empty(full_shape(parameter), device=self.device)
-        value = weights.tensor_from_rank_zero(full, like)
-        reach = "full"
-        if weights.is_partitioned_by_zero(parameter):
-            # ZeRO-3's function for full tensors fails if the number of ranks does not divide them.
-            reach, size = "local", parameter.ds_tensor.numel()
-            num_padding = size * dist.get_world_size() - value.numel()
-            padded = nn.functional.pad(value.flatten(), (0, num_padding))
-            value = padded[size * dist.get_rank() :][:size]
-        if key is None:
-            getattr(utils, f"safe_set_{reach}_fp32_param")(parameter, value)
-        else:
-            getattr(utils, f"safe_set_{reach}_optimizer_state")(parameter, value, key)
-
-    def _flat_groups(self) -> Iterator[tuple[dict[str, Any], list[str], Tensor]]:
-        """Yields each parameter group, its parameters' names, and this rank's flat partition."""
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        zero = self.zero
-        if hasattr(zero, "fp32_partitioned_groups_flat"):  # ZeRO-3, in sub-groups
-            numbers = [zero.sub_group_to_group_id[part] for part in range(len(zero.fp16_groups))]
-            parts = zip(numbers, zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
-        elif hasattr(zero, "fp32_groups_flat_partition"):  # ZeRO-1 in bf16 with fp32 gradients
-            parts = zip(itertools.count(), zero.bf16_groups, zero.fp32_groups_flat_partition)
-        else:
-            parts = zip(itertools.count(), zero.bit16_groups, zero.single_partition_of_fp32_groups)
-        for number, parameters, flat in parts:
-            yield zero.optimizer.param_groups[number], [names[id(p)] for p in parameters], flat
-
-
-def _folder(path: Path) -> Path:
-    return path / (path / "latest").read_text(encoding="utf-8").strip()
-
-
-def _model_files(folder: Path) -> list[str]:
+@contextlib.contextmanager
+def _reading(path: Path) -> Generator[ModuleType]:
+    """Yields deepspeed.utils.zero_to_fp32. Allows the classes in DeepSpeed's files, whose
+    unpickling only sets attributes."""
+    if not torch.cuda.is_available():  # else DeepSpeed warns that there is no other accelerator
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils import zero_to_fp32
+    from deepspeed.utils.tensor_fragment import fragment_address
 
-    return zero_to_fp32.get_model_state_files(str(folder))
+    classes: list[type] = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
+    with reading(path, ZeroFormat.written_by, classes):
+        yield zero_to_fp32
+
+
+def _folder(path: Path) -> str:
+    return str(path / (path / "latest").read_text(encoding="utf-8").strip())
+
+
+def _load(file: str) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", mmap=True)
+
+
+def _lightnings(main: dict[str, Any]) -> Checkpoint:
+    """Returns the entries of a model file that are not DeepSpeed's."""
+    return {key: value for key, value in main.items() if key not in DEEPSPEEDS_OWN}

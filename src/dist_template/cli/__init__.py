@@ -1,6 +1,7 @@
 """The command line: verbs, configuration keys, checks before a start, run folders.
 
 main.py             runs a verb's module; exit codes
+verbs.py            the verbs: Lightning's, and entry points
 config_file.py      reads --config files; finds unknown top-level keys before torch is imported
 fit.py              fit, validate, test, predict: LightningCLI
 parser.py           errors in one sentence, help

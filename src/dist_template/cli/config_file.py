@@ -1,13 +1,12 @@
-"""Reads --config files, and finds configuration errors before torch is imported.
+"""Reads --config files, and refuses unreadable files and unknown sections before torch is imported.
 
-These are unreadable files and unknown top-level keys; the parser checks the other keys later.
+The parser checks the keys below a section later, when it has imported the classes.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any
 import yaml
 
 from ..errors import InputError
-from ..project import Project
-from .defaults import ALWAYS_ON
-from .keys import refuse_misspelt
+from .defaults import always_on
 
-TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler", *ALWAYS_ON}
+__all__ = ["check", "read"]
+
+TOP_LEVEL = {"trainer", "model", "data", "run", "cluster", "optimizer", "lr_scheduler"}
 TOP_LEVEL |= {"config", "help", "print_config", "seed_everything"}
 OF_SOME_VERBS = {"ckpt_path", "weights_only", "verbose", "return_predictions"}
 TOP_LEVEL |= OF_SOME_VERBS
@@ -37,25 +36,13 @@ VARIABLE = re.compile(
 )
 
 
-def check(argv: list[str], project: Project | None = None) -> None:
-    """Checks the flags and files of `argv`, a verb and what follows it.
+def check(argv: list[str]) -> None:
+    """Checks the sections in the flags and files of `argv`, a verb and what follows it.
 
     Raises:
-        InputError: a file cannot be read, or a key is unknown.
+        InputError: a file cannot be read, or a section is unknown.
     """
-    for path, where in _given(argv[1:]):
-        key = path.partition(".")[0]
-        if project and "help" not in path:
-            refuse_misspelt(path, where, project)
-        if key not in TOP_LEVEL:
-            near = get_close_matches(key, TOP_LEVEL, 1)
-            hint = f"; did you mean {near[0]}?" if near else ";"
-            what = f"{where}{key} is not a key of this program"
-            raise InputError(f"{what}{hint} see --help for every key")
-
-
-def _given(flags: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields each key, dotted, and where it is given, as the beginning of a sentence."""
+    flags = argv[1:]
     for word, following in zip(flags, [*flags[1:], ""], strict=False):
         name, has_value, value = word.lstrip("-").partition("=")
         if not has_value and not following.startswith("--"):
@@ -63,23 +50,26 @@ def _given(flags: list[str]) -> Iterator[tuple[str, str]]:
         if word == "-c" or name == "config":
             if "://" in value or value.startswith("{"):
                 continue  # jsonargparse reads addresses and mappings itself
-            for key in _paths(read(value)):
-                yield key, f"--config {value}: "
+            for key in read(value):
+                _refuse_unknown(str(key), f"--config {value}: ")
         elif word.startswith("--"):
             is_mapping = value in ("", "null") or value.startswith("{")
             check_section(name, {} if is_mapping else value, f"--{name}")
-            yield name, "--"
+            _refuse_unknown(name.partition(".")[0], "--")
 
 
-def _paths(content: dict[str, Any]) -> Iterator[str]:
-    for name, value in content.items():
-        yield str(name)
-        if isinstance(value, dict):
-            yield from (f"{name}.{path}" for path in _paths(value))
+def _refuse_unknown(section: str, where: str) -> None:
+    known = TOP_LEVEL | always_on().keys()
+    if section not in known:
+        near = get_close_matches(section, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        what = f"{where}{section} is not a key of this program"
+        raise InputError(f"{what}{hint} see --help for every key")
 
 
-def read(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Returns the keys of the file at `path`.
+def read(path: str, flag: str = "--config", package: str | None = None) -> dict[str, Any]:
+    """Returns the keys of the file at `path`; with `package`, with its classes' present names
+    (rename_old_classes).
 
     Raises:
         InputError: it cannot be read, is not YAML, has no keys or too many values.
@@ -105,6 +95,8 @@ def read(path: str, flag: str = "--config") -> dict[str, Any]:
         raise InputError(f"{where} is a {kind}: give keys, as in `trainer: {{max_steps: 9}}`")
     for name, value in content.items():
         check_section(str(name), value, f"{where}: {name}")
+    if package:
+        rename_old_classes(content, package)
     return content
 
 
@@ -152,10 +144,11 @@ def _check_nodes(root: Any, where: str) -> None:
                     raise InputError(f"{where} has the key {name} {which}")
                 lines[name] = line
                 sections += [name] * isinstance(value, yaml.MappingNode)
-            for name, line in lines.items():  # the parser drops a dotted key before its section
-                if outer := next((one for one in sections if name.startswith(f"{one}.")), None):
-                    which = f"{outer} and {name}, in lines {lines[outer]} and {line}"
-                    raise InputError(f"{where} has {which}: move the second into the first")
+            for outer in sections:  # the parser drops a dotted key before its section
+                for name, line in lines.items():
+                    if name.startswith(f"{outer}."):
+                        which = f"{outer} and {name}, in lines {lines[outer]} and {line}"
+                        raise InputError(f"{where} has {which}: move the second into the first")
 
 
 def check_section(name: str, value: Any, where: str) -> None:
@@ -183,25 +176,26 @@ def refuse_variables() -> None:
             raise InputError(f"{variable} is set, and {why}: unset it, and give --{key}")
 
 
-def with_classes_of_the_library(content: Any, package: str) -> Any:
-    """Returns a configuration in which class paths of old modules of `package` are class names.
+def rename_old_classes(content: object, package: str) -> bool:
+    """Replaces class paths of modules that `package` no longer has by the classes' names, in place.
 
     Older projects contained the library's modules, and the config.yaml of their runs names them.
+    Returns whether anything was replaced.
     """
+    renamed = False
     if isinstance(content, list):
-        return [with_classes_of_the_library(item, package) for item in content]
-    if not isinstance(content, dict):
-        return content
-    found = {key: with_classes_of_the_library(value, package) for key, value in content.items()}
-    if str(found.get("class_path")).startswith(f"{package}."):
-        module, _, name = found["class_path"].rpartition(".")
-        if not _exists(module):
-            found["class_path"] = name
-    return found
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it
-        return False
+        for item in content:
+            renamed |= rename_old_classes(item, package)
+    elif isinstance(content, dict):
+        for value in content.values():
+            renamed |= rename_old_classes(value, package)
+        module, _, name = str(content.get("class_path")).rpartition(".")
+        if module.startswith(f"{package}."):
+            try:
+                exists = find_spec(module) is not None
+            except ModuleNotFoundError:  # a package above it
+                exists = False
+            if not exists:
+                content["class_path"] = name
+                renamed = True
+    return renamed

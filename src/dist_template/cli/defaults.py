@@ -5,41 +5,55 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from importlib import import_module
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
-from typing import Any
 
-# Configuration key: callback, in the order of calls: measure, write, show, act.
-ALWAYS_ON = {
-    "watchdog": "callbacks.watchdog.Watchdog",
-    "same_environment": "cluster.fingerprint.SameEnvironment",
-    "random_state": "callbacks.random_state.RandomState",
-    "parameter_names": "checkpoint.optimizer.ParameterNames",
-    "numerics": "callbacks.numerics.Numerics",
-    "replicas": "callbacks.replicas.Replicas",
-    "throughput": "callbacks.throughput.Throughput",
-    "hardware": "callbacks.hardware.Hardware",
-    "inputs": "callbacks.training_log.Inputs",
-    "experts": "callbacks.experts.Experts",
-    "messages": "callbacks.messages.WarningsOfRanks",
-    "training_log": "callbacks.training_log.TrainingLog",
-    "console": "callbacks.console.Console",
-    "diagnosis": "callbacks.diagnosis.Diagnosis",
-    "samples": "callbacks.samples.Samples",
-    "last_checkpoint": "callbacks.checkpoint.LastCheckpoint",
-    "best_checkpoint": "callbacks.checkpoint.BestCheckpoint",
-    "goodput": "callbacks.goodput.Goodput",
-    "preemption": "callbacks.preemption.Preemption",
+from ..plugins import LIBRARY, registered
+
+__all__ = ["always_on"]
+
+# Configuration key: callback, in the order of calls. OBSERVERS measure, write and show; callbacks
+# that packages register follow; SAVERS save and stop.
+CALLBACKS = "dist_template.callbacks"
+OBSERVERS = {
+    "watchdog": "callbacks.watchdog:Watchdog",
+    "same_environment": "cluster.fingerprint:SameEnvironment",
+    "random_state": "callbacks.random_state:RandomState",
+    "parameter_names": "checkpoint.optimizer:ParameterNames",
+    "numerics": "callbacks.numerics:Numerics",
+    "replicas": "callbacks.replicas:Replicas",
+    "throughput": "callbacks.throughput:Throughput",
+    "hardware": "callbacks.hardware:Hardware",
+    "inputs": "callbacks.training_log:Inputs",
+    "experts": "callbacks.experts:Experts",
+    "messages": "callbacks.messages:WarningsOfRanks",
+    "training_log": "callbacks.training_log:TrainingLog",
+    "console": "callbacks.console:Console",
+}
+SAVERS = {
+    "samples": "callbacks.samples:Samples",
+    "last_checkpoint": "callbacks.checkpoint:LastCheckpoint",
+    "best_checkpoint": "callbacks.checkpoint:BestCheckpoint",
+    "goodput": "callbacks.goodput:Goodput",
+    "preemption": "callbacks.preemption:Preemption",
 }
 
 
-def callback_class(key: str) -> Any:
-    """Imports and returns the callback of configuration key `key`."""
-    module, _, name = ALWAYS_ON[key].rpartition(".")
-    return getattr(import_module(f"..{module}", __package__), name)
+def always_on() -> dict[str, EntryPoint]:
+    """Returns the callbacks of every run by configuration key, in the order of calls.
+
+    Raises:
+        InputError: a key is registered twice.
+    """
+    others = registered(CALLBACKS, taken=OBSERVERS.keys() | SAVERS.keys())
+    return _entry_points(OBSERVERS) | others | _entry_points(SAVERS)
 
 
-TRAINER_DEFAULTS = {
+def _entry_points(places: dict[str, str]) -> dict[str, EntryPoint]:
+    return {key: EntryPoint(key, f"{LIBRARY}.{at}", CALLBACKS) for key, at in places.items()}
+
+
+TRAINER_DEFAULTS: dict[str, object] = {
     "use_distributed_sampler": False,  # the data module determines the order of samples
     "num_sanity_val_steps": -1,  # a full validation before training gives the initial loss
     "check_val_every_n_epoch": None,  # val_check_interval counts across epochs

@@ -38,7 +38,7 @@ from ..parallel.mesh import MeshStrategy  # noqa: F401
 from ..parallel.zero import ZeroStrategy  # noqa: F401
 from ..project import Project
 from . import config_file, limits, ranges
-from .defaults import ALWAYS_ON, TRAINER_DEFAULTS, callback_class, hide_expected
+from .defaults import TRAINER_DEFAULTS, always_on, hide_expected
 from .parser import OPTIMIZATION, ConfigFile, Parser, add_optimization, as_launched, inherit_rates
 from .run import (
     RunConfig,
@@ -49,6 +49,8 @@ from .run import (
     write_predictions,
 )
 from .trainer import complete
+
+__all__ = ["CLI", "WithoutTrainer", "parse"]
 
 hide_expected()
 
@@ -64,11 +66,6 @@ def main(argv: list[str], project: Project) -> None:
             CLI(project, argv, run=True)
     except MisconfigurationException as error:  # the later sentences name the key
         raise InputError(f"trainer: {str(error).replace('. ', '; ')}") from error
-
-
-def describe(argv: list[str], project: Project) -> CLI:
-    """Returns the objects of `argv`, one of Lightning's verbs and its flags; runs nothing."""
-    return Described(project, argv, run=True)
 
 
 def parse(argv: list[str], project: Project) -> CLI:
@@ -122,8 +119,8 @@ class CLI(OpenCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_class_arguments(RunConfig, "run")
         parser.add_class_arguments(Site, "cluster")
-        for key in ALWAYS_ON:
-            parser.add_lightning_class_args(callback_class(key), key)
+        for key, callback in always_on().items():
+            parser.add_lightning_class_args(callback.load(), key)
         add_optimization(parser)
         if self._name != "fit":
             assert isinstance(parser, Parser)
@@ -195,7 +192,6 @@ class CLI(OpenCLI):
             given=self._trainer_arguments,
             config=self.resolved_config(),
             defaults=self._defaults,
-            reports=self._setting("run").report,
         )
         return trainer
 
@@ -204,7 +200,7 @@ class CLI(OpenCLI):
         for key in OPTIMIZATION:
             if not (chosen := self.value(self.config, key)):
                 continue
-            if not any_module.own(self.model, "optim", OptimConfig):
+            if not any_module.typed_attribute(self.model, "optim", OptimConfig):
                 name = type(self.model).__name__
                 raise InputError(f"--{key}: {name} has no `optim`; edit its configure_optimizers")
             setattr(self.model.optim, key, chosen.as_dict())
@@ -286,15 +282,11 @@ class CLI(OpenCLI):
         write_predictions(self.trainer.predict_loop.predictions, self.run / "predictions.jsonl")
 
 
-class Described(CLI):
-    """A verb that does not run: its keys, model, data and run folder, without a Trainer."""
+class WithoutTrainer(CLI):
+    """A verb that does not run, or a tool's: its keys, model, data and run folder."""
 
     executes = False
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         self._pass_optimization()
         return None  # ty: ignore[invalid-explicit-return]
-
-
-class WithoutTrainer(Described):
-    """For tools: the same keys, model and data, without a Trainer."""

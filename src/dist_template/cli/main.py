@@ -5,7 +5,6 @@ It imports nothing heavy, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
@@ -21,66 +20,22 @@ from ..cluster.watchdog import START_TIMEOUT_S, WATCHDOG
 from ..errors import Ended, Exit, InputError, another_rank_is_gone, local_rank, reason, shortened
 from ..lazy import without_collections
 from ..project import Project
+from .verbs import TRAINING, verbs
 
 # Tensors of 2 MiB and more in host memory get huge pages; torch reads this at its first allocation.
 # Otherwise a 20 MB buffer that is allocated in each step costs 5,000 page faults, and glibc 2.36
 # fragments: 2.3 GB more after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
-LIBRARY = __name__.split(".")[0]
-FIT = "cli.fit"  # of the verbs that train or evaluate
-VERBS = {  # verb: (module with `main(argv, project)`, what it does)
-    "fit": (FIT, "train and validate; resumes with --ckpt_path last"),
-    "validate": (FIT, "evaluate a checkpoint on the validation split"),
-    "test": (FIT, "evaluate a checkpoint on the test split"),
-    "predict": (FIT, "generate texts from data.prompts with a checkpoint"),
-    "prepare": ("wings.setup.prepare", "tokenize the data once, in one process, before training"),
-    "doctor": ("wings.setup.doctor", "check this machine for problems that would stop a training"),
-    "rehearse": (
-        "wings.rehearse.command",
-        "check a cluster's configuration on this CPU, in minutes",
-    ),
-    "plan": ("wings.plan.command", "compare strategies: memory, traffic, time, and their flags"),
-    "launch": ("wings.launch.command", "start a run by torchrun, deepspeed, ssh, Slurm, …"),
-    "sweep": ("wings.sweep.command", "try values of some keys in many trainings, with pruning"),
-    "evaluate": (
-        "wings.ship.evaluate.command",
-        "compare a run with a baseline, document by document",
-    ),
-    "export": (
-        "wings.ship.export.command",
-        "convert a checkpoint to hf, onnx or peft, verified",
-    ),
-    "serve": ("wings.ship.serve.command", "answer OpenAI's API with a model, compared before"),
-    "promote": ("wings.ship.promote.command", "evaluate and export a run, and register the export"),
-    "diagnose": ("wings.diagnose", "report what is wrong with a run, and which flag to change"),
-    "report": ("wings.report", "write a page about runs: findings, curves, configuration, samples"),
-    "compare": ("wings.report", "compare two or more runs: configuration and results"),
-    "upgrade": ("wings.setup.upgrade", "merge the template's newest version into this project"),
-    "deepspeed-config": (
-        "wings.setup.deepspeed_config",
-        "print a configuration's DeepSpeed JSON",
-    ),
-    "docs": (
-        "wings.setup.docs",
-        "list the pages of the documentation, or print one, offline",
-    ),
-    "completion": (
-        "wings.setup.completion",
-        "print a script by which a shell completes verbs and keys",
-    ),
-}
-
-
 NEEDED = ("torch", "lightning", "transformers", "jsonargparse", "numpy", "yaml")  # by every verb
 
 
 def usage(program: str) -> str:
-    verbs = "\n".join(f"  {verb:<18} {what}" for verb, (_, what) in VERBS.items())
+    lines = "\n".join(f"  {verb:<18} {known.help_line()}" for verb, known in verbs().items())
     return f"""usage: python -m {program} VERB [--config FILE]… [--KEY VALUE]…
 
 verbs:
-{verbs}
+{lines}
 
 Files given with --config compose from left to right; a --KEY VALUE after them overrides.
   python -m {program} fit --config configs/quickstart.yaml
@@ -101,7 +56,7 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
             inside `package`.
         data: The LightningDataModule, likewise.
         package: The project's package.
-        argv: A verb and its flags. None: those of this process.
+        argv: A verb and its flags. None: sys.argv.
     """
     if re.fullmatch(r"--local[-_]rank=\d+", "".join(sys.argv[1:2])):
         del sys.argv[1]  # the deepspeed launcher writes it before the verb, and sets LOCAL_RANK too
@@ -109,7 +64,7 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
     skip_finalization()
     if not sys.stderr.isatty():  # transformers' progress bars too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if VERBS.get(" ".join(argv[:1]), ("",))[0] == FIT:
+    if argv and argv[0] in TRAINING:
         signals.listen()
     code = command(argv, project)
     signals.ignore()
@@ -120,31 +75,11 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
 def run(argv: list[str], project: Project) -> int:
     """Runs a verb; returns the exit code. Raises errors other than bad input."""
     project.start()
-    program = project.package
-    if not argv or argv[0] in ("-h", "--help"):
-        print(usage(program))
-        return Exit.DONE if argv else Exit.BAD_INPUT
-    verb = argv[0]
-    if verb not in VERBS:
-        message = f"{verb!r} is not a verb of {program}; allowed are {', '.join(VERBS)}."
-        print(f"error: {message}", file=sys.stderr)
-        return Exit.BAD_INPUT
-    if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        print(f"error: {_no_environment(project, verb, lacking)}", file=sys.stderr)
-        return Exit.BAD_INPUT
-    if VERBS[verb][0] == FIT:
-        MESSAGES.listen()
-        WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
     try:
-        from . import config_file
-
-        config_file.check_inline(argv)
-        if VERBS[verb][0] in (FIT, "wings.setup.prepare"):
-            config_file.check(argv, project)
-        name = f"{LIBRARY}.{VERBS[verb][0]}"
-        with nullcontext() if name in sys.modules else without_collections():
-            module = importlib.import_module(name)
-        module.main(argv, project)
+        if not argv or argv[0] in ("-h", "--help"):
+            print(usage(project.package))
+            return Exit.DONE if argv else Exit.BAD_INPUT
+        _start(argv, project)
         return Exit.DONE
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
@@ -154,7 +89,7 @@ def run(argv: list[str], project: Project) -> int:
             print(f"{start}{shortened(str(error), 2000)}", file=sys.stderr)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
-        from ..observe.diagnosis.crash import record_of
+        from ..observe.crash import record_of
 
         is_consequence = another_rank_is_gone(error) and not record_of(error)
         if not is_consequence or os.environ.get("TRACEBACK", "0") != "0":
@@ -167,6 +102,28 @@ def run(argv: list[str], project: Project) -> int:
         return Exit.INTERRUPTED
     finally:
         WATCHDOG.stop()
+
+
+def _start(argv: list[str], project: Project) -> None:
+    """Checks a command line as far as this needs no torch, then imports and runs the verb."""
+    verb, known = argv[0], verbs()
+    if verb not in known:
+        allowed = ", ".join(known)
+        raise InputError(f"{verb!r} is not a verb of {project.package}; allowed are {allowed}.")
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise InputError(_no_environment(project, verb, lacking))
+    if verb in TRAINING:
+        MESSAGES.listen()
+        WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
+    from . import config_file
+
+    config_file.check_inline(argv)
+    if verb in TRAINING:
+        config_file.check(argv)
+    with nullcontext() if known[verb].point.module in sys.modules else without_collections():
+        function = known[verb].load()
+    function(argv, project)
 
 
 def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
@@ -183,10 +140,10 @@ def _no_environment(project: Project, verb: str, lacking: list[str]) -> str:
 
 
 def command(argv: list[str], project: Project) -> int:
-    """Runs a verb; an unexpected error is reported with a diagnosis instead of a traceback."""
+    """Runs a verb; an unexpected error is reported in a few lines instead of a traceback."""
     try:
         return run(argv, project)
     except Exception as error:
-        from ..observe.diagnosis import crash
+        from ..observe.crash import print_crash
 
-        return crash.print_crash(error)
+        return print_crash(error)

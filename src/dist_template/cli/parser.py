@@ -23,11 +23,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..compat.lightning_cli import formatter_of, keys_of, takes_null
 from ..errors import InputError, is_first_on_node, reason, shortened
-from ..project import program, program_name
-from ..text.sources.documents import Source
+from ..project import Choice, program, program_name
 from . import config_file
 
-BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Source)
+__all__ = ["one_sentence"]
+
+BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Choice)
 OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (
         (Optimizer,),
@@ -167,7 +168,7 @@ class Parser(LightningArgumentParser):
 
 
 def one_sentence(text: str, keys: set[str]) -> str:
-    """Returns jsonargparse's message in one sentence, without the types that it has tried."""
+    """Rewrites jsonargparse's message as one sentence, without the types that it has tried."""
     unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
     if found := re.search(unknown, text):
         name = found[1] or found[2]
@@ -189,8 +190,8 @@ def one_sentence(text: str, keys: set[str]) -> str:
         known = [kind.__name__ for base in BASES for kind in _below(base)]
         near = get_close_matches(found[1], known, 1)
         hint = f" did you mean {near[0]}?" if near else ""
-        own = "give one that this package or Lightning has, or module.Class of your own"
-        return f"{at}there is no class {found[1]};{hint} {own}"
+        allowed = "use a class of this package or of Lightning, or an import path (module.Class)"
+        return f"{at}there is no class {found[1]};{hint} {allowed}"
     union = r"Union subtypes.* Errors: - (.+) Given value type: .*? Given value: (.+)"
     value = re.search(union, text)
     if at and value:
@@ -211,10 +212,9 @@ class ConfigFile(ActionConfigFile):
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: Any = None) -> None:
-        content, written = {}, {}
+        content: dict[str, Any] = {}
         if os.path.isfile(str(values)):  # otherwise jsonargparse reports it, or reads a mapping
             content = config_file.read(str(values))
-            written = yaml.safe_load(Path(values).read_text(encoding="utf-8")) or {}
         for earlier in cfg.get(self.dest) or ():
             if _folder(earlier) == _folder(values) == "strategy":
                 both = f"--config {earlier} and --config {values}"
@@ -223,10 +223,11 @@ class ConfigFile(ActionConfigFile):
         if strategy and (not isinstance(strategy, dict) or "class_path" in strategy):
             cfg["trainer.strategy"] = None
         known = {action.dest for action in keys_of(parser)}  # a run's own config.yaml has fit's
-        skipped = config_file.OF_SOME_VERBS - known
-        content = {key: value for key, value in content.items() if key not in skipped}
-        moved = config_file.with_classes_of_the_library(content, program_name())
-        values = values if moved == written else yaml.safe_dump(moved)
+        skipped = content.keys() & (config_file.OF_SOME_VERBS - known)
+        for key in skipped:
+            del content[key]
+        if config_file.rename_old_classes(content, program_name()) or skipped:
+            values = yaml.safe_dump(content)
         super().__call__(parser, cfg, values, option_string)
 
 
@@ -256,7 +257,8 @@ def inherit_rates(settings: Namespace, given: Namespace) -> None:
     optim = settings.model.get("optim")
     if not settings.get("optimizer") or not optim:
         return
-    arguments, own = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
-    for name, value in {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}.items():
-        if name in arguments and name not in own:
-            arguments[name] = value
+    arguments, explicit = settings.optimizer.init_args, given.optimizer.get("init_args") or {}
+    if "lr" in arguments and "lr" not in explicit:
+        arguments["lr"] = optim.learning_rate
+    if "weight_decay" in arguments and "weight_decay" not in explicit:
+        arguments["weight_decay"] = optim.weight_decay

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from jsonargparse import Namespace
 
@@ -57,42 +56,44 @@ RULES = (  # what is allowed, least, most, keys
     ("1 to 65,535", 1, 65_535, "cluster.port"),
     ("0 to 4,294,967,295", 0, 2**32 - 1, "seed_everything data.seed"),
 )  # fmt: skip
-RANGES: dict[str, tuple[str, float, float]] = {
-    key: rule[:3] for rule in RULES for key in rule[3].split()
-}
+RANGES: dict[str, tuple[str, float, float]] = {}  # key: what is allowed, least, most
+for _allowed, _least, _most, _keys in RULES:
+    RANGES |= dict.fromkeys(_keys.split(), (_allowed, _least, _most))
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, half of a pair: no file, path or log can have them
 LIBRARY = __name__.partition(".")[0]
 CHECKED = {LIBRARY, "torch", "lightning"}  # whose classes' arguments are checked
 ANY = ("fewer digits", -(2**63), 2**63 - 1)  # integers of other keys: what C and torch hold
 
 
-def check(settings: Namespace, **own: Any) -> None:
-    """Checks the numbers and texts of a configuration.
+def check(settings: Namespace, **classes: object) -> None:
+    """Checks the numbers and texts of a verb's configuration.
 
     Args:
-        settings: Of a verb.
-        own: The classes of `model` and `data`. The keys of a class that is not derived from one of
-            this library's have a meaning of their own.
+        settings: The keys of the verb.
+        classes: The classes of `model` and `data`. The keys of a class that is not derived from one
+            of this library's have a meaning of their own.
 
     Raises:
         InputError: a number is out of the range of its key, or nan; or a text is no text.
     """
-    others = {
-        section
-        for section, kind in own.items()
-        if not any(base.__module__.startswith(f"{LIBRARY}.") for base in kind.__mro__)
-    }
+    unchecked = set()
+    for section, kind in classes.items():
+        bases = getattr(kind, "__mro__", ())
+        if not any(base.__module__.startswith(f"{LIBRARY}.") for base in bases):
+            unchecked.add(section)
     if str(settings.trainer.get("devices")) == "0":  # in a list it is the first device
         raise InputError("trainer.devices is 0; give 1 or more, or auto")
     for key, given in _leaves(settings):
         if isinstance(given, str) and (found := NO_TEXT.search(given)):
             raise InputError(f"{key} has the character {found[0]!r}; give a text without it")
-        is_digits = isinstance(given, str) and key in RANGES and given.isdecimal()
-        value = int(given[:99]) if is_digits else given
-        if isinstance(value, str):
+        if not isinstance(given, str):
+            value = given
+        elif key in RANGES and given.isdecimal():
+            value = int(given[:99])
+        else:
             continue
         allowed, least, most = ANY if isinstance(value, int) else ("a number", -math.inf, math.inf)
-        if key.partition(".")[0] not in others:
+        if key.partition(".")[0] not in unchecked:
             allowed, least, most = RANGES.get(key, (allowed, least, most))
         if not least <= value <= most:  # nan is not
             is_long = isinstance(value, int) and abs(value) > FINITE  # str() stops at 4,300 digits
@@ -100,18 +101,22 @@ def check(settings: Namespace, **own: Any) -> None:
             raise InputError(f"{key} is {shown}; give {allowed}")
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each number and text, and its key, without init_args and positions in lists; of a
-    user's class only the arguments under `data` that have a range, which are the library's."""
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Namespace | dict):
-        items = (vars(value) if isinstance(value, Namespace) else value).items()
-        if str(value.get("class_path", LIBRARY)).partition(".")[0] not in CHECKED:
-            given = (value.get("init_args") or {}).items() if key.startswith("data.") else ()
-            items = [(name, each) for name, each in given if f"{key}.{name}" in RANGES]
-    elif isinstance(value, list | tuple):
-        items = [("init_args", each) for each in value]
-    elif isinstance(value, int | float | str) and not isinstance(value, bool):
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, int | float | str]]:
+    """Yields each number and text, and its key, without init_args and positions in lists.
+
+    Of a user's class it yields only the arguments under `data` that have a range: the library's.
+    """
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
         yield key, value
-    for name, each in items:
-        yield from _leaves(each, key if name == "init_args" else f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each, key)
+    elif isinstance(value, Namespace | dict):
+        items = vars(value) if isinstance(value, Namespace) else value
+        is_users = str(items.get("class_path", LIBRARY)).partition(".")[0] not in CHECKED
+        if is_users:
+            items = dict(items.get("init_args") or {})
+        for name, each in items.items():
+            inner = key if name == "init_args" else f"{key}.{name}".lstrip(".")
+            if not is_users or (inner.startswith("data.") and inner in RANGES):
+                yield from _leaves(each, inner)

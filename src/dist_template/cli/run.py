@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import commit, manifest
+from ..checkpoint import manifest
 from ..checkpoint.formats import format_of
-from ..cluster.launch import RUN_ID
+from ..cluster.launch import Variable
 from ..cluster.watchdog import START_TIMEOUT_S
 from ..errors import InputError
-from ..observe.report.plotly_js import PlotlyJs
+from ..observe.history.run import PlotlyJs
+
+__all__ = ["RunConfig", "is_checkpoint", "verified_checkpoint"]
 
 MAX_NAME_BYTES = 255  # of one part of a path, in the file systems of Linux and macOS
 PLACEHOLDER = "{run}"  # replaced by the run folder in any string of the configuration
@@ -110,16 +112,18 @@ def new_run(config: RunConfig, timeout_s: float = START_TIMEOUT_S) -> Path:
         InputError: the variable DIST_RUN_ID is not the name of a folder.
         Ended: the ranks do not reach rank 0.
     """
-    run_id = os.environ.get(RUN_ID) or os.environ.get("SLURM_JOB_ID")
+    run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
     if not run_id:
         from ..cluster.rendezvous import agreed
 
         proposal = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        run_id = agreed(RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
-    _check_name(RUN_ID, run_id)
+        run_id = agreed(Variable.RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
+    _check_name(Variable.RUN_ID, run_id)
     if Path(run_id).name != run_id or run_id == "..":
-        raise InputError(f"{RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
-    os.environ[RUN_ID] = run_id
+        raise InputError(
+            f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1"
+        )
+    os.environ[Variable.RUN_ID] = run_id
     return config.parent / run_id
 
 
@@ -145,7 +149,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
     given, evaluates = settings.get("ckpt_path"), verb not in (None, "fit")
     if evaluates and given == "start":
         settings.ckpt_path = None
-        message = f"{verb}: the weights are those that training starts with"
+        message = f"{verb}: the weights are the initial weights of training"
         return _new_run(settings), None, message
     if evaluates and not given and (not settings.model.get("pretrained") or _last_writes(settings)):
         given = "best or last"
@@ -157,9 +161,9 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         if evaluates or given == "last":
             run = newest
         if given != "last":
-            message = f"{verb}: the weights are those of {checkpoint}"
+            message = f"{verb}: the weights come from {checkpoint}"
     elif evaluates and not given:
-        message = f"{verb}: the weights are those of model.pretrained; run.name has no checkpoint"
+        message = f"{verb}: the weights come from model.pretrained; run.name has no checkpoint"
     if run is None:
         run = _new_run(settings)
     folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
@@ -176,7 +180,7 @@ def _last_writes(settings: Any) -> dict[Path, float]:
     found: dict[Path, float] = {}
     for run in sorted(RunConfig(**vars(settings.run)).parent.glob("*")):
         folder = Path(fill_placeholders(settings.last_checkpoint.dirpath, run))
-        if path := commit.newest(folder):
+        if path := manifest.newest(folder):
             found[run] = manifest.read(path)["time"]
     return found
 
@@ -230,6 +234,29 @@ def check_checkpoint(path: Path, key: str = "--ckpt_path") -> None:
         raise InputError(f"{given} is not a checkpoint, or is incomplete; give {hint}, or `last`")
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether `path` is a checkpoint, is in one, or is a folder of checkpoints."""
+    return bool(manifest.resolve(path)[1] or format_of(path))
+
+
+def verified_checkpoint(given: str | Path, key: str, settings: Any = None) -> Path:
+    """Returns the checkpoint at `given`, the newest valid one of a folder, with verified files.
+
+    Args:
+        given: A path; with `settings`, also `last` or `best` of the newest run.
+        key: The flag or argument to name in an error.
+        settings: The configuration, with "{run}" in it.
+
+    Raises:
+        InputError: it does not exist, is damaged, or holds no checkpoint.
+    """
+    path = Path(given)
+    if settings is not None and given in ("last", "best"):
+        path = newest_checkpoint(str(given), settings)[1]
+    check_checkpoint(path, key)
+    return manifest.agreed(path)
+
+
 def can_resume(folder: Path) -> bool:
     """Returns whether the run with its checkpoints in `folder` can be resumed.
 
@@ -238,7 +265,7 @@ def can_resume(folder: Path) -> bool:
     """
     if not manifest.found(folder):
         return False
-    if commit.newest(folder) is None:
+    if manifest.newest(folder) is None:
         raise InputError(
             f"the checkpoints of this run, in {folder}, are all damaged: {_damages(folder)};"
             " move the folder away, or set another run.name"

@@ -17,7 +17,7 @@ from ..callbacks.sample_order import SampleOrder
 from ..callbacks.summary import Summary
 from ..callbacks.unused_parameters import UnusedParameters
 from ..callbacks.watchdog import Watchdog
-from ..checkpoint.resume import use_every_format
+from ..checkpoint.formats import use_every_format
 from ..cluster.fingerprint import SameEnvironment
 from ..cluster.redaction import redacted
 from ..compat.lightning import limit_threads
@@ -37,7 +37,6 @@ def complete(
     given: dict[str, Any],
     config: dict[str, Any],
     defaults: Callable[[], str],
-    reports: bool,
 ) -> Summary:
     """Adds loggers, callbacks, checkpoint formats and the training loop; returns the summary.
 
@@ -47,14 +46,14 @@ def complete(
     ddp.complete(given.get("strategy"), trainer.strategy)
     if trainer.num_devices > 1:
         limit_threads(trainer.num_devices)  # Lightning does so in rank 0, for some strategies
-    use_every_format(trainer, module)
+    use_every_format(trainer.strategy)
     precision = trainer.strategy.precision_plugin
     if type(precision) is HalfPrecision:
         trainer.strategy.precision_plugin = HalfParameters(precision.precision)
     if not trainer.fast_dev_run:
         trainer.loggers = [*trainer.loggers, RunLog(run)]
     plain = redacted(json.loads(json.dumps(config, default=str)))
-    summary = Summary(run, reports and not trainer.fast_dev_run)
+    summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
     first: list[Any] = [Crash(run)] if any_module.owns_order(data) else [SampleOrder(), Crash(run)]
     last = [Record(run, plain, defaults), Garbage(), UnusedParameters(), summary]
     trainer.callbacks = [*first, *trainer.callbacks, *last]

@@ -5,26 +5,25 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import random
 import re
-import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from .redaction import recorded_variables, redacted_command
 from .signals import job_started
 
+__all__ = ["comparable", "driver", "packages"]
+
 DRIVER = Path("/proc/driver/nvidia/version")
 CGROUPS = Path("/sys/fs/cgroup")
-PORTS = range(20_000, 32_768)  # below those that kernels give to connections
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, object]:
     """Returns everything for a run's environment.json, with host and time."""
+    job_ends = os.environ.get("SLURM_JOB_END_TIME")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": redacted_command([Path(sys.executable).name, *sys.orig_argv[1:]]),
@@ -33,24 +32,30 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "git_changes": git("status", "--short"),
         "job_started": job_started(),  # Unix time, as job_ends
-        "job_ends": float(job_ends) if (job_ends := os.environ.get("SLURM_JOB_END_TIME")) else None,
+        "job_ends": float(job_ends) if job_ends else None,
         **comparable(),
     }
 
 
-def comparable() -> dict[str, Any]:
+def comparable() -> dict[str, object]:
     """Returns what must be equal on all machines of a training."""
     import torch
     import torch.cuda.nccl
 
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    commit, has_changes = None, False  # to tracked files
+    status = git("status", "--porcelain=v2", "--branch", "--untracked-files=no") or ""
+    for line in status.splitlines():
+        if line.startswith("# branch.oid "):
+            commit = line.removeprefix("# branch.oid ")
+        has_changes |= not line.startswith("#")
     return {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         "driver": driver(),
-        "gpus": gpus,
-        **_git_state(),
+        "gpus": [*map(torch.cuda.get_device_name, range(torch.cuda.device_count()))],
+        "git_commit": commit,
+        "git_diff": digest(git("diff", "HEAD")) if has_changes else None,
         "variables": recorded_variables(os.environ),
         "packages": packages(),
     }
@@ -63,14 +68,9 @@ def packages() -> dict[str, str]:
     specification, in 2 ms; importlib.metadata reads a file of each package, in 76 ms."""
     found: dict[str, str] = {}
     for folder in sys.path:
-        try:
-            names = sorted(os.listdir(folder or "."))
-        except OSError:  # the entry is a zip file, or does not exist
-            continue
-        for name in names:
-            if name.endswith(".dist-info"):
-                package, _, version = name.removesuffix(".dist-info").partition("-")
-                found.setdefault(normalized(package), version)
+        for path in sorted(Path(folder).glob("*.dist-info")):  # none in a zip file
+            package, _, version = path.name.removesuffix(".dist-info").partition("-")
+            found.setdefault(normalized(package), version)
     return dict(sorted(found.items()))
 
 
@@ -81,22 +81,13 @@ def normalized(package: str) -> str:
 
 def driver() -> str | None:
     """Returns the version of the NVIDIA driver, or None without one."""
-    text = _read(DRIVER)
+    if not (text := _read(DRIVER)):
+        return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found.group() if found else "unknown" if text else None
+    return found.group() if found else "unknown"
 
 
-def _git_state() -> dict[str, str | None]:
-    """Returns the commit, and a digest of the changes to tracked files (None without changes)."""
-    lines = (git("status", "--porcelain=v2", "--branch", "--untracked-files=no") or "").splitlines()
-    head = "# branch.oid "
-    commits = [line.removeprefix(head) for line in lines if line.startswith(head)]
-    has_changes = any(not line.startswith("#") for line in lines)
-    diff = digest(git("diff", "HEAD")) if has_changes else None
-    return {"git_commit": next(iter(commits), None), "git_diff": diff}
-
-
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
@@ -112,10 +103,9 @@ def git(*arguments: str) -> str | None:
 
 def machine() -> str:
     """Identifies where a process id is valid: this boot of this machine, and the container."""
-    namespace = Path("/proc/self/ns/pid")  # Linux, as the boot's id
     known = [platform.node(), _read(Path("/proc/sys/kernel/random/boot_id")).strip()]
-    if namespace.is_symlink():
-        known.append(os.readlink(namespace))
+    with suppress(OSError):  # Linux alone has it, as the boot's id
+        known.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(filter(None, known))
 
 
@@ -125,8 +115,8 @@ def memory_limit() -> int:
 
     limits = [psutil.virtual_memory().total]
     # Version 2 has one line, "0::". A parent's limit applies to its children.
-    own = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
-    group = CGROUPS / own.group(1) if own else CGROUPS
+    found = re.search(r"^0::/?(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
+    group = CGROUPS / found.group(1) if found else CGROUPS
     for folder in (group, *group.parents, CGROUPS / "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
             if folder.is_relative_to(CGROUPS) and (text := _read(folder / name).strip()).isdigit():
@@ -139,14 +129,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-
-
-def free_port() -> int:
-    """Returns a port of this machine for ranks to meet at: the kernel might give one of its own
-    choice to any connection before rank 0 listens there."""
-    ports = random.SystemRandom().sample(PORTS, len(PORTS))  # others in each process
-    for port in ports:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"all ports from {min(ports)} to {max(ports)} are taken")

@@ -10,11 +10,11 @@ to the group any more, and under FSDP2 DTensor's caches do."""
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 import threading
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import NoReturn
 
 from ..errors import Exit, reason
 from .launch import record_exit
@@ -30,30 +30,28 @@ def skip_finalization() -> None:
 
 def exit_process(code: int) -> NoReturn:
     """Exits with `code`, after all non-daemon threads and all exit functions."""
-    if code == Exit.DONE:  # after a failure, destroying would wait for other ranks' collectives
-        _destroy_process_groups()
+    if code == Exit.DONE and "torch.distributed" in sys.modules:
+        # after a failure, it would wait for other ranks' collectives
+        import torch.distributed as dist
+
+        timer = threading.Timer(LIMIT_S, os._exit, (Exit.DONE,))
+        timer.daemon = True
+        timer.start()
+        try:
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()
+        except RuntimeError as error:  # the run is finished and saved: a restart would not help
+            why = reason(error)
+            print(f"note: the process groups could not be destroyed: {why}", file=sys.stderr)
+        timer.cancel()
     _codes.append(code)
     record_exit(code)
     sys.exit(code)
 
 
-def _destroy_process_groups() -> None:
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    timer = threading.Timer(LIMIT_S, os._exit, (Exit.DONE,))
-    timer.daemon = True
-    timer.start()
-    try:
-        distributed.destroy_process_group()
-    except RuntimeError as error:  # the run is finished and saved: a restart would not help
-        print(f"note: the process groups could not be destroyed: {reason(error)}", file=sys.stderr)
-    timer.cancel()
-
-
 def _exit() -> None:
     if _codes:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # the reader has exited, or it is closed
+            with suppress(OSError, ValueError):  # the reader has exited, or it is closed
                 stream.flush()
         os._exit(_codes[0])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
 from ..errors import Ended, Exit, InputError
 from ..records import flatten
@@ -32,17 +33,22 @@ class SameEnvironment(Callback):
         self.ignore = ignore
         self.refusal: str | None = None  # why rank 0 may not start; all ranks then stop
 
-    def begin(self, trainer: Any, run: Path, config: dict[str, Any], timeout_s: float) -> None:
+    def begin(self, trainer: Trainer, run: Path, config: dict[str, Any], timeout_s: float) -> None:
         """Schedules the comparison for when all ranks are started, before the first collective.
 
         `run`, the run's folder, and `config` may differ between ranks that were started manually.
         `timeout_s` 0 is the default.
         """
 
-        def act(rendezvous: Rendezvous) -> None:
-            self.compare(rendezvous, own_facts(run, config, trainer.datamodule))
+        def compare(rendezvous: Rendezvous) -> None:
+            data = getattr(getattr(trainer, "datamodule", None), "corpus", None)
+            facts = {**comparable(), "run_folder": str(run), "config": {}}
+            for key, value in flatten(config).items():
+                facts["config"][key] = str(value).replace(str(run), "{run}")
+            facts["data"] = flatten(getattr(data, "manifest", None) or {})  # its opened token cache
+            self.compare(rendezvous, facts)
 
-        before_first_collective(trainer, timeout_s or START_TIMEOUT_S, act)
+        before_first_collective(trainer, timeout_s or START_TIMEOUT_S, compare)
 
     def lock(self, trainer: Any, run: Path, started_by_a_launcher: bool) -> None:
         """Locks the run's folder on rank 0. Other ranks learn of a refusal in the comparison.
@@ -55,22 +61,21 @@ class SameEnvironment(Callback):
                 raise InputError(refusal)
             self.refusal = refusal
 
-    def compare(self, rendezvous: Rendezvous, own: dict[str, Any]) -> None:
+    def compare(self, rendezvous: Rendezvous, facts: Mapping[str, object]) -> None:
         """Compares digests of all ranks, and gathers the values that differ. Collective.
 
-        `own` has this rank's facts: group -> value, or group -> name -> value.
+        `facts` are this rank's: group -> value, or group -> name -> value.
 
         Raises:
             InputError: on every rank, if rank 0 was refused the run's folder.
             Ended: on every rank, if they differ.
         """
-        own = self._without_ignored(own)
-        rendezvous.publish("digests", {group: digest(value) for group, value in own.items()})
+        groups = self._without_ignored(facts)
+        rendezvous.publish("digests", {group: digest(value) for group, value in groups.items()})
         if rendezvous.rank == 0:
-            refusal, digests = self.refusal, [] if self.refusal else rendezvous.gather("digests")
-            groups = sorted(set().union(*digests))
-            differ = []
-            for group in groups:
+            refusal, differ = self.refusal, []
+            digests = [] if refusal else rendezvous.gather("digests")
+            for group in sorted(set().union(*digests)):
                 if len({of_rank.get(group) for of_rank in digests}) > 1:
                     differ.append(group)
             rendezvous.broadcast("outcome", [refusal, differ])
@@ -83,45 +88,33 @@ class SameEnvironment(Callback):
             raise InputError(refusal)
         if not differ:
             return
-        rendezvous.publish("values", {group: own.get(group) for group in differ})
-        if rendezvous.rank:
-            sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
-            raise Ended(Exit.MISMATCH, sentence)
-        raise Ended(Exit.MISMATCH, table(rendezvous.gather("values")))
+        rendezvous.publish("values", {group: groups.get(group) for group in differ})
+        sentence = f"rank {rendezvous.rank}: environments differ; rank 0 prints the table"
+        if rendezvous.rank == 0:
+            sentence = table(rendezvous.gather("values"))
+        raise Ended(Exit.MISMATCH, sentence)
 
-    def _without_ignored(self, facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        kept = {name: value for name, value in facts.items() if prefix + name not in self.ignore}
-        for name, value in kept.items():
-            if isinstance(value, dict) and not prefix:
-                kept[name] = self._without_ignored(value, f"{name}.")
+    def _without_ignored(self, facts: Mapping[str, object]) -> dict[str, object]:
+        kept = {}
+        for group, value in facts.items():
+            if group in self.ignore:
+                continue
+            kept[group] = value
+            if isinstance(value, dict):
+                names = [name for name in value if f"{group}.{name}" not in self.ignore]
+                kept[group] = {name: value[name] for name in names}
         return kept
-
-
-def own_facts(run: Path, config: dict[str, Any], datamodule: Any) -> dict[str, Any]:
-    """Returns what this rank runs. `datamodule` has opened its token cache."""
-    leaves = {key: str(value).replace(str(run), "{run}") for key, value in flatten(config).items()}
-    manifest = getattr(getattr(datamodule, "corpus", None), "manifest", None)
-    data = flatten(manifest or {})
-    return {**comparable(), "run_folder": str(run), "config": leaves, "data": data}
 
 
 def table(values: list[dict[str, Any]]) -> str:
     """Returns a table of key, ranks and value, for the keys that differ in each rank's `values`."""
-    rows = []
-    for group in values[0]:
-        of_ranks = [value[group] for value in values]
-        columns = {group: of_ranks}
-        if all(isinstance(value, dict) for value in of_ranks):
-            names = sorted(set().union(*of_ranks))
-            columns = {}
-            for name in names:
-                columns[f"{group}.{name}"] = [value.get(name, NOTHING) for value in of_ranks]
-        for key, column in columns.items():
-            ranks: dict[str, list[int]] = {}
-            for rank, value in enumerate(column):
-                ranks.setdefault(str(value), []).append(rank)
-            if len(ranks) > 1:
-                rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
+    columns, rows = [*map(flatten, values)], []
+    for key in sorted(set().union(*columns)):
+        ranks: dict[str, list[int]] = {}  # by value
+        for rank, column in enumerate(columns):
+            ranks.setdefault(str(column.get(key, NOTHING)), []).append(rank)
+        if len(ranks) > 1:
+            rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
     title = (
         "the ranks' environments differ; make them equal, or allow it:"
         " --same_environment.ignore '[KEY, …]'"

@@ -15,10 +15,12 @@ import logging
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-MOST = 1000  # distinct warnings of a process; it prints further ones itself
+__all__ = ["MESSAGES"]
+
+MAX_WARNINGS = 1000  # distinct warnings of a process; it prints further ones itself
 
 
 class Messages:
@@ -57,7 +59,7 @@ class Messages:
         if os.getpid() != self._process:
             return False
         is_new = text not in self.reported
-        if is_new and len(self.reported) >= MOST:
+        if is_new and len(self.reported) >= MAX_WARNINGS:
             return False
         self.reported.add(text)
         if is_rank_zero():
@@ -66,17 +68,17 @@ class Messages:
             self._buffer.append(text[:2000])
         return True
 
-    def take(self) -> list[str]:
+    def drain(self) -> list[str]:
         """Returns the buffered warnings and empties the buffer."""
         buffer, self._buffer = self._buffer, []
         return buffer
 
     def flush(self) -> None:
         """Prints the buffered warnings, also while another thread holds Python's stderr lock."""
-        names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-        rank = next((os.environ[name] for name in names if os.environ.get(name)), None)
-        for text in self.take():
-            os.write(2, f"rank {rank}: {text}\n".encode())
+        environment = os.environ
+        rank = environment.get("RANK") or environment.get("LOCAL_RANK")
+        for text in self.drain():
+            os.write(2, f"rank {rank or environment.get('SLURM_PROCID')}: {text}\n".encode())
 
 
 def is_rank_zero() -> bool:
@@ -85,8 +87,8 @@ def is_rank_zero() -> bool:
     if "RANK" in environment:
         return environment["RANK"] == "0"
     if "LOCAL_RANK" in environment:
-        nodes = (environment.get("NODE_RANK"), environment.get("GROUP_RANK"))
-        return environment["LOCAL_RANK"] == "0" and all(node in (None, "0") for node in nodes)
+        nodes = {environment.get("NODE_RANK", "0"), environment.get("GROUP_RANK", "0")}
+        return environment["LOCAL_RANK"] == "0" and nodes == {"0"}
     return environment.get("SLURM_PROCID", "0") == "0"
 
 
@@ -98,7 +100,11 @@ class WarningPrinter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         formatted = record.getMessage()
-        if not MESSAGES.buffer(_without_source(formatted)):
+        # without the source line: "Category: message (folder/file.py:line)"
+        text = formatted.strip()
+        if found := re.match(r"(.+?):(\d+): (.*?)(?:\n  [^\n]*)?\s*\Z", formatted, re.DOTALL):
+            text = f"{found[3]} ({'/'.join(Path(found[1]).parts[-2:])}:{found[2]})"
+        if not MESSAGES.buffer(text):
             print(formatted, end="", file=sys.stderr, flush=True)
 
 
@@ -118,29 +124,16 @@ class NotBuffered(logging.Filter):
         self.handler = handler
 
     def filter(self, record: logging.LogRecord) -> bool:
-        is_warning = logging.WARNING <= record.levelno < logging.ERROR
-        if not is_warning or not _is_terminal(self.handler.stream):
+        if not logging.WARNING <= record.levelno < logging.ERROR:
             return True
-        return not MESSAGES.buffer(f"{record.name}: {record.getMessage()}")
+        stream = self.handler.stream
+        is_terminal = stream in (sys.stdout, sys.stderr)
+        with suppress(AttributeError, OSError, ValueError):  # in memory, or closed
+            is_terminal = is_terminal or stream.fileno() in (1, 2)
+        return not (is_terminal and MESSAGES.buffer(f"{record.name}: {record.getMessage()}"))
 
 
 def filter_warnings_of(handler: logging.Handler | None) -> None:
     if isinstance(handler, logging.StreamHandler):
-        if not any(isinstance(one, NotBuffered) for one in handler.filters):
+        if not any(isinstance(known, NotBuffered) for known in handler.filters):
             handler.addFilter(NotBuffered(handler))
-
-
-def _without_source(formatted: str) -> str:
-    """Returns "Category: message (folder/file.py:line)" from a formatted warning."""
-    found = re.match(r"(.+?):(\d+): (.*?)(?:\n  [^\n]*)?\s*\Z", formatted, re.DOTALL)
-    if found is None:
-        return formatted.strip()
-    return f"{found[3]} ({'/'.join(Path(found[1]).parts[-2:])}:{found[2]})"
-
-
-def _is_terminal(stream: Any) -> bool:
-    """Returns whether `stream` is this process's stdout or stderr, and not a library's own file."""
-    try:
-        return stream in (sys.stdout, sys.stderr) or stream.fileno() in (1, 2)
-    except (AttributeError, OSError, ValueError):  # in memory, or closed
-        return False

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
+
+__all__ = ["redacted_command", "redacted_environment"]
 
 HIDDEN = "(not recorded)"
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|PW", re.IGNORECASE)
@@ -39,13 +42,16 @@ RECORDED = {
     " OPTIMIZE PATH UNBUFFERED UTF8 WARNINGS",
     "": "CUBLAS_WORKSPACE_CONFIG MKL_NUM_THREADS NVIDIA_TF32_OVERRIDE",
 }
-NAMES = frozenset(prefix + name for prefix, names in RECORDED.items() for name in names.split())
+NAMES: set[str] = set()
+for _prefix, _names in RECORDED.items():
+    NAMES.update(_prefix + _name for _name in _names.split())
 
 # Last words of a key whose text is a secret, unless the word before is in NO_SECRETS: `eos_token`,
 # `text_key`.
-WORDS = "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
-SECRET_KEYS = frozenset(WORDS.split())
-NO_SECRETS = frozenset("bos cls eos image label mask pad sep sort text unk".split())
+SECRET_KEYS = (
+    "apikey credential credentials key pass passphrase passwd password pw pwd secret token"
+)
+NO_SECRETS = "bos cls eos image label mask pad sep sort text unk"
 PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
@@ -61,19 +67,31 @@ def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def redacted(value: Any, is_secret: bool = False) -> Any:
     """Returns a configuration of plain types, with the text below each secret key replaced."""
     if isinstance(value, dict):
-        secrets = {key: is_secret or names_a_secret(str(key)) for key in value}
-        return {key: redacted(one, secrets[key]) for key, one in value.items()}
+        found = {}
+        for key, below in value.items():
+            found[key] = redacted(below, is_secret or names_a_secret(str(key)))
+        return found
     if isinstance(value, list):
-        return [redacted(one, is_secret) for one in value]
+        return [redacted(item, is_secret) for item in value]
     if not isinstance(value, str):
         return value
     return HIDDEN if is_secret and value else PASSWORD_IN_URL.sub(HIDDEN, value)
 
 
+def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables with a text in place of each secret; all are kept."""
+    shown = redacted(dict(environment))
+    for name in shown:
+        if SECRET_VARIABLE.search(name):
+            shown[name] = HIDDEN
+    return shown
+
+
 def names_a_secret(key: str) -> bool:
     """Returns whether the text below `key` is a secret, by the last two words of the name."""
-    *before, last = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)][-2:] or [""]
-    return last in SECRET_KEYS and not NO_SECRETS.intersection(before)
+    words = ["", "", *re.findall(r"[A-Z]?[a-z]+|[A-Z]+", key)]
+    before, last = words[-2].lower(), words[-1].lower()
+    return last in SECRET_KEYS.split() and before not in NO_SECRETS.split()
 
 
 def redacted_command(words: Iterable[str]) -> list[str]:
@@ -84,9 +102,10 @@ def redacted_command(words: Iterable[str]) -> list[str]:
         if flag:
             is_secret = names_a_secret(flag)
         if not flag or has_value:
-            word = f"{flag}{has_value}{_redacted_text(value, is_secret)}"
-        found.append(word)
-        is_secret = is_secret and bool(flag) and not has_value
+            found.append(f"{flag}{has_value}{_redacted_text(value, is_secret)}")
+            is_secret = False
+        else:
+            found.append(word)
     return found
 
 
@@ -95,10 +114,9 @@ def _redacted_text(text: str, is_secret: bool) -> str:
 
     if is_secret or ":" not in text:
         return redacted(text, is_secret)
-    try:
+    value: object = text
+    with suppress(yaml.YAMLError):
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = text
     hidden = redacted(value)
     if hidden == value:
         return text

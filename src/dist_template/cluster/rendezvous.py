@@ -15,29 +15,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ..compat.lightning import before_setup_environment
 from ..errors import Ended, Exit, local_rank
 from .environment import machine
 from .hang import ranks_text
 from .watchdog import WATCHDOG
 
+if TYPE_CHECKING:
+    from lightning import Trainer
+
 
 @dataclass
 class Rendezvous:
-    """The store that all ranks of a training share."""
+    """The store that all ranks of a training share. Its values are of JSON's types."""
 
-    store: Any  # in rank 0's process, or in torchrun's agent
+    store: dist.Store  # in rank 0's process, or in torchrun's agent
     rank: int
     world_size: int
     timeout_s: float  # how long a rank waits for another
 
-    def publish(self, key: str, value: Any) -> None:
-        """Stores this rank's `value`, of plain types."""
+    def publish(self, key: str, value: object) -> None:
+        """Stores this rank's `value`."""
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
 
     def gather(self, key: str) -> list[Any]:
@@ -50,13 +53,13 @@ class Rendezvous:
         try:
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
         except dist.DistStoreError:
-            missing = [rank for rank, one in enumerate(keys) if not self.store.check([one])]
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             sentence = _missing(missing, self.world_size, self.timeout_s)
             self.store.set("rendezvous/error", sentence)
             raise Ended(Exit.HUNG, sentence) from None
-        return [json.loads(value) for value in self.store.multi_get(keys)]
+        return [*map(json.loads, self.store.multi_get(keys))]
 
-    def broadcast(self, key: str, value: Any) -> None:
+    def broadcast(self, key: str, value: object) -> None:
         """Sends `value` to the other ranks; rank 0 only."""
         self.store.set("rendezvous/" + key, json.dumps(value))
         self.store.set("rendezvous/error", "")
@@ -77,8 +80,7 @@ class Rendezvous:
         return json.loads(self.store.get("rendezvous/" + key))
 
 
-Act = Callable[[Rendezvous], None]
-_HOSTED: list[Any] = []  # rank 0's store, until the process group has the same one
+_HOSTED: list[dist.Store] = []  # rank 0's store, until the process group has the same one
 
 
 def agreed(key: str, proposal: str, timeout_s: float) -> str:
@@ -101,79 +103,78 @@ def agreed(key: str, proposal: str, timeout_s: float) -> str:
     return store.compare_set(key, "", proposal).decode()
 
 
-def before_first_collective(trainer: Any, timeout_s: float, act: Act) -> None:
-    """Has `act` called when all ranks of `trainer` are started and none has communicated yet."""
-    strategy = trainer.strategy
-    strategy.setup_environment = partial(_setup_environment, strategy, timeout_s, act)
+def before_first_collective(
+    trainer: Trainer, timeout_s: float, function: Callable[[Rendezvous], None]
+) -> None:
+    """Calls `function` when all ranks of `trainer` are started and none has communicated yet."""
+    strategy: Any = trainer.strategy
 
-
-def _setup_environment(strategy: Any, timeout_s: float, act: Act) -> None:
-    if getattr(strategy, "cluster_environment", None) is not None and not dist.is_initialized():
+    def start() -> None:
+        if getattr(strategy, "cluster_environment", None) is None or dist.is_initialized():
+            return
         strategy.set_world_ranks()
         if strategy.world_size > 1:
-            if strategy.root_device.type == "cuda":
-                torch.cuda.set_device(
-                    strategy.root_device
-                )  # else queries allocate on the first GPU
-            _connect(strategy, timeout_s, act)
-    type(strategy).setup_environment(strategy)
+            if strategy.root_device.type == "cuda":  # else queries allocate on the first GPU
+                torch.cuda.set_device(strategy.root_device)
+            connect(strategy, timeout_s, function)
+
+    before_setup_environment(strategy, start)
 
 
-def _connect(strategy: Any, timeout_s: float, act: Act) -> None:
-    rank, world_size = strategy.global_rank, strategy.world_size
-    with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
-        store = _store(strategy, rank, world_size, timeout_s)
-        store.set(f"process/{rank}", f"{machine()} {os.getpid()}")
-        act(Rendezvous(store, rank, world_size, timeout_s))
-        first = rank - strategy.local_rank
-        of_node = set(range(first, min(first + strategy.num_processes, world_size)))
-        peers = _open_processes(store, sorted(of_node - {rank}))
-    WATCHDOG.connect(store, rank, world_size, peers)
-
-
-def _store(strategy: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Creates the store as torch does, but does not wait for all ranks: missing ones are named.
+def connect(strategy: Any, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
+    """Connects a rank to the store, calls `function`, and gives the watchdog the store.
 
     Raises:
         Ended: rank 0 is missing.
     """
+    rank, world_size = strategy.global_rank, strategy.world_size
     environment = strategy.cluster_environment
     address, port = environment.main_address, environment.main_port
-    store = _open(address, port, rank, world_size, timeout_s)
-    # The agent's store outlives a restart, with the keys of the attempt before.
-    if not _is_in_agent():
-        return store
-    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
+    with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
+        store = _open(address, port, rank, world_size, timeout_s)
+        if _is_in_agent():  # which outlives a restart, with the keys of the attempt before
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            store = dist.PrefixStore(f"start {attempt}", store)
+        store.set(f"process/{rank}", f"{machine()} {os.getpid()}")
+        function(Rendezvous(store, rank, world_size, timeout_s))
+        first = rank - strategy.local_rank
+        peers: dict[int, int] = {}  # rank -> file descriptor of its process: ids may be reused
+        for peer in range(first, min(first + strategy.num_processes, world_size)):
+            if peer == rank or not hasattr(os, "pidfd_open"):
+                continue
+            host, _, pid = store.get(f"process/{peer}").decode().rpartition(" ")
+            if host == machine():
+                with suppress(OSError):  # it has exited already, which other ranks will notice
+                    peers[peer] = os.pidfd_open(int(pid))
+    WATCHDOG.connect(store, rank, world_size, peers)
 
 
 def _is_in_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Any:
-    in_agent = _is_in_agent()
+def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Opens the store as torch does, but does not wait for all ranks: missing ones are named."""
     lost = _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
-    if (rank or in_agent) and not _accepts_connections(address, port, timeout_s):
-        raise lost
-    is_master, timeout = rank == 0 and not in_agent, timedelta(seconds=timeout_s)
-    shared: dict[str, bool] = {"wait_for_workers": False, "multi_tenant": not in_agent}
+    is_host = rank == 0 and not _is_in_agent()
+    deadline = time.monotonic() + timeout_s
+    while not is_host:  # torch's client gives up later, with C++ frames
+        rest_s = deadline - time.monotonic()
+        if rest_s <= 0:
+            raise lost
+        with suppress(OSError):  # refused, or the host name is not known yet
+            socket.create_connection((address, port), timeout=rest_s).close()
+            break
+        time.sleep(min(0.2, rest_s))
+    timeout, shared = timedelta(seconds=timeout_s), not _is_in_agent()
     try:
-        return dist.TCPStore(address, port, world_size, is_master, timeout, **shared)
+        return dist.TCPStore(
+            address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared
+        )
     except dist.DistNetworkError as error:
         if rank == 0:
             raise
         raise lost from error
-
-
-def _accepts_connections(address: str, port: int, timeout_s: float) -> bool:
-    """Returns whether a server listens there. torch's client gives up later, with C++ frames."""
-    deadline = time.monotonic() + timeout_s
-    while (rest := deadline - time.monotonic()) > 0:
-        with suppress(OSError):  # refused, or the host name is not known yet
-            socket.create_connection((address, port), timeout=rest).close()
-            return True
-        time.sleep(min(0.2, rest))
-    return False
 
 
 def _rank_zero_missing(rank: int, world_size: int, timeout_s: float, at: str = "") -> Ended:
@@ -188,14 +189,3 @@ def _missing(ranks: list[int], world_size: int, timeout_s: float) -> str:
         " of their logs, and whether their nodes reach rank 0's; watchdog.start_timeout_s is the"
         " limit"
     )
-
-
-def _open_processes(store: Any, ranks: list[int]) -> dict[int, int]:
-    """Returns rank -> file descriptor of its process, on this host; ids may be reused."""
-    peers: dict[int, int] = {}
-    for rank in ranks if hasattr(os, "pidfd_open") else ():
-        host, _, pid = store.get(f"process/{rank}").decode().rpartition(" ")
-        if host == machine():
-            with suppress(OSError):  # it has exited already, which other ranks will notice
-                peers[rank] = os.pidfd_open(int(pid))
-    return peers

@@ -14,26 +14,29 @@ Clocks are not compared: a launch watches whether the file changes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
 import threading
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from ..errors import Exit
 from ..records import write_atomically
 from .environment import machine
-from .launch import LAUNCH, RUN_ID
+from .launch import Variable
 from .watchdog import WATCHDOG
+
+__all__ = ["RunLock"]
 
 FILE = "lock.json"
 BEAT_S, LEASE_S, SETTLE_S = 5.0, 60.0, 0.3
 PARENT = os.getppid()
+Holder = Mapping[str, object]
 
 
 class RunLock:
@@ -46,20 +49,24 @@ class RunLock:
     def take(self, folder: Path) -> str | None:
         """Locks a run's folder; for rank 0. Returns why it is refused, or None."""
         self.release()
-        path, own = folder / FILE, _own()
+        path, claim = folder / FILE, this_process()
         folder.mkdir(parents=True, exist_ok=True)
-        while (holder := _create(path, own)) is not None:
-            if refusal := _refusal(path, holder, own):
-                return refusal
-            if _read(path) != holder:  # another launch was faster
+        while True:
+            with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+                json.dump(claim, file)
+                break
+            if (holder := read(path)) is None:  # released in the meantime
                 continue
-            write_atomically(path, json.dumps(own))
+            if why := refusal(path, holder, claim):
+                return why
+            if read(path) != holder:  # another launch was faster
+                continue
+            write_atomically(path, json.dumps(claim))
             time.sleep(SETTLE_S)  # of several launches that take it over at once, the last holds it
-            if _read(path) == own:
+            if read(path) == claim:
                 break
         self._path, self._released = path, threading.Event()
-        arguments = (path, own, self._released)
-        threading.Thread(target=_renew, args=arguments, name="run lock", daemon=True).start()
+        threading.Thread(target=renew, args=(path, claim, self._released), daemon=True).start()
         return None
 
     def __enter__(self) -> None:
@@ -71,9 +78,9 @@ class RunLock:
     def release(self) -> None:
         """Releases the lock, if this process holds it."""
         self._released.set()
-        if self._path is not None and _read(self._path) == _own():
+        if self._path is not None and read(self._path) == this_process():
             self._path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty
+            with suppress(OSError):  # not empty
                 self._path.parent.rmdir()
         self._path = None
 
@@ -81,61 +88,46 @@ class RunLock:
 RUN_LOCK = RunLock()
 
 
-def launch() -> str:
-    """Returns an identifier that a restart or a requeue keeps, or ""."""
-    job = os.environ.get("SLURM_JOB_ID")
+def this_process() -> Holder:
+    """Returns what lock.json has if this process holds the lock."""
+    process, job = psutil.Process(), os.environ.get("SLURM_JOB_ID")
+    # of the launch, an identifier that a restart or a requeue keeps, or ""
     of_slurm = f"slurm {job}.{os.environ.get('SLURM_STEP_ID')}" if job else ""
-    return os.environ.get(LAUNCH) or of_slurm
-
-
-def _own() -> dict[str, Any]:
-    process = psutil.Process()
     return {
         "host": platform.node(),
         "machine": machine(),
         "pid": process.pid,
         "since": process.create_time(),
         "parent": PARENT,
-        "launch": launch(),
+        "launch": os.environ.get(Variable.LAUNCH) or of_slurm,
     }
 
 
-def _create(path: Path, own: dict[str, Any]) -> dict[str, Any] | None:
-    """Creates the file, which only one process can. Returns its holder if it exists already."""
-    while True:
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                json.dump(own, file)
-            return None
-        except FileExistsError:
-            if (holder := _read(path)) is not None:
-                return holder
-
-
-def _read(path: Path) -> dict[str, Any] | None:
+def read(path: Path) -> Holder | None:
     """Returns the holder; {} if the file is incomplete or damaged, None if there is no file."""
-    try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
-        is_ours = isinstance(holder, dict) and isinstance(holder.get("pid"), int)
-        return holder if is_ours and isinstance(holder.get("since"), int | float) else {}
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError):
-        return {}
+    with suppress(ValueError, RecursionError):
+        try:
+            holder = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        if isinstance(holder, dict) and isinstance(holder.get("pid"), int):
+            return holder if isinstance(holder.get("since"), int | float) else {}
+    return {}
 
 
-def _refusal(path: Path, holder: dict[str, Any], own: dict[str, Any]) -> str | None:
+def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
+    """Returns why the holder keeps the lock, after at most LEASE_S, or None."""
     process = f"process {holder.get('pid')} on {holder.get('host')}"
     sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
-    sentence += f" {RUN_ID} or run.name"
+    sentence += f" {Variable.RUN_ID} or run.name"
     deadline = time.monotonic() + LEASE_S
-    if holder.get("machine") == own["machine"]:
-        while holder["pid"] != own["pid"] and (parent := _living_parent(holder)) is not None:
+    if holder.get("machine") == claim["machine"]:
+        while holder["pid"] != claim["pid"] and (parent := _living_parent(holder)) is not None:
             if parent == holder.get("parent") or time.monotonic() > deadline:
                 return sentence
             _wait()  # its launcher has exited: it saves and exits
         return None
-    if own["launch"] and holder.get("launch") == own["launch"]:
+    if claim["launch"] and holder.get("launch") == claim["launch"]:
         return None
     held = f"{path} is held by {process}"
     print(f"{held}: waiting up to {LEASE_S:g} s to see whether it is alive", flush=True)
@@ -152,9 +144,9 @@ def _wait() -> None:
     time.sleep(BEAT_S / 10)
 
 
-def _living_parent(holder: dict[str, Any]) -> int | None:
+def _living_parent(holder: Mapping) -> int | None:
     """Returns the parent of the holder's process, or None if the holder has exited."""
-    with contextlib.suppress(psutil.Error):
+    with suppress(psutil.Error):
         process = psutil.Process(holder["pid"])
         is_holder = abs(process.create_time() - holder["since"]) < 2
         if is_holder and process.status() != psutil.STATUS_ZOMBIE:
@@ -164,18 +156,17 @@ def _living_parent(holder: dict[str, Any]) -> int | None:
 
 def _modified(path: Path) -> int | None:
     """Returns when the file was renewed. Opening it bypasses caches of network file systems."""
-    try:
-        with path.open() as file:
-            return os.fstat(file.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return None
+    with suppress(FileNotFoundError), path.open() as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+    return None
 
 
-def _renew(path: Path, own: dict[str, Any], released: threading.Event) -> None:
+def renew(path: Path, claim: Holder, released: threading.Event) -> None:
+    """Renews the file until `released`; exits if another launch has taken the lock over."""
     while not released.wait(BEAT_S):
-        with contextlib.suppress(OSError):  # the file server does not answer: try again
-            holder = _read(path)
-            if holder and holder != own and not released.is_set():
+        with suppress(OSError):  # the file server does not answer: try again
+            holder = read(path)
+            if holder and holder != claim and not released.is_set():
                 print(f"{path.parent} was taken over by another launch: this one exits", flush=True)
                 os._exit(Exit.BAD_INPUT)
             os.utime(path)

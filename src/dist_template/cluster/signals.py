@@ -18,11 +18,12 @@ import threading
 import time
 
 from ..errors import Exit, is_first_on_node
-from .launch import record_exit
+from .launch import Variable, record_exit
 from .messages import MESSAGES
 
+__all__ = ["STOP", "end_with_parent", "listen"]
+
 STOP = (signal.SIGTERM, signal.SIGUSR1)
-STARTED = "DIST_JOB_STARTED"  # Unix time of the first start of this job; set by launchers
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)  # loaded here: not between fork and exec
 
@@ -37,22 +38,13 @@ class _StopRequest:
 stop_request = _StopRequest()
 
 
-class _Ids:
-    """Of this process and its parent, as they were when it started."""
-
-    own, parent = os.getpid(), os.getppid()
-
-
-def _after_fork() -> None:
-    _Ids.own, _Ids.parent = os.getpid(), _Ids.own
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_processes = [os.getppid(), os.getpid()]  # this process's ancestors, and itself, at its start
+os.register_at_fork(after_in_child=lambda: _processes.append(os.getpid()))
 
 
 def job_started() -> float:
     """Returns a Unix time, which restarts by a launcher do not change."""
-    return float(os.environ.setdefault(STARTED, str(time.time())))
+    return float(os.environ.setdefault(Variable.STARTED, str(time.time())))
 
 
 def listen() -> None:
@@ -67,7 +59,7 @@ def listen() -> None:
     threading.Thread(target=_read_signals, args=(read,), name="signals", daemon=True).start()
     for number in STOP:
         signal.signal(number, _nothing)
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset)
     if "LOCAL_RANK" in os.environ:  # started by a launcher
         # If the launcher is killed, a relaunch must not find this process still writing: it saves
         # and exits.
@@ -78,7 +70,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Lets Linux send this process a signal when the thread that started it exits."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, number)
-        if os.getppid() != _Ids.parent:  # it exited before the request
+        if os.getppid() != _processes[-2]:  # it exited before the request
             os.kill(os.getpid(), number)
 
 
@@ -125,7 +117,7 @@ def _nothing(number: int, frame: object) -> None:
     """CPython writes into the pipe only for signals with a Python handler."""
 
 
-def _forget() -> None:
+def _reset() -> None:
     """Resets a forked child, for example a data worker, which shares the pipe."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

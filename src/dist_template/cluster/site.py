@@ -7,17 +7,37 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import InputError
-from .kubernetes import Kubernetes
+
+__all__ = ["Site"]
 
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
 TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 
 
-def host_name(name: str, where: str) -> None:
-    """Raises InputError if `name`, of the key or file `where`, is an option or part of a script."""
-    if name.startswith("-") or not re.fullmatch(r"[\w.@:%\[\]-]+", name):
-        raise InputError(f"{where} has {name!r}; give a name as ssh knows it")
+@dataclass(frozen=True)
+class Kubernetes:
+    """How a site's Kubernetes runs a job, one pod per node.
+
+    Args:
+        kind: What is rendered: Job (built into Kubernetes), JobSet, TrainJob (Kubeflow Trainer 2)
+            or RayJob (KubeRay).
+        gang: Who starts all pods or none, from the queue `cluster.partition`: kueue or volcano.
+            null: each pod starts when there is a node for it.
+        device: Resource name of a device. A run on CPUs requests none.
+        resources: Further requests and limits of a pod, as {cpu: 32, memory: 256Gi}.
+        secrets: Environment variables from Secrets, as {WANDB_API_KEY: wandb/api-key}: the key
+            api-key of the Secret wandb.
+        pod: Further fields of the pods, with Kubernetes' own names: nodeSelector, tolerations,
+            priorityClassName, affinity, imagePullSecrets …
+    """
+
+    kind: Literal["Job", "JobSet", "TrainJob", "RayJob"] = "Job"
+    gang: Literal["kueue", "volcano"] | None = None
+    device: str = "nvidia.com/gpu"
+    resources: dict[str, Any] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
+    pod: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -25,7 +45,7 @@ class Site:
     """Where a run is: `launch` and `plan` read it; `fit` ignores it.
 
     Args:
-        nodes: Number of nodes. null: those of `hosts`, else trainer.num_nodes.
+        nodes: Number of nodes. null: as many as `hosts`, else trainer.num_nodes.
         min_nodes: Of an elastic run, by torchrun only: training continues when nodes are lost, as
             long as this many are left. null: all nodes are needed.
         devices_per_node: GPUs of a node, or CPU processes. null: trainer.devices.
@@ -86,43 +106,46 @@ class Site:
             if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
                 what = "give the name of a variable: letters, digits and _"
                 raise InputError(f"cluster.environment has {name!r}; {what}")
-        for name in filter(None, [self.master]):
-            host_name(name, "cluster.master")
+        if self.master:
+            self.check_host(self.master, "cluster.master")
         for name in self.hosts:
-            host_name(name, "cluster.hosts")
+            self.check_host(name, "cluster.hosts")
             if self.hosts.count(name) > 1:
                 raise InputError(f"cluster.hosts has {name} twice; give each host once")
-        _ = self.memory_bytes
+        _ = self.memory_bytes  # raises InputError
         limit = self.time_limit_s
         if limit is not None and limit <= self.save_s:
-            raise InputError(
-                f"cluster.time_limit is {limit} s, and the run saves {self.save_s} s before it"
-                " (cluster.save_s); give more time"
-            )
+            how = f"the run saves {self.save_s} s before it (cluster.save_s); give more time"
+            raise InputError(f"cluster.time_limit is {limit} s, and {how}")
 
     @property
     def memory_bytes(self) -> int | None:
         """Memory of one device."""
         if self.device_memory is None:
             return None
-        found = SIZE.fullmatch(self.device_memory)
-        if not found:
-            raise InputError(
-                f"cluster.device_memory is {self.device_memory!r}; give a number with a unit, as"
-                " 80GB or 80GiB"
-            )
+        if not (found := SIZE.fullmatch(self.device_memory)):
+            what = "give a number with a unit, as 80GB or 80GiB"
+            raise InputError(f"cluster.device_memory is {self.device_memory!r}; {what}")
         number, prefix, binary = found.groups()
         return int(float(number) * (1024 if binary else 1000) ** UNITS[prefix])
 
     @property
     def time_limit_s(self) -> int | None:
         """The time limit in seconds; YAML reads an unquoted 24:00:00 as its number of seconds."""
+        if self.time_limit is None:
+            return None
         given = str(self.time_limit)
-        if self.time_limit is None or given.isdigit():
-            return None if self.time_limit is None else int(given)
-        found = TIME.fullmatch(given)
-        if not found:
+        if given.isdigit():
+            return int(given)
+        if not (found := TIME.fullmatch(given)):
             what = "give seconds, HH:MM:SS or DAYS-HH:MM:SS"
             raise InputError(f"cluster.time_limit is {given!r}; {what}")
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        days, hours, minutes, seconds = map(int, found.groups(default=0))
         return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+    @staticmethod
+    def check_host(name: str, where: str) -> None:
+        """Raises InputError if `name`, of the key or file `where`, is an option or part of a
+        script."""
+        if name.startswith("-") or not re.fullmatch(r"[\w.@:%\[\]-]+", name):
+            raise InputError(f"{where} has {name!r}; give a name as ssh knows it")

@@ -23,13 +23,15 @@ GRACE_S = 5.0  # for the processes to exit with the code of a common decision
 def terminate(children: list[subprocess.Popen]) -> None:
     """Waits for the child processes after one has failed, then exits with a code of all theirs."""
     time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
-    codes = [child.poll() for child in children]
-    for child in children:
+    failed: dict[int, int] = {}  # exit codes of ranks
+    for rank, child in enumerate(children, 1):
+        if code := child.poll():
+            failed[rank] = code
         child.kill()
-    failed = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes, 1) if code)
-    sentence = f"processes exited ({failed}) and rank 0 did not: terminating all"
+    ranks = ", ".join(f"rank {rank} with {code}" for rank, code in failed.items())
+    sentence = f"processes exited ({ranks}) and rank 0 did not: terminating all"
     print(sentence, file=sys.stderr, flush=True)
-    os._exit(Exit.of_all(code for code in codes if code))
+    os._exit(Exit.of_all(failed.values()))
 
 
 def start(*args: Any, **options: Any) -> subprocess.Popen:

@@ -20,12 +20,12 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import DECIDED, Exit
 from ..lazy import without_collections
 from . import signals
-from .launch import LAUNCH
+from .launch import Variable
 
 if __name__ == "__main__":
     for _number in signals.STOP:  # nothing to save until torchrun installs its own handler
@@ -48,10 +48,14 @@ LOST_S = 20.0  # the rendezvous is lost if it does not answer for so long
 REJOIN_S = float(os.environ.get("REJOIN_TIMEOUT", "90"))
 
 
+def report(text: str) -> None:
+    print(f"launcher: {text}", file=sys.stderr, flush=True)
+
+
 class Agent(OpenAgent):
     """Monitors this node's workers."""
 
-    latest: Agent | None = None  # the launcher has only one
+    instances: ClassVar[list[Agent]] = []  # the launcher has at most one
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -59,28 +63,31 @@ class Agent(OpenAgent):
         self._overdue = ""  # what has not happened at the deadline
         self._has_joined = False
         self._killed: set[int] = set()  # process ids of workers that waited after a failure
-        Agent.latest = self
+        self.instances.append(self)
         threading.Thread(target=self._watch_rendezvous, daemon=True).start()
 
     @property
     def codes(self) -> list[int]:
         """Exit codes of the workers that have exited; SIGTERM of those that were killed here."""
-        found = [(worker.pid, worker.poll()) for worker in self.workers()]
-        late = -signal.SIGTERM
-        return [late if pid in self._killed else code for pid, code in found if code is not None]
+        found = []
+        for worker in self.workers():
+            if (code := worker.poll()) is not None:
+                found.append(-signal.SIGTERM if worker.pid in self._killed else code)
+        return found
 
     @property
-    def _decided(self) -> bool:
+    def _decided(self) -> bool:  # by a worker: a restart does not help
         return any(code in DECIDED for code in self.codes)
 
     def monitor(self, worker_group: WorkerGroup) -> RunResult:
         self._deadline = float("inf")
-        first = next((rank for rank, worker in enumerate(self.workers()) if worker.poll()), None)
-        if first is not None:
-            self._wait_for_the_others()
-            if self._decided:
-                self.allow_no_restart()
-            self._report(worker_group, first)
+        for rank, worker in enumerate(self.workers()):
+            if worker.poll():  # the first one that has failed
+                self._wait_for_the_others()
+                if self._decided:
+                    self.allow_no_restart()
+                self._report(worker_group, rank)
+                break
         result = super().monitor(worker_group)
         if result.state == WorkerState.HEALTHY:
             # torchrun queries the rendezvous for new nodes next.
@@ -114,16 +121,15 @@ class Agent(OpenAgent):
 
     def _report(self, worker_group: WorkerGroup, first: int) -> None:
         """Prints how the first worker exited, unless rank 0 decided to exit and has printed why."""
-        code, left = self.workers()[first].returncode, self.restarts_left
         if self._decided and self.workers()[0].returncode in DECIDED:
             return
+        code, left, then = self.workers()[first].returncode, self.restarts_left, ""
         how = f"exited with code {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        then = f"; restarting, {left - 1} more left" if left else "; no restart is left"
-        if self._decided:
-            then = ""
-        self._print(f"rank {worker_group.workers[first].global_rank} {how}{then}")
+        if not self._decided:
+            then = f"; restarting, {left - 1} more left" if left else "; no restart is left"
+        report(f"rank {worker_group.workers[first].global_rank} {how}{then}")
 
     def shut_down(self, death_sig: signal.Signals = signal.SIGTERM) -> None:
         self._deadline = float("inf")  # a save, and then the other nodes, may take long
@@ -133,31 +139,19 @@ class Agent(OpenAgent):
         """Exits at the deadline: behind a broken link the agent would wait forever."""
         while time.monotonic() < self._deadline:
             time.sleep(1)
-        self._print(f"{self._overdue}; relaunch the same command on every node to resume")
+        report(f"{self._overdue}; relaunch the same command on every node to resume")
         self.shut_down()
         os._exit(Exit.REQUEUE)
 
-    @staticmethod
-    def _print(text: str) -> None:
-        print(f"launcher: {text}", file=sys.stderr, flush=True)
+
+def codes() -> list[int]:
+    return [code for agent in Agent.instances for code in agent.codes]
 
 
-def _stop_once(number: int, frame: Any) -> None:
+def _stop_once(number: int, frame: object) -> None:
     """Handles the first signal; a second one is ignored while the workers save."""
-    for again in signals.STOP:
-        signal.signal(again, signal.SIG_IGN)
+    signals.ignore()
     raise SignalException(f"got {number}", signal.Signals(number))
-
-
-def _launch(arguments: Any) -> str:
-    """Returns an identifier of this launch, the same on all nodes."""
-    if str(arguments.nnodes) == "1":
-        return f"{platform.node()} {os.getpid()}"
-    return f"{arguments.rdzv_endpoint} {arguments.rdzv_id}"
-
-
-def _codes() -> list[int]:
-    return Agent.latest.codes if Agent.latest else []
 
 
 def main(argv: list[str]) -> int:
@@ -172,19 +166,22 @@ def main(argv: list[str]) -> int:
     use(Agent, on_signal=_stop_once, preexec_fn=signals.end_with_parent)
     try:
         arguments = parse_args(argv)
-        os.environ[LAUNCH] = _launch(arguments)
+        # an identifier of this launch, the same on all nodes
+        os.environ[Variable.LAUNCH] = f"{arguments.rdzv_endpoint} {arguments.rdzv_id}"
+        if str(arguments.nnodes) == "1":
+            os.environ[Variable.LAUNCH] = f"{platform.node()} {os.getpid()}"
         run(arguments)
         return Exit.DONE
     except ChildFailedError:
-        return Exit.of_all(_codes())
+        return Exit.of_all(codes())
     except SignalException as stop:
         if stop.sigval == signal.SIGINT:
             return Exit.INTERRUPTED
-        code = Exit.of_all(_codes() or [Exit.REQUEUE])
+        code = Exit.of_all(codes() or [Exit.REQUEUE])
         return Exit.REQUEUE if code == Exit.FAILED else code
     except (RendezvousError, DistError) as error:
         lost = f"the rendezvous is lost ({type(error).__name__})"
-        Agent._print(f"{lost}; relaunch the same command to resume")
+        report(f"{lost}; relaunch the same command to resume")
         return Exit.REQUEUE
 
 

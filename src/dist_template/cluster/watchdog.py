@@ -11,7 +11,6 @@ faulthandler's own timer, a thread in C, is the fallback for code that never rel
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -20,14 +19,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from ..compat.stacks import locate
 from ..errors import Exit
-from .hang import find_stalled, locate
+from .hang import Status, Verdict, find_stalled
 from .launch import record_exit
 from .messages import MESSAGES
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["WATCHDOG"]
 
 START_TIMEOUT_S = 1800.0  # until the configuration has been read
 POLL_S = 0.1
@@ -47,7 +53,7 @@ class WatchdogThread:
         self.position: Callable[[str], str] = lambda phase: f"start-up, {phase}"
         self.rank, self.world_size = 0, 1
         self.is_exiting = False
-        self._store: Any = None
+        self._store: Store | None = None
         self._peers: dict[int, int] = {}
         self._last = time.monotonic()
         self._fallback: tuple[float, float] | None = None  # progress and limit of the timer in C
@@ -81,15 +87,14 @@ class WatchdogThread:
         self.limit_s, self.stacks = limit_s, stacks
         self._set_fallback()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
+            self._thread = _start_thread(self._watch)
 
     def stop(self) -> None:
         """Turns the watchdog off and forgets the other ranks."""
         self._turn_off()
         self.connect(None, 0, 1, {})
 
-    @contextlib.contextmanager
+    @contextmanager
     def paused(self) -> Generator[None]:
         """Turns the watchdog off for a block with a limit of its own."""
         limit_s = self.limit_s
@@ -100,7 +105,9 @@ class WatchdogThread:
             self.beat()
             self.limit_s = limit_s
 
-    def connect(self, store: Any, rank: int, world_size: int, peers: dict[int, int]) -> None:
+    def connect(
+        self, store: Store | None, rank: int, world_size: int, peers: dict[int, int]
+    ) -> None:
         """Lets the ranks exchange statuses; progress is counted from here, where all ranks are at
         the same point.
 
@@ -111,13 +118,12 @@ class WatchdogThread:
         self._store, self.rank, self.world_size, self._peers = store, rank, world_size, peers
         self.beats = 0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """Returns where this rank is, for `find_stalled`."""
         phase, line, waits = locate(sys._current_frames().get(threading.main_thread().ident or 0))
-        try:
+        place = phase
+        with suppress(Exception):  # the trainer may be half built; the stacks matter more
             place = self.position(phase)
-        except Exception:  # the trainer may be half built; the stacks matter more
-            place = phase
         return {"beats": self.beats, "place": place, "line": line, "waits": waits}
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -150,44 +156,50 @@ class WatchdogThread:
 
     def _check_call(self) -> bool:
         """Returns whether another rank has detected the hang. The store's host may hang itself."""
-        if self._store is not None and (self._query is None or not self._query.is_alive()):
-            self._query = _start_thread(self._ask_store)
+        store = self._store
+        if store is not None and (self._query is None or not self._query.is_alive()):
+
+            def ask() -> None:
+                with suppress(RuntimeError):
+                    self._is_called = store.check(["hung"])
+
+            self._query = _start_thread(ask)
             self._query.join(POLL_S / 2)
         return self._is_called
-
-    def _ask_store(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._is_called = self._store.check(["hung"])
 
     def _report_hang(self, limit_s: float) -> None:
         self.is_exiting = True
         MESSAGES.flush()
         faulthandler.cancel_dump_traceback_later()
-        own = self.status()
-        place = f"rank {self.rank}: {own['place']}, {own['line']}"
+        status = self.status()
+        place = f"rank {self.rank}: {status['place']}, {status['line']}"
         head = f"\nno progress for {limit_s:g} s; {place}; its stacks:\n"
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
         # In the background: a file server that hangs, which may be the cause, must not block the
         # exit.
         writer = _start_thread(self._write, f"rank{self.rank}.txt", head, True)
-        alone = self._store is None
-        verdict = find_stalled({self.rank: own}, []) if alone else self._exchange(own)
+        found: list[Verdict] = []
+        if (store := self._store) is None:
+            found = [find_stalled({self.rank: status}, [])]
+        else:
+            _start_thread(self._exchange, store, status, found).join(VERDICT_S + POLL_S / 2)
+        verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
         if verdict["by"] == self.rank:
             sentence = f"no progress for {limit_s:g} s: {verdict['sentence']}\n"
             os.write(2, f"\n{sentence}".encode())
             _start_thread(self._write, "summary.txt", sentence, False).join(EXIT_S)
         writer.join(EXIT_S)
-        if self._store is not None:
+        if store is not None:
             time.sleep(EXIT_S)
         for rank in set(verdict["silent"]) & self._peers.keys():
-            with contextlib.suppress(OSError):  # it has exited
+            with suppress(OSError):  # it has exited
                 signal.pidfd_send_signal(self._peers[rank], signal.SIGKILL)
 
     def _write(self, name: str, text: str, with_stacks: bool) -> None:
         if self.stacks is None:
             return
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.stacks.mkdir(parents=True, exist_ok=True)
             with (self.stacks / name).open("a", encoding="utf-8") as file:
                 file.write(time.strftime("%Y-%m-%dT%H:%M:%S%z ") + text.lstrip())
@@ -195,34 +207,29 @@ class WatchdogThread:
                 if with_stacks:
                     faulthandler.dump_traceback(file, all_threads=True)
 
-    def _exchange(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Returns rank 0's verdict, or this rank's own if rank 0 does not answer."""
-        found: list[dict[str, Any]] = []
-        _start_thread(self._ask_ranks, own, found).join(VERDICT_S + POLL_S / 2)
-        return found[0] if found else find_stalled({self.rank: own}, silent=[0])
-
-    def _ask_ranks(self, own: dict[str, Any], found: list[dict[str, Any]]) -> None:
-        store, keys = self._store, [f"hung/{rank}" for rank in range(self.world_size)]
-        with contextlib.suppress(RuntimeError):  # torch's DistStoreError: no answer
-            store.set(keys[self.rank], json.dumps(own))
+    def _exchange(self, store: Store, status: Status, found: list[Verdict]) -> None:
+        """Adds rank 0's verdict to `found`; nothing if rank 0 does not answer."""
+        keys = [f"hung/{rank}" for rank in range(self.world_size)]
+        with suppress(RuntimeError):  # torch's DistStoreError: no answer
+            store.set(keys[self.rank], json.dumps(status))
             store.set("hung", "")
             if self.rank:
                 store.wait(["hung/verdict"], timedelta(seconds=VERDICT_S))
                 found.append(json.loads(store.get("hung/verdict")))
                 return
-            with contextlib.suppress(RuntimeError):  # not all ranks have answered
+            with suppress(RuntimeError):  # not all ranks have answered
                 store.wait(keys, timedelta(seconds=ANSWER_S))
-            silent = []
-            if not store.check(keys):
-                silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            ranks = [rank for rank in range(self.world_size) if rank not in silent]
-            statuses = zip(ranks, store.multi_get([keys[rank] for rank in ranks]), strict=True)
-            known = {rank: json.loads(status) for rank, status in statuses}
-            found.append(find_stalled(known, silent))
+            has_all, statuses, silent = store.check(keys), {}, []
+            for rank, key in enumerate(keys):
+                if has_all or store.check([key]):
+                    statuses[rank] = json.loads(store.get(key))
+                else:
+                    silent.append(rank)
+            found.append(find_stalled(statuses, silent))
             store.set("hung/verdict", json.dumps(found[0]))
 
 
-def _start_thread(function: Callable[..., None], *args: Any) -> threading.Thread:
+def _start_thread(function: Callable[..., None], *args: object) -> threading.Thread:
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread

@@ -2,7 +2,7 @@
 0.19.
 
 tests/compat/test_names.py checks the names. Where one is gone, its function raises AttributeError
-or ImportError, unless its docstring names a fallback. DeepSpeed is imported when it is needed."""
+or ImportError, unless its docstring names a fallback. DeepSpeed is imported late."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .attributes import replaced
+from . import replaced
+
+__all__ = ["gradient_of"]
 
 
 def without_shared_memory_collectives() -> None:
-    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, for a minute or two;
-    it takes gloo's.
-
-    No setting turns the build off: DeepSpeed asks whether the operation is compatible, and
-    remembers the answer."""
+    """Keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute
+    or two; it uses gloo's. No setting turns the build off: DeepSpeed caches whether it is
+    compatible."""
     import deepspeed
 
     builder = deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder")
@@ -30,8 +30,7 @@ def without_shared_memory_collectives() -> None:
 
 
 def undo_process_patches() -> None:
-    """Undoes what ZeRO-3 and DeepSpeed's autocast change for the whole process, and never change
-    back."""
+    """Undoes what ZeRO-3 and DeepSpeed's autocast change for the whole process and keep."""
     from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero import partition_parameters
 
@@ -41,15 +40,13 @@ def undo_process_patches() -> None:
 
 
 def trace_full_forwards(engine: Any) -> None:
-    """Lets ZeRO-3 start its trace of the modules' order at the beginning of a micro-batch, and only
-    there.
+    """Starts ZeRO-3's trace of the modules' order at the beginning of a micro-batch only.
 
-    DeepSpeed (0.19.8) starts it whenever the LightningModule is called, and Lightning (2.6.6) calls
-    it twice: once as what `training_step` is called through, and then `training_step` calls
-    `self(batch)`. A trace that starts in the middle does not fit the next micro-batch and is made
-    anew for ever: nothing is prefetched, and each time all ranks compare their traces on the host.
-    Measured on two processes: 84 all-gathers and 16 broadcasts in a step that otherwise has 21 and
-    none (tests/parallel/test_collectives.py)."""
+    DeepSpeed (0.19.8) starts it at each call of the LightningModule, and Lightning (2.6.6) calls it
+    twice: once around `training_step`, which then calls `self(batch)`. A trace that starts in the
+    middle does not match the next micro-batch: nothing is prefetched, and all ranks compare their
+    traces on the host. Measured on two processes: 84 all-gathers and 16 broadcasts in a step that
+    otherwise has 21 and none (tests/parallel/test_collectives.py)."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     offload.fwd_pre_hook.remove()
 
@@ -59,9 +56,14 @@ def trace_full_forwards(engine: Any) -> None:
     offload.fwd_pre_hook = engine.register_forward_pre_hook(restart)
 
 
-def is_partitioned_in_half(parameter: Any) -> bool:
-    """Whether ZeRO-1 or 2 keeps this parameter's gradient and fp32 copy; `.grad` is empty then."""
-    return hasattr(parameter, "_hp_mapping")
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """Returns a parameter's gradient, or None if it has none; unsharded where DeepSpeed keeps it,
+    and `.grad` is empty: under ZeRO-3, and in half precision under ZeRO-1 and 2. Collective."""
+    if not (hasattr(parameter, "ds_tensor") or hasattr(parameter, "_hp_mapping")):
+        return parameter.grad
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
 
 
 # ---- an optimizer step ---------------------------------------------------------------------------
@@ -69,31 +71,23 @@ def is_partitioned_in_half(parameter: Any) -> bool:
 
 def can_veto_steps(optimizer: Any) -> bool:
     """Whether this optimizer skips its next step if its attribute `vetoed` is True, as after an
-    overflow.
+    overflow; the loss scale is not lowered.
 
     The stages 1, 2 and 3 decide in `_update_scale`, after the norm and before the update.
-    BF16_Optimizer, of stage 1 that accumulates in fp32, checks nothing but the norm. If the name is
-    gone: False, and gradients become NaN instead."""
+    BF16_Optimizer (stage 1 that accumulates in fp32) has no such method: False, and gradients
+    become NaN instead."""
     if not hasattr(optimizer, "_update_scale"):
         return False
     if not hasattr(optimizer, "vetoed"):
-        optimizer._update_scale = _with_veto(optimizer, optimizer._update_scale)
+        update_scale = optimizer._update_scale
+
+        def vetoed(has_overflow: bool = False) -> None:
+            optimizer.found_overflow = has_overflow
+            optimizer.overflow = has_overflow or optimizer.vetoed
+            update_scale(has_overflow)
+
+        optimizer._update_scale = vetoed
     return True
-
-
-def _with_veto(optimizer: Any, update_scale: Callable[[bool], None]) -> Callable[[bool], None]:
-    """`_update_scale`, by which an optimizer of ZeRO's learns of an overflow, with
-    `optimizer.vetoed` counted as one.
-
-    The loss scale is not lowered for it: a spike is not the scale's fault.
-    """
-
-    def vetoed(has_overflow: bool = False) -> None:
-        optimizer.found_overflow = has_overflow
-        optimizer.overflow = has_overflow or optimizer.vetoed
-        update_scale(has_overflow)
-
-    return vetoed
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -101,11 +95,8 @@ def _with_veto(optimizer: Any, update_scale: Callable[[bool], None]) -> Callable
 
 @contextmanager
 def redirected_saves(engine: Any, take: Callable[[Any, Path], None]) -> Generator[None]:
-    """Inside, `engine.save_checkpoint` gives each file's content and path to `take` and writes
-    nothing itself.
-
-    DeepSpeed's checkpoint engines are chosen by its JSON and cannot be passed in. The recovery
-    script is not copied: `export` does what it does."""
+    """Inside, `engine.save_checkpoint` passes each file's content and path to `take` and writes
+    nothing itself: DeepSpeed's JSON chooses its checkpoint engine, which cannot be passed in."""
     files = engine.checkpoint_engine
 
     def save(state_dict: Any, path: Any) -> None:
@@ -130,10 +121,8 @@ def join_frozen(num_ranks: int, models: list[Any]) -> dict[str, Tensor]:
 def join_trained(
     num_ranks: int, flat_groups: Any, models: list[Any], is_stage_3: bool, paddings: Any
 ) -> Any:
-    """Returns full tensors by name, joined from each rank's flat partition of each parameter group.
-
-    zero_to_fp32 has public functions for the weights alone; these join moments too.
-    """
+    """Returns full tensors by name, joined from each rank's flat partition of each parameter group;
+    the public functions of zero_to_fp32 join weights alone, these moments too."""
     from deepspeed.utils import zero_to_fp32
 
     full: dict[str, Any] = {}
@@ -145,10 +134,8 @@ def join_trained(
 
 
 def link_optimizer_state(optimizer: Any) -> None:
-    """Lets `safe_set_full_optimizer_state` reach state that was made after the first link.
-
-    If the name is gone: nothing, as in ZeRO-3, which does not link.
-    """
+    """Lets `safe_set_full_optimizer_state` reach state that was created after the first link.
+    ZeRO-3 does not link and lacks the name."""
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()

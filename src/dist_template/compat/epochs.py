@@ -2,12 +2,16 @@
 was written.
 
 Lightning derives from its counters where a checkpoint was written, and errs (read and tried in
-lightning 2.6.6, fit_loop.py and training_epoch_loop.py): a stop by `max_steps` inside an epoch
-counts as a finished epoch; a resume from an epoch's last batch skips the end of that epoch and
-starts the next one without counting it, so that a second resume trains it twice; with `max_steps`,
-a resume from a finished epoch takes a step with one micro-batch. Here, an epoch that was stopped
-early is saved as unfinished, the checkpoint records which part of the loop has run (`Point`), and a
-resume continues with the next part: a due validation, the end of the epoch, or the next batch.
+lightning 2.6.6, fit_loop.py and training_epoch_loop.py):
+
+- A stop by `max_steps` inside an epoch counts as a finished epoch.
+- A resume from an epoch's last batch skips the end of that epoch and starts the next one without
+  counting it, so that a second resume trains it twice.
+- With `max_steps`, a resume from a finished epoch takes a step with one micro-batch.
+
+Here, an epoch that was stopped early is saved as unfinished, the checkpoint records which part of
+the loop has run (`Point`), and a resume continues with the next part: a due validation, the end of
+the epoch, or the next batch.
 """
 
 from __future__ import annotations
@@ -15,10 +19,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 FETCH = f"[{_TrainingEpochLoop.__name__}].train_dataloader_next"  # in a profile
+VERIFIED = "2.6."  # versions of Lightning that these loops were verified on
 KEY = "resume_point"  # in the epoch loop's state
 
 
@@ -53,7 +59,7 @@ class FitLoop(_FitLoop):
             steps = loop.automatic_optimization.optim_progress
             for progress in (loop.batch_progress, loop.scheduler_progress, steps):
                 progress.reset_on_run()
-            loop.val_loop.batch_progress.reset()  # its totals are those of an epoch
+            loop.val_loop.batch_progress.reset()  # its totals are an epoch's
             loop._resume_point = Point.AFTER_TRAINING  # also in a checkpoint of Lightning's loops
 
 
@@ -63,20 +69,19 @@ class ResumableEpochLoop(_TrainingEpochLoop):
     _resume_point = Point.AFTER_BATCH  # of the checkpoint that was loaded
 
     def on_save_checkpoint(self) -> dict:
-        return super().on_save_checkpoint() | {KEY: str(self._point())}
+        batches: Any = self.batch_progress.current
+        is_finished = batches.completed >= batches.processed
+        point = Point.AFTER_TRAINING if is_finished else Point.AFTER_BATCH
+        if self.trainer.validating:
+            validation = self.val_loop.batch_progress
+            is_complete = validation.current.completed == validation.current.ready
+            is_over = validation.is_last_batch and is_complete
+            point = Point.AFTER_VALIDATION if is_over else Point.AFTER_BATCH
+        return super().on_save_checkpoint() | {KEY: str(point)}
 
     def on_load_checkpoint(self, state_dict: dict) -> None:
         super().on_load_checkpoint(state_dict)
         self._resume_point = Point(state_dict.get(KEY, Point.AFTER_BATCH))
-
-    def _point(self) -> Point:
-        validation = self.val_loop.batch_progress
-        if self.trainer.validating:
-            is_complete = validation.current.completed == validation.current.ready
-            is_over = validation.is_last_batch and is_complete
-            return Point.AFTER_VALIDATION if is_over else Point.AFTER_BATCH
-        batches: Any = self.batch_progress.current
-        return Point.AFTER_BATCH if batches.completed < batches.processed else Point.AFTER_TRAINING
 
     def update_restart_stage(self) -> None:
         """Keeps Lightning from its own corrections, which it makes where `completed` is behind.
@@ -113,8 +118,14 @@ class ResumableEpochLoop(_TrainingEpochLoop):
         return batches.is_last_batch or batches.current.ready >= self.trainer.num_training_batches
 
 
+def make_fit_resumable(trainer: Any) -> None:
+    """Gives a Trainer without the command line resumable loops, at `setup`."""
+    if L.__version__.startswith(VERIFIED) and not isinstance(trainer.fit_loop, FitLoop):
+        make_resumable(trainer)
+
+
 def make_resumable(trainer: Any, epoch_loop: type[ResumableEpochLoop] = ResumableEpochLoop) -> None:
-    """Replaces the loops of `trainer` by those of this file, before its first step."""
+    """Gives `trainer` the loops of this file, before its first step."""
     given = trainer.fit_loop
     trainer.fit_loop = FitLoop(trainer, given.min_epochs, given.max_epochs)
     trainer.fit_loop.epoch_loop = epoch_loop(trainer, given.min_steps, given.max_steps)

@@ -2,8 +2,7 @@
 tests/compat/test_names.py checks them.
 
 Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
-a fallback. loop.py, epochs.py and hooks.py hold what concerns the training loop's speed and its
-position in an epoch."""
+a fallback. loop.py and epochs.py concern the training loop's speed and position."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +20,17 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies.launchers import subprocess_script as launcher
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
 from lightning.pytorch.strategies.launchers import subprocess_script as trainers_launcher
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+
+__all__ = ["accumulates"]
 
 
 def accumulates(trainer: L.Trainer) -> bool:
@@ -36,18 +45,14 @@ def validation_may_follow(trainer: Any) -> bool:
 
 
 def leave_signals_alone(trainer: L.Trainer) -> None:
-    """Keeps the Trainer from handling SIGTERM: callbacks/preemption.py stops all ranks together
-    instead.
-
-    Lightning's own way costs a broadcast and a scalar read from the device before every
-    micro-batch."""
+    """Keeps the Trainer from handling SIGTERM, by a broadcast and a read from the device before
+    every micro-batch: callbacks/preemption.py stops all ranks together instead."""
     vars(trainer._signal_connector)["register_signal_handlers"] = _nothing
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = _nothing
 
 
 def checkpoint_of(trainer: L.Trainer) -> dict[str, Any]:
-    """Returns what `Trainer.save_checkpoint` would write: the public method writes it itself, then
-    waits for all ranks. Collective."""
+    """Returns what `Trainer.save_checkpoint` would write, without writing it. Collective."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
@@ -57,8 +62,7 @@ def timeout_of(strategy: Any) -> timedelta:
 
 
 def limit_threads(num_processes: int) -> None:
-    """Divides this machine's CPUs over its ranks, on each rank: Lightning does so in rank 0, for
-    some strategies."""
+    """Divides this machine's CPUs over its ranks, which Lightning does for some strategies."""
     _set_num_threads_if_needed(num_processes)
 
 
@@ -68,8 +72,8 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def wandb_options(logger: Any) -> dict[str, Any]:
-    """Returns the arguments of `wandb.init`, to be changed until the run starts: only then is it
-    known whether W&B is reachable, and with it the mode."""
+    """Returns the arguments of `wandb.init`, which may be changed until the run starts: the mode
+    depends on whether W&B is reachable then."""
     return logger._wandb_init
 
 
@@ -78,17 +82,67 @@ def has_wandb_run(logger: Any) -> bool:
     return logger._experiment is not None
 
 
+# ---- self.log ------------------------------------------------------------------------------------
+
+
+class LoggerConnector(_LoggerConnector):
+    """Logs metrics that name no step of their own at `trainer.global_step`. Lightning (2.6.6) logs
+    them at one step less, in another line than other metrics of the same step."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        names_step = step is not None or "step" in metrics
+        super().log_metrics(metrics, step if names_step else self.trainer.global_step)
+
+
+def log_at_optimizer_steps(trainer: Any) -> None:
+    """Logs values of `self.log` at the optimizer step of their batch; call before the first."""
+    if type(trainer._logger_connector) is _LoggerConnector:
+        trainer._logger_connector = LoggerConnector(trainer)
+
+
+class Results(_ResultCollection):
+    """Counts rows as floats: Lightning (2.6.6) divides the sum over ranks by a mean number of rows
+    that is rounded down as an integer: with 16 and 15 rows, by 15."""
+
+    def _extract_batch_size(self, *args: Any, **kwargs: Any) -> Any:
+        return float(super()._extract_batch_size(*args, **kwargs))
+
+
+def weigh_uneven_batches(trainer: Any) -> None:
+    """Lets an evaluation's mean count each row once if ranks have different numbers of rows."""
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        if type(loop._results) is _ResultCollection:
+            loop._results = Results(training=False)
+
+
+# ---- the training loop ---------------------------------------------------------------------------
+
+
+def batch_progress(trainer: L.Trainer) -> Any:
+    """Returns the counters of a rank's training batches, `total` and `current` (no public name)."""
+    return trainer.fit_loop.epoch_loop.batch_progress
+
+
+def replace_clipping(module: L.LightningModule, clip: Callable[..., None]) -> None:
+    """Lets Lightning call `clip(original, optimizer, ...)` in place of the module's
+    `configure_gradient_clipping`, the original: it (2.6) calls no hook between clipping, which
+    computes the norm, and the optimizer. The method's name is public; if it is gone:
+    AttributeError."""
+    original = module.configure_gradient_clipping
+    vars(module)["configure_gradient_clipping"] = partial(clip, original)
+
+
 # ---- the launcher --------------------------------------------------------------------------------
 
 
 def use_processes(
     start: Callable[..., subprocess.Popen], terminate: Callable[[list[subprocess.Popen]], None]
 ) -> None:
-    """Lets Lightning's launcher start ranks by `start`, as by Popen, and call `terminate` when one
+    """Lets Lightning's launcher start ranks by `start`, like Popen, and call `terminate` when one
     of them has failed.
 
-    Lightning checks every 5 s and then kills all ranks, the first too: without a message, and with
-    no exit code that says what to do. Its launcher looks both names up in its module only."""
+    Lightning checks every 5 s and then kills all ranks, the first too, without a message or a
+    meaningful exit code. Its launcher looks both names up in its module."""
 
     class Observer(launcher._ChildProcessObserver):
         def _terminate_all(self) -> None:
@@ -104,12 +158,24 @@ def use_processes(
 # ---- strategies ----------------------------------------------------------------------------------
 
 
-def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
-    """Gives DistributedDataParallel these options where the configuration gives none, by whatever
-    name it asks for DDP.
+def before_setup_environment(strategy: Strategy, function: Callable[[], None]) -> None:
+    """Calls `function` on every rank before the strategy starts its process group.
 
-    The public way, arguments of `DDPStrategy(...)`, does not reach `strategy: ddp`, `auto` and the
-    names beside them."""
+    Lightning (2.6) has no hook between the start of the ranks and that: the method of this one
+    instance is replaced. If Lightning no longer calls it, `function` is never called;
+    tests/compat/test_stacks.py."""
+    start = strategy.setup_environment
+
+    def setup_environment() -> None:
+        function()
+        start()
+
+    vars(strategy)["setup_environment"] = setup_environment
+
+
+def set_ddp_defaults(strategy: DDPStrategy, **options: Any) -> None:
+    """Gives DistributedDataParallel these options where the configuration gives none. Arguments of
+    `DDPStrategy(...)`, the public way, do not reach `strategy: ddp`, `auto` and similar names."""
     strategy._ddp_kwargs = options | strategy._ddp_kwargs
 
 
@@ -121,12 +187,8 @@ def needs_every_gradient(strategy: Any) -> bool:
 
 def start_process_group(strategy: ModelParallelStrategy, gpu_backend: str | None) -> None:
     """Starts the ranks' process group without the mesh of two dimensions that ModelParallelStrategy
-    makes next.
-
-    Args:
-        strategy: Has to set `mesh` afterwards.
-        gpu_backend: The backend on GPUs if the configuration names none. None: Lightning's choice.
-    """
+    creates next; set `mesh` afterwards. `gpu_backend` is used on GPUs if the configuration names
+    none; None: Lightning's choice."""
     super(ModelParallelStrategy, strategy).setup_environment()
     if strategy.root_device.type == "cuda":
         strategy._process_group_backend = strategy._process_group_backend or gpu_backend
@@ -144,8 +206,8 @@ def start_deepspeed(strategy: DeepSpeedStrategy) -> None:
 
 
 def set_deepspeed_config(strategy: DeepSpeedStrategy, make: Callable[[], dict[str, Any]]) -> None:
-    """Sets DeepSpeed's configuration to what `make` returns, once, before Lightning (2.6) puts the
-    accumulation and clipping into it, without a hook for more."""
+    """Sets DeepSpeed's configuration to the result of `make`, once, before Lightning (2.6) adds the
+    accumulation and clipping, without a hook for more."""
     if not strategy._config_initialized:
         strategy.config = make()
         strategy._config_initialized = True

@@ -1,7 +1,5 @@
-"""Private names of LightningCLI and of its parser. Verified on lightning 2.6 and jsonargparse 4.53.
-
-Where a name is gone, the first call of its method raises AttributeError; tests/compat/test_names.py
-checks them."""
+"""Private names of LightningCLI and of its parser. Verified on lightning 2.6 and jsonargparse 4.53;
+tests/compat/test_names.py checks them. Where a name is gone: AttributeError."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 
 class OpenCLI(LightningCLI):
-    """LightningCLI with public names for what a subclass needs, and without hyperparameters from
-    checkpoints."""
+    """LightningCLI with public names for its subclass, without hyperparameters from checkpoints."""
 
     executes = True  # whether the verb runs, after its objects are made
 

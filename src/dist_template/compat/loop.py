@@ -1,9 +1,9 @@
 """Lightning's training loop with less overhead: the same hooks in the same order, the same state.
 
-For each hook of each callback, also empty ones, Lightning (2.6.6, loops/ and trainer/call.py)
-formats a debug message, enters a profiler's context and writes the hook's name to the module twice:
-a hundred times a batch. In each batch it determines again which hooks exist, what arguments they
-take and whether there is validation. This file does so once, when an epoch starts.
+For each hook of each callback, also empty ones, Lightning (2.6.6, loops/, plugins/precision/ and
+trainer/call.py) formats a debug message, enters a profiler's context and writes the hook's name to
+the module twice: a hundred times a batch. In each batch it determines again which hooks exist, what
+arguments they take and whether there is validation. This file does so once, when an epoch starts.
 
 The classes are subclasses of Lightning's, which handle the rare cases: the first batch of a resumed
 epoch, validation, manual optimization, `dataloader_iter`, a schedule that is not stepped once per
@@ -12,28 +12,31 @@ optimizer step. With a profiler, only epochs.py is used; with another Lightning 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _profile_nothing
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import (
+    Closure,
+    ClosureResult,
+    _AutomaticOptimization,
+)
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins import precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .closure import StepClosure, with_loss
-from .epochs import FitLoop, ResumableEpochLoop, make_resumable
-from .hooks import call, own
-from .precision import without_overhead
+from .epochs import VERIFIED, ResumableEpochLoop, make_resumable
+from .torch import step_of
 
-VERIFIED = "2.6."
 OF_EACH_BATCH = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -42,32 +45,43 @@ OF_EACH_BATCH = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def lighten(trainer: Any) -> None:
     """Gives `trainer` the loops of this folder; with a profiler, Lightning's own epoch loop.
 
-    On a Lightning that they were not verified on, it keeps its own and prints that in one line.
-    """
+    On a Lightning that they were not verified on, it keeps its own and prints that in one line."""
     if not L.__version__.startswith(VERIFIED):
         rank_zero_only(print)(
-            f"lightning {L.__version__}: Lightning's own training loop runs, because that of"
-            f" dist_template was verified only on {VERIFIED}x. Small models train more slowly, and"
-            " a resume at the end of an epoch may repeat steps"
+            f"lightning {L.__version__}: Lightning's own training loop runs; dist_template's was"
+            f" verified on {VERIFIED}x only. Small models train more slowly, and a resume at the"
+            " end of an epoch may repeat steps"
         )
         return
     if not isinstance(trainer.profiler, PassThroughProfiler):
         make_resumable(trainer)
         return
     make_resumable(trainer, EpochLoop)
-    trainer.strategy.precision_plugin = without_overhead(trainer.strategy.precision_plugin)
+    plugin = trainer.strategy.precision_plugin
+    if type(plugin) is precision.Precision:
+        trainer.strategy.precision_plugin = Precision()
+    elif type(plugin) is precision.MixedPrecision:
+        new = MixedPrecision(plugin.precision, plugin.device, plugin.scaler)
+        trainer.strategy.precision_plugin = new
 
 
-def make_fit_resumable(trainer: Any) -> None:
-    """Gives a Trainer without the command line resumable loops, at `setup`."""
-    if L.__version__.startswith(VERIFIED) and not isinstance(trainer.fit_loop, FitLoop):
-        make_resumable(trainer)
+def overridden_hook(owner: Any, name: str, base: type) -> Any:
+    """Returns the hook `name` of `owner`, or None if it is the empty one of `base`."""
+    hook = getattr(owner, name)
+    return None if getattr(hook, "__func__", None) is getattr(base, name) else hook
+
+
+def call(module: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function`, in which `self.log` knows the hook's name."""
+    before, vars(module)["_current_fx_name"] = module._current_fx_name, name
+    output = function(*args)
+    vars(module)["_current_fx_name"] = before
+    return output
 
 
 class EpochLoop(ResumableEpochLoop):
@@ -108,36 +122,40 @@ class EpochLoop(ResumableEpochLoop):
         )
         step = module.training_step
         self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        self._own_hooks = {name: own(module, name, L.LightningModule) for name in OF_EACH_BATCH}
-        self._callbacks: dict[str, list[Any]] = {name: [] for name in OF_EACH_BATCH}
-        for name, hooks in self._callbacks.items():
+        self._own_hooks: dict[str, Any] = {}  # the module's
+        self._callbacks: dict[str, list[Any]] = {}
+        for name in OF_EACH_BATCH:
+            self._own_hooks[name] = overridden_hook(module, name, L.LightningModule)
+            self._callbacks[name] = []
             for callback in trainer.callbacks:
-                if hook := own(callback, name, Callback):
-                    hooks.append(partial(hook, trainer, module))
+                if hook := overridden_hook(callback, name, Callback):
+                    self._callbacks[name].append(partial(hook, trainer, module))
         self.drops_gradients = not (
-            own(module, "optimizer_zero_grad", L.LightningModule)
+            overridden_hook(module, "optimizer_zero_grad", L.LightningModule)
             or self._own_hooks["on_before_zero_grad"]
             or self._callbacks["on_before_zero_grad"]
             or any(type(one).zero_grad is not Optimizer.zero_grad for one in trainer.optimizers)
         )
-        before, transfer, after = (self._transfer_hook(name) for name in TRANSFER)
-        is_default = getattr(transfer, "__func__", None) in (
+        self._before_transfer = self._transfer_hook("on_before_batch_transfer")
+        self._transfer = self._transfer_hook("transfer_batch_to_device")
+        self._after_transfer = self._transfer_hook("on_after_batch_transfer")
+        if getattr(self._transfer, "__func__", None) in (
             L.LightningModule.transfer_batch_to_device,
             L.LightningDataModule.transfer_batch_to_device,
-        )
-        self._transfer = before, _to_device if is_default else transfer, after
+        ):
+            self._transfer = _to_device
 
     def _transfer_hook(self, name: str) -> Any:
         """Returns the data module's or module's hook; in the latter, `self.log` needs its name."""
         selector: Any = self.trainer._data_connector._datahook_selector
         owner = selector.get_instance(name)
-        hook = own(owner, name, L.LightningModule)
+        hook = overridden_hook(owner, name, L.LightningModule)
         if hook and owner is self._module:
             return partial(call, self._module, name, hook)
         return getattr(owner, name)
 
     def each(self, name: str, *args: Any) -> Any:
-        """Call the hook `name` of the callbacks, then the module's, whose answer it is."""
+        """Calls the hook `name` of the callbacks, then the module's, and returns its result."""
         if (last := self._own_hooks[name]) is None and not self._callbacks[name]:
             return None
         names = vars(self._module)
@@ -206,10 +224,11 @@ class EpochLoop(ResumableEpochLoop):
         self._batches_that_stepped += not self._should_accumulate()
 
     def batch_to_device(self, batch: Any) -> Any:
-        strategy, (before, transfer, after) = self.trainer.strategy, self._transfer
-        if type(strategy.precision_plugin).convert_input is not Precision.convert_input:
+        strategy, default = self.trainer.strategy, precision.Precision.convert_input
+        if type(strategy.precision_plugin).convert_input is not default:
             batch = strategy.precision_plugin.convert_input(batch)
-        batch = after(transfer(before(batch, 0), strategy.root_device, 0), 0)
+        batch = self._transfer(self._before_transfer(batch, 0), strategy.root_device, 0)
+        batch = self._after_transfer(batch, 0)
         return getattr(strategy, "shard_batch", lambda unchanged: unchanged)(batch)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -230,7 +249,7 @@ class EpochLoop(ResumableEpochLoop):
 
 
 class Optimization(_AutomaticOptimization):
-    """What Lightning calls within a micro-batch and an optimizer step."""
+    """Automatic optimization with fewer calls per micro-batch and optimizer step."""
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Lightning creates four closures, two objects and two copies of the loss for this."""
@@ -245,9 +264,16 @@ class Optimization(_AutomaticOptimization):
             if is_first and epoch_loop.drops_gradients:
                 _drop_gradients(optimizer)  # and the forward pass has their memory
             output = call(module, "training_step", strategy.training_step, *kwargs.values())
-            loss, outputs = with_loss(output, trainer)
-            if is_first:
-                self._clear(optimizer, batch_idx)
+            loss, outputs = _loss_and_outputs(output, trainer)
+            if is_first and epoch_loop.drops_gradients:
+                progress = self.optim_progress.optimizer.zero_grad
+                progress.increment_ready()
+                progress.increment_started()
+                _drop_gradients(optimizer)  # a training step may have called backward itself
+                progress.increment_completed()
+            elif is_first:
+                self._on_before_zero_grad(optimizer)
+                self._optimizer_zero_grad(batch_idx, optimizer)
             if loss is not None:
                 call(module, "backward", strategy.backward, loss, optimizer)
             return outputs
@@ -260,17 +286,6 @@ class Optimization(_AutomaticOptimization):
             self._optimizer_step(batch_idx, closure)
         return closure.consume_result()
 
-    def _clear(self, optimizer: Any, batch_idx: int) -> None:
-        if not self.trainer.fit_loop.epoch_loop.drops_gradients:  # ty: ignore[missing-attribute]
-            self._on_before_zero_grad(optimizer)
-            self._optimizer_zero_grad(batch_idx, optimizer)
-            return
-        progress = self.optim_progress.optimizer.zero_grad
-        progress.increment_ready()
-        progress.increment_started()
-        _drop_gradients(optimizer)  # again: a training step may have called backward itself
-        progress.increment_completed()
-
     def _optimizer_step(self, batch_idx: int, train_step_and_backward_closure: Any) -> None:
         trainer, steps = self.trainer, self.optim_progress.optimizer.step
         module = trainer.lightning_module
@@ -282,6 +297,36 @@ class Optimization(_AutomaticOptimization):
         call(module, "optimizer_step", module.optimizer_step, *arguments)
         if not accumulates:
             steps.increment_completed()
+
+
+class StepClosure(Closure):
+    """Lightning's closure, of one function in place of three."""
+
+    def __init__(self, step: Callable[[], dict[str, Any]]) -> None:
+        super(Closure, self).__init__()
+        self._step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        with torch.enable_grad():
+            outputs: Any = self._step()
+        self._result = outputs
+        return outputs.get("loss")
+
+
+def _loss_and_outputs(output: Any, trainer: Any) -> tuple[Tensor | None, dict[str, Any]]:
+    """Returns the loss, divided by the accumulation, and the outputs for callbacks."""
+    if output is None and trainer.world_size > 1:
+        raise RuntimeError(
+            "Skipping the `training_step` by returning None in distributed training is not"
+            " supported: one rank cannot skip a step that all ranks take together"
+        )
+    if isinstance(output, Tensor) and trainer.accumulate_grad_batches == 1:
+        return output, {"loss": output.detach()}
+    result = ClosureResult.from_training_step_output(output, trainer.accumulate_grad_batches)
+    if result.loss is None:
+        Closure.warning_cache.warn("`training_step` returned `None`: this batch is skipped")
+        return None, {}
+    return result.closure_loss, result.asdict()
 
 
 def _drop_gradients(optimizer: Any) -> None:
@@ -298,3 +343,49 @@ def _to_device(batch: Any, device: Any, dataloader_idx: int) -> Any:
     waits = device.type in ("cpu", "mps")  # as there
     move = partial(Tensor.to, device=device, non_blocking=not waits)
     return {name: one if one.device == device else move(one) for name, one in batch.items()}
+
+
+class Precision(precision.Precision):
+    """Lightning's, whose hooks EpochLoop calls: without a context in a context and a profiler's
+    range."""
+
+    def train_step_context(self) -> Any:
+        return self.forward_context()
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        closure = partial(self._wrap_closure, model, optimizer, closure)
+        return step_of(optimizer)(closure=closure, **options)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        module.trainer.fit_loop.epoch_loop.each("on_before_backward", tensor)
+        return tensor
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        module.trainer.fit_loop.epoch_loop.each("on_after_backward")
+        return tensor
+
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        trainer = model.trainer
+        trainer.fit_loop.epoch_loop.each("on_before_optimizer_step", optimizer)
+        algorithm = trainer.gradient_clip_algorithm
+        self._clip_gradients(
+            model, optimizer, trainer.gradient_clip_val, gradient_clip_algorithm=algorithm
+        )
+
+    def _clip_gradients(
+        self, model: Any, optimizer: Any, clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if model.automatic_optimization:
+            clip = partial(
+                model.configure_gradient_clipping,
+                gradient_clip_val=clip_val,
+                gradient_clip_algorithm=gradient_clip_algorithm,
+            )
+            call(model, "configure_gradient_clipping", clip, optimizer)
+
+
+class MixedPrecision(precision.MixedPrecision, Precision):
+    """Lightning's MixedPrecision, whose `super()` is the class above. Checkpoints contain the loss
+    scaler's state under this name."""

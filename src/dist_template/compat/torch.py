@@ -1,12 +1,10 @@
-"""Private names of torch that the library needs. Verified on torch 2.9 to 2.13;
-tests/compat/test_names.py checks them.
-
-Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
-a fallback."""
+"""Private names of torch that the library needs. Verified on torch 2.13; tests/compat/test_names.py
+checks them. Where a name is gone: AttributeError or ImportError."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -14,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -22,9 +22,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import optimizer as _optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["tree_leaves", "tree_map"]  # torch has no public pytree module (2.13)
+from . import replaced
+
+__all__ = [
+    "LiveBytes",
+    "fake_tensors",
+    "tree_leaves",
+    "tree_map",
+]
 
 # Operations whose results activation checkpointing keeps: torch has public names for the matrix
 # products alone.
@@ -51,43 +60,33 @@ def is_persistent(module: Any, buffer: str) -> bool:
 
 
 def loss_scale(scaler: Any) -> Any:
-    """Returns a GradScaler's scale as a tensor on the device: the public `get_scale` waits for the
-    device.
-
-    If the name is gone: the public method, which waits once per micro-batch.
-    """
-    as_tensor = getattr(scaler, "_get_scale_async", None)
-    return as_tensor() if as_tensor else scaler.get_scale()
+    """Returns a GradScaler's scale on the device: the public `get_scale` waits for the device."""
+    return scaler._get_scale_async()
 
 
 def mark_overflow(scaler: Any, optimizer: Any) -> None:
-    """Makes a GradScaler count the current step of `optimizer` as an overflow.
-
-    Each rank's scaler knows its own gradients only, and the ranks' scales must stay equal."""
+    """Makes a GradScaler count the current step of `optimizer` as an overflow: each rank's scaler
+    knows its own gradients only, and the ranks' scales must stay equal."""
     for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
         found.fill_(1.0)
 
 
 def without_profiler_range(batches: Any) -> Iterator[Any]:
-    """Returns a DataLoader's iterator without the profiler range around each batch, which took half
-    of its time.
-
-    Only for an iterator without workers. If the name is gone: `batches` itself.
-    """
-    fetch = getattr(batches, "_next_data", None)
-    return iter(fetch, None) if fetch else batches
+    """Returns a DataLoader's iterator, which has no workers, without the profiler range around each
+    batch, which took half of its time."""
+    return iter(batches._next_data, None)
 
 
 def step_of(optimizer: Any) -> Callable[..., Any]:
-    """Returns `optimizer.step`, without its profiler range, which takes longer than the update of a
-    small model, unless somebody profiles, has a hook, or has replaced it (a schedule only notes
-    that it was called)."""
+    """Returns `optimizer.step` without its profiler range, which takes longer than the update of a
+    small model, unless a profiler runs, or the step has a hook or is replaced (not by a schedule,
+    which only notes that it was called)."""
     step, of_class = optimizer.step, type(optimizer).step
     is_torchs = "step" not in vars(optimizer) or hasattr(step, "_wrapped_by_lr_sched")
     if not (is_torchs and hasattr(of_class, "hooked")) or torch.autograd._profiler_enabled():
         return step
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks or _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
         return step
     optimizer._opt_called = True
     return partial(of_class.__wrapped__, optimizer)
@@ -101,8 +100,8 @@ def compile_checkpointed_hooks() -> None:
 
 
 def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
-    """Registers `hook` before each step; None for an object that only inherits from Optimizer and
-    never ran its constructor, as DeepSpeed's."""
+    """Registers `hook` before each step; None for DeepSpeed's, which inherits from Optimizer but
+    never ran its constructor."""
     is_torchs = isinstance(optimizer, torch.optim.Optimizer)
     if is_torchs and hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer.register_step_pre_hook(hook)
@@ -110,11 +109,9 @@ def on_optimizer_step(optimizer: Any, hook: Callable[..., None]) -> Any:
 
 
 def reduce_pipeline_gradients(model: Any) -> None:
-    """Reduces the gradients that FSDP2 has accumulated in all micro-batches of a pipeline's step.
-
-    A schedule splits the backward pass, so autograd's hooks do not run as FSDP2 expects. torch's
-    stage (2.13, `perform_reduce_grad`) makes the same calls, for a module that is the stage's own.
-    """
+    """Reduces the gradients that FSDP2 has accumulated in all micro-batches of a pipeline's step: a
+    schedule splits the backward pass, so autograd's hooks do not run as FSDP2 expects. torch's
+    stage (2.13, `perform_reduce_grad`) makes the same calls, for a module of its own."""
     sharder: Any = fully_shard
     root = sharder.state(model)
     for state in root._state_ctx.all_states:
@@ -125,8 +122,7 @@ def reduce_pipeline_gradients(model: Any) -> None:
 
 @contextmanager
 def ranges() -> Generator[list[Any]]:
-    """Yields the arguments of all calls of `torch.arange` inside. torch's public hook of functions
-    is for classes of tensors alone."""
+    """Yields the arguments of all calls of `torch.arange` inside."""
     found: list[Any] = []
 
     class Watch(TorchFunctionMode):
@@ -140,12 +136,11 @@ def ranges() -> Generator[list[Any]]:
 
 
 class FrugalStage(PipelineStage):
-    """torch's stage, with buffers for the messages that are on their way.
+    """A pipeline stage with buffers only for messages that are in flight.
 
     torch (2.13, `_setup_forward_recv_info`) allocates buffers for the activations and gradients of
-    all micro-batches before the first step and keeps them. Here they are made on the meta device,
-    allocated when a message is awaited, and released after the pass that reads it.
-    """
+    all micro-batches before the first step and keeps them. Here they are created on the meta
+    device, allocated when a message is awaited, and released after the pass that reads it."""
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with _on_meta(self):
@@ -200,8 +195,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Sets how long a collective of an existing group may take. torch takes a limit publicly only
-    for new groups."""
+    """Sets the timeout of an existing group's collectives (publicly only of a new group's)."""
     dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -210,10 +204,8 @@ def limit_collectives(group: dist.ProcessGroup, limit: timedelta) -> None:
 
 def read_unsharded(reader: FileSystemReader, keys: set[str] | None = None) -> dict[str, Any]:
     """Reads a distributed checkpoint, or its entries `keys`, as full tensors in one process,
-    without a model that names its entries.
-
-    The public way, `dcp_to_torch_save`, writes a file, and unpickles with whatever reader it makes
-    itself."""
+    without a model. The public `dcp_to_torch_save` writes a file and unpickles with a reader of its
+    own."""
     tensors: dict[str, Any] = {}
     _load_state_dict(tensors, reader, planner=_EmptyStateDictLoadPlanner(keys), no_dist=True)
     return tensors
@@ -222,3 +214,50 @@ def read_unsharded(reader: FileSystemReader, keys: set[str] | None = None) -> di
 def metadata_path(reader: FileSystemReader, rank: int | None) -> Any:
     """Returns where `reader` reads the checkpoint's metadata from."""
     return reader._get_metadata_path(rank)
+
+
+# ---- tensors without memory ----------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that are allocated inside, unlike `existing`, and still live.
+    torch's MemTracker adds the gradients of parameters to activations."""
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = WeakIdKeyDictionary({tensor.untyped_storage(): 0 for tensor in existing})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage not in self._known:
+                self._known[storage] = size = storage.nbytes()
+                weakref.finalize(storage, self._add, -size)
+                self._add(size)
+        return result
+
+    def _add(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+@contextmanager
+def fake_tensors(on_gpu: bool, fp32: bool) -> Generator[None]:
+    """Inside, tensors have no memory. Operations without a fake kernel on a CPU take as much as
+    others: attention on a GPU whose heads have two sizes, and experts in fp32."""
+    from transformers.integrations import moe
+
+    attention = F.scaled_dot_product_attention
+    experts: dict[str, Any] = {"_grouped_mm": lambda x, weight, offs: (x[None] @ weight[:1])[0]}
+
+    def padded(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+        size, more = value.shape[-1], query.shape[-1] - value.shape[-1]
+        value = F.pad(value, (0, more)) if more else value
+        return attention(query, key, value, *args, **options)[..., :size]
+
+    fused = replaced(F, scaled_dot_product_attention=padded if on_gpu else attention)
+    grouped = replaced(moe, **experts if fp32 else {})
+    with FakeTensorMode(allow_non_fake_inputs=True), fused, grouped:
+        yield

@@ -1,8 +1,8 @@
 """Private names of torch's elastic agent, which torchrun runs. Verified on torch 2.13;
-tests/compat/test_names.py.
+tests/compat/test_names.py checks them. Where one is gone, creating the agent, or its first call,
+raises AttributeError.
 
-torchrun restarts workers whatever their exit codes are, and has no public hook between an exit and
-the restart. Where a name is gone, creating the agent, or its first call, raises AttributeError."""
+torchrun restarts workers whatever their exit codes are, without a hook before the restart."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from torch.distributed.launcher import api as launcher
 
 
 class OpenAgent(LocalElasticAgent):
-    """torch's agent with public names for what a subclass extends: `monitor`, `rendezvous` and
-    `shut_down`."""
+    """torch's agent with public names for its subclass: `monitor`, `rendezvous`, `shut_down`."""
 
     def workers(self) -> list[Any]:
         """Returns Popen objects by local rank."""
@@ -66,8 +65,8 @@ class OpenAgent(LocalElasticAgent):
 def use(
     agent: type[OpenAgent], on_signal: Callable[[int, Any], None], preexec_fn: Callable[[], None]
 ) -> None:
-    """Lets torchrun in this process make this agent, handle signals so, and call `preexec_fn` in
-    each new worker."""
+    """Lets torchrun in this process create this agent, handle signals by `on_signal`, and call
+    `preexec_fn` in each new worker."""
     vars(launcher)["LocalElasticAgent"] = agent
     vars(processes)["_terminate_process_handler"] = on_signal
     vars(subprocess_handler)["Popen"] = partial(subprocess_handler.Popen, preexec_fn=preexec_fn)

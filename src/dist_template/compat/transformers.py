@@ -1,9 +1,8 @@
 """Private names of transformers, and its functions that are replaced. Verified on transformers
-5.23.
+5.23, which changes them in minor versions; tests/compat/test_names.py checks them.
 
-transformers changes them in minor versions; tests/compat/test_names.py checks them. Where a name is
-gone, its function raises AttributeError or ImportError, unless its docstring names a fallback.
-transformers is imported when it is needed."""
+Where a name is gone, its function raises AttributeError or ImportError, unless its docstring names
+a fallback. transformers is imported late."""
 
 from __future__ import annotations
 
@@ -11,35 +10,35 @@ import logging
 import re
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from .attributes import replaced
+from . import replaced
+
+__all__ = ["cast_experts"]
 
 # transformers imports peft, and peft bitsandbytes, which reports a missing package on a CPU.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def attention_of(model: Any) -> str | None:
-    """Returns the attention kernel of a model or its configuration; None for a model that is not of
-    transformers.
-
-    The argument `attn_implementation` of the constructors is public, reading it back is not.
-    """
+    """Returns the attention kernel of a model or its configuration, which has no public getter;
+    None for a model that is not of transformers."""
     return getattr(getattr(model, "config", model), "_attn_implementation", None)
 
 
 def set_attention(config: Any, kernel: str) -> None:
-    """Sets the attention kernel before there is a model, whose `set_attn_implementation` is the
-    public way."""
+    """Sets the attention kernel before there is a model with `set_attn_implementation`."""
     config._attn_implementation = kernel
 
 
 def names_of_blocks(model: nn.Module) -> set[str]:
-    """Returns the class names of the model's repeated layers. If the name is gone: none, and
-    ModuleLists are used."""
+    """Returns the class names of the model's repeated layers; empty if the name is gone (then
+    ModuleLists are used)."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
@@ -58,8 +57,7 @@ def reason_against_sequence_shards(model: Any) -> str:
 
 
 def wrappers_of_parameters(module: Any) -> list[Any]:
-    """Returns peft's wrappers around a module whose parameters have adapters, outermost first; else
-    []."""
+    """Returns peft's wrappers around a module whose parameters have adapters, outermost first."""
     found: list[Any] = []
     while hasattr(module, "parameter_name") and hasattr(module, "lora_A"):
         found.append(module)
@@ -69,9 +67,8 @@ def wrappers_of_parameters(module: Any) -> list[Any]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Generator[None]:
-    """Inside, a forward pass is that of the model without adapters.
-
-    peft's public functions change `requires_grad` besides, which FSDP2 reads when it gathers."""
+    """Inside, a forward pass bypasses the adapters. peft's public functions change `requires_grad`
+    too, which FSDP2 reads when it gathers."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     for layer in layers:
         layer._disable_adapters = True
@@ -83,21 +80,29 @@ def without_adapters(model: nn.Module) -> Generator[None]:
 
 
 def without_search() -> Any:
-    """Inside, transformers does not search positions for documents.
-
-    Its function reads from the device in every forward pass whether a row holds several."""
+    """Inside, transformers does not search positions for documents, a device sync in every pass."""
     from transformers import masking_utils
 
     return replaced(masking_utils, find_packed_sequence_indices=lambda position_ids: None)
+
+
+def shard_for(target: DTensor, full: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard of `full` with the placements of `target`, interleaved ones too.
+
+    The module is internal; torch's `distribute_tensor` does not know interleaved shards."""
+    from transformers.distributed.sharding_utils import DtensorShardOperation
+
+    shard = DtensorShardOperation(target).shard_tensor(full)
+    assert shard is not None  # it is None for single experts only
+    return shard
 
 
 TOKENS = 13  # of a row on the meta device; no other size of a model is likely to be this number
 
 
 def run_on_meta(model: Any, **options: Any) -> Any:
-    """Returns the output of a model on the meta device for a row of `TOKENS`.
-
-    The grouped product of experts has no kernel there in fp32; it takes the sizes of each."""
+    """Returns the output of a model on the meta device for a row of `TOKENS`. The grouped product
+    of experts has no kernel there in fp32 and reads the sizes of each."""
     from transformers.integrations import moe
 
     experts: dict[str, Any] = {"_grouped_mm": lambda input, weight, offs: input @ weight[0]}
@@ -108,21 +113,31 @@ def run_on_meta(model: Any, **options: Any) -> Any:
 
 
 def needs_values(error: BaseException) -> bool:
-    """Returns whether a model cannot run on the meta device: it read a value of a tensor, or asked
-    for the device's type of autocast, as peft's adapters of experts do."""
+    """Returns whether a model cannot run on the meta device: it reads a tensor's value, or the
+    device's type of autocast, as peft's adapters of experts do."""
     signs = "meta", "unsupported scalarType"
     return isinstance(error, NotImplementedError) or any(sign in str(error) for sign in signs)
 
 
-def wrap_grouped_mm(wrap: Callable[[Any], Any]) -> None:
-    """Replaces the experts' grouped product by `wrap` of it, for the whole process.
+@cache
+def cast_experts() -> None:
+    """Applies autocast to the experts' grouped products, for the whole process.
 
-    torch's autocast does not know `grouped_mm` (pytorch#174763), and transformers has no place to
-    cast its operands."""
+    torch's autocast does not support `grouped_mm` (pytorch#174763), and transformers uses the
+    weights' type: under bf16-mixed experts would multiply in float32, for which a GPU has no
+    grouped kernel, and wait for the device."""
     from transformers.integrations import moe
 
     experts: Any = moe
-    experts._grouped_mm = wrap(experts._grouped_mm)
+    grouped_mm = experts._grouped_mm
+
+    def cast_and_multiply(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        device = weight.device.type
+        if torch.is_autocast_enabled(device):
+            weight = weight.to(torch.get_autocast_dtype(device))
+        return grouped_mm(input, weight, offs)
+
+    experts._grouped_mm = cast_and_multiply
 
 
 @contextmanager
@@ -130,7 +145,7 @@ def sharding(offload_policy: Callable[[], Any], prepare: Callable[[], None]) -> 
     """Inside, `maybe_distribute_model` offloads with `offload_policy()`, and calls `prepare()`
     before FSDP2 wraps.
 
-    transformers always pins offloaded memory, which fails without a GPU, and has no hook between
+    transformers always pins offloaded memory, which fails without a GPU. It has no hook between
     tensor parallelism, which needs each of the tied parameters, and FSDP2, which needs them tied.
     """
     from transformers.distributed import fsdp, mixin

@@ -6,70 +6,102 @@ and LightningDataModule trains as well: only this file distinguishes them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import lightning as L
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
-from ..parallel.protocol import Samples
-from ..parallel.run_strategy import run_trainer
 from .flops import Size
 from .metrics import MetricBuffer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def samples_of(trainer: L.Trainer) -> Samples | None:
-    """Returns the stream of samples; None for a loader that defines its own order."""
-    owners: list[Any] = [run_trainer(trainer).datamodule, *run_trainer(trainer).callbacks]
-    for each in owners:
+__all__ = ["metrics_of", "results_of"]
+
+T = TypeVar("T")
+
+
+class OrderedSamples(Protocol):
+    """Component that shards and orders the samples: PackedText, or the callback SampleOrder."""
+
+    global_batch_size: int
+
+    @property
+    def consumed_samples(self) -> int: ...
+    @property
+    def jumps(self) -> list[tuple[int, int]]: ...
+    def jump(self, intervals: list[tuple[int, int]]) -> None: ...
+
+
+def samples_of(trainer: L.Trainer) -> OrderedSamples | None:
+    """Returns the stream of samples; None for a loader with an order of its own."""
+    for each in [trainer.datamodule, *trainer.callbacks]:  # ty: ignore[missing-attribute]
         if owns_order(each) and each.global_batch_size:
             return each
     return None
 
 
-def owns_order(data: Any) -> bool:
+def owns_order(data: object) -> bool:
     """Returns whether `data` shards and orders the samples; if so, it derives accumulation too."""
     return hasattr(data, "consumed_samples")
 
 
-def own(module: Any, name: str, kind: type) -> Any:
+def typed_attribute(module: object, name: str, kind: type[T]) -> T | None:
     """Returns the attribute if it is of the library's type: a user's may have the same name."""
     value = getattr(module, name, None)
     return value if isinstance(value, kind) else None
 
 
-def metrics_of(module: Any) -> MetricBuffer:
+def network_of(module: L.LightningModule) -> nn.Module:
+    """Returns the network `module.model` of a TrainingModule, else the module itself."""
+    return typed_attribute(module, "model", nn.Module) or module
+
+
+def metrics_of(module: L.LightningModule) -> MetricBuffer:
     """Returns the module's metric buffer; a plain LightningModule gets one on first use."""
-    return own(module, "metrics", MetricBuffer) or vars(module).setdefault(
-        "metric_buffer", MetricBuffer()
-    )
+    metrics = typed_attribute(module, "metrics", MetricBuffer)
+    return metrics or vars(module).setdefault("metric_buffer", MetricBuffer())
 
 
-def tracks_metrics(module: Any) -> bool:
+def tracks_metrics(module: L.LightningModule) -> bool:
     """Returns whether the module puts its own training metrics (train/loss …) into the buffer."""
-    return own(module, "metrics", MetricBuffer) is not None
+    return typed_attribute(module, "metrics", MetricBuffer) is not None
 
 
-def size_of(trainer: Any, module: Any) -> Size:
-    """Returns the size of the model, of which a rank may have some layers."""
-    return own(module, "whole_size", Size) or Size.of(getattr(module, "model", module))
+def size_of(module: L.LightningModule) -> Size:
+    """Returns the size of the model; a rank may have some of its layers."""
+    return typed_attribute(module, "whole_size", Size) or Size.of(network_of(module))
 
 
-def results_of(trainer: Any, module: Any) -> dict[str, float]:
-    """Returns the newest validation or test results: those of `log_eval`, else of `self.log`."""
-    if given := own(module, "eval_metrics", dict):
+def results_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
+    """Returns the newest validation or test results, by `log_eval` or else by `self.log`."""
+    if given := typed_attribute(module, "eval_metrics", dict):
         return given
     logged = trainer.callback_metrics.items()
     return {name: float(value) for name, value in logged if not name.startswith("train")}
 
 
-def has_validation(module: Any, data: Any) -> bool:
+def has_validation(module: L.LightningModule, data: L.LightningDataModule) -> bool:
     """Returns whether there is anything to validate."""
-    own_step = is_overridden("validation_step", module, LightningModule)
-    own_loader = is_overridden("val_dataloader", data, LightningDataModule)
-    return bool(own_step and getattr(data, "validation_share", own_loader))
+    if not is_overridden("validation_step", module, L.LightningModule):
+        return False
+    has_loader = is_overridden("val_dataloader", data, L.LightningDataModule)
+    return bool(getattr(data, "validation_share", has_loader))
 
 
-def build_config(module: Any, data: Any) -> Any:
+def build_config(module: L.LightningModule, data: L.LightningDataModule) -> PreTrainedConfig | None:
     """Returns the model's transformers configuration; None for another model."""
-    return module.build_config(data) if hasattr(module, "build_config") else None
+    build = getattr(module, "build_config", None)
+    return build(data) if build else None
+
+
+def data_of(trainer: L.Trainer) -> Any:
+    """Returns the data module of a trainer; Lightning sets the attribute when it attaches one."""
+    return getattr(trainer, "datamodule", None)
+
+
+def callbacks_of(trainer: L.Trainer) -> list[Any]:
+    """Returns the callbacks of a trainer; Lightning's connectors set the attribute."""
+    return getattr(trainer, "callbacks", [])

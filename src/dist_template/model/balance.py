@@ -25,13 +25,13 @@ Shapes: L layers, E experts, N tokens of a micro-batch, B sequences of T tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least
@@ -66,197 +66,175 @@ class BalanceConfig:
     z_loss_coef: float = 0.0
 
 
-class Layer(NamedTuple):
-    """A mixture-of-experts layer."""
+@dataclass(eq=False)
+class Layer:
+    """A mixture-of-experts layer. Its modules are None on the ranks of other pipeline stages."""
 
-    name: str  # of the module that holds its router and its experts
-    experts: nn.Module | None  # stacked, called with the indices of the chosen; None: elsewhere
-    num: int  # of experts, of all ranks
-    router: nn.Module | None  # None where it was not found
-    bias_owner: nn.Module | None  # the module whose buffer BIAS is; None: the router has none
-
-
-def find_layers(model: nn.Module) -> list[Layer]:
-    """The layers whose experts transformers 5 calls with indices; others are not known."""
-
-    def is_router(module: nn.Module, num: int) -> bool:
-        shapes = [full_shape(parameter) for parameter in module.parameters(recurse=False)]
-        return any(len(shape) == 2 and shape[0] == num for shape in shapes)
-
-    stacked = {experts for experts in find_experts(model) if hasattr(experts, "is_concatenated")}
-    layers = []
-    for name, block in model.named_modules():
-        for experts in () if wrappers_of_parameters(block) else block.children():
-            owner = ([experts] + [w.base_layer for w in wrappers_of_parameters(experts)])[-1]
-            if owner in stacked:
-                num = num_experts(owner)
-                router = next((m for m in block.children() if is_router(m, num)), None)
-                owners = (m for m in block.modules() if BIAS in dict(m.named_buffers("", False)))
-                layers.append(Layer(name, experts, num, router, next(owners, None)))
-    return layers
-
-
-def of_all_stages(own: list[Layer], group: Any) -> list[Layer]:
-    """Returns the layers of all stages of a pipeline, in order; those of other ranks are empty."""
-    outlines = [
-        Layer(x.name, None, x.num, x.router and nn.Identity(), x.bias_owner and nn.Identity())
-        for x in own
-    ]
-    found = {layer.name: layer for each in from_all_ranks(outlines, group) for layer in each}
-    found |= {layer.name: layer for layer in own}
-    return sorted(found.values(), key=lambda each: [int(n) for n in re.findall(r"\d+", each.name)])
-
-
-class Kept:
-    """Router logits (N, E) of a layer's newest counted forward pass.
-
-    An object for each layer: torch.compile would compile a block anew for each key of a common
-    dictionary.
-    """
-
+    name: str  # of the module that contains the router and the experts
+    num: int  # experts on all ranks
+    has_router: bool
+    has_bias: bool
+    experts: nn.Module | None  # stacked; called with the indices of the chosen experts
+    router: nn.Module | None
+    bias_owner: nn.Module | None  # the module with the buffer BIAS
+    # Router logits (N, E) of the newest counted forward pass. They are an attribute of the layer:
+    # with one dictionary for all layers torch.compile would compile each block anew.
     logits: Tensor | None = None
 
 
-class Balancer:
-    """The loss terms and the bias update of a model's routers.
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Returns the layers whose experts transformers 5 calls with indices; others are not found."""
+    stacked = {experts for experts in find_experts(model) if hasattr(experts, "is_concatenated")}
+    layers = []
+    for name, block in model.named_modules():
+        if wrappers_of_parameters(block):
+            continue
+        for experts in block.children():
+            wrappers = wrappers_of_parameters(experts)
+            base = wrappers[-1].base_layer if wrappers else experts
+            if base not in stacked:
+                continue
+            num, router, bias_owner = num_experts(base), None, None
+            for module in block.children():
+                shapes = [full_shape(p) for p in module.parameters(recurse=False)]
+                if router is None and any(len(s) == 2 and s[0] == num for s in shapes):
+                    router = module
+            for module in block.modules():
+                if bias_owner is None and BIAS in dict(module.named_buffers("", False)):
+                    bias_owner = module
+            has_router, has_bias = router is not None, bias_owner is not None
+            layers.append(Layer(name, num, has_router, has_bias, experts, router, bias_owner))
+    return layers
 
-    callbacks/experts.py attaches it to the model and says when a step begins and ends.
+
+class Balancer:
+    """The loss terms and the bias update of a model's routers; callbacks/experts.py attaches it.
 
     Args:
         model: Already placed on the machine.
         config: The keys under `model.balance`.
-        group: The ranks of a pipeline. None: the model is whole.
+        group: The ranks of a pipeline. None: every rank has all layers.
 
     Raises:
-        InputError: a coefficient is negative, or set for a model without routers.
-    """
+        InputError: a coefficient is negative, or set for a model without routers."""
 
-    def __init__(self, model: nn.Module, config: BalanceConfig, group: Any = None) -> None:
-        set_here = {key: value for key, value in vars(config).items() if value is not None}
-        check_least("model.balance", **{key: (value, 0.0) for key, value in set_here.items()})
+    def __init__(
+        self, model: nn.Module, config: BalanceConfig, group: dist.ProcessGroup | None = None
+    ) -> None:
+        for key, value in vars(config).items():
+            if value is not None:
+                check_least("model.balance", **{key: (value, 0.0)})
         self.config = config
         self.layers = find_layers(model)
-        if group is not None:
-            self.layers = of_all_stages(self.layers, group)
+        if group is not None:  # the layers of all stages, in the order of their numbers
+            no_modules = {"experts": None, "router": None, "bias_owner": None}
+            found = {}
+            for of_stage in from_all_ranks([replace(e, **no_modules) for e in self.layers], group):
+                found |= {layer.name: layer for layer in of_stage}
+            found |= {layer.name: layer for layer in self.layers}
+            self.layers = sorted(found.values(), key=_layer_numbers)
         self.counts_now = False  # whether the forward pass that runs now is counted
-        self._kept = [Kept() for _ in self.layers]
-        self._arriving: tuple[Tensor, Any] | None = None
+        self._arriving: tuple[Tensor, dist.Work | None] | None = None
         self._model_config = text_config(model)
         configured = getattr(self._model_config, "router_aux_loss_coef", None) or 0.0
-        numbers = range(len(self.layers))
-        routers = [layer.router is not None for layer in self.layers]
-        if config.aux_loss_coef is None:
-            without_bias = [i for i in numbers if self.layers[i].bias_owner is None and routers[i]]
-            self._aux = without_bias if configured else []
-        else:
-            self._aux = [i for i in numbers if config.aux_loss_coef]
-        self.aux_loss_coef = (config.aux_loss_coef or configured) if self._aux else 0.0
-        with_bias = [i for i in numbers if self.layers[i].bias_owner is not None]
-        self.has_bias = bool(with_bias)
-        self._biased = with_bias if config.bias_update_speed else []
+        coef = config.aux_loss_coef
+        self._aux: list[int] = []  # indices of the layers with a load-balancing loss
+        self._biased: list[int] = []  # and of those whose bias is updated
+        self.has_bias = False
+        for i, layer in enumerate(self.layers):
+            if coef or (coef is None and configured and layer.has_router and not layer.has_bias):
+                self._aux.append(i)
+            if layer.has_bias:
+                self.has_bias = True
+                if config.bias_update_speed:
+                    self._biased.append(i)
+        self.aux_loss_coef = (coef or configured) if self._aux else 0.0
         self.needs_shares = bool(self._aux)
         self.needs_loads = bool(self._aux or self._biased)  # of every optimizer step
-        names = ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef")
-        name = next((name for name in names if getattr(config, name)), None)
-        if name and not (routers and all(routers)):
-            raise InputError(
-                f"model.balance.{name} is {getattr(config, name)}, but no router was found in every"
-                f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
-            )
+        if self.layers and all(layer.has_router for layer in self.layers):
+            return
+        for key in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef"):
+            if value := getattr(config, key):
+                raise InputError(
+                    f"model.balance.{key} is {value}, but no router was found in every"
+                    f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
+                )
 
-    # ---- counting --------------------------------------------------------------------------------
-
-    def attach(self, device: torch.device) -> list[Any]:
+    def attach(self, device: torch.device) -> list[RemovableHandle]:
         """Registers the hooks that count loads and keep router logits; returns their handles."""
-        # the last: an index that stands for no expert
-        width = max(layer.num for layer in self.layers) + 1
-        # of this rank, in this optimizer step
-        self.loads = torch.zeros(len(self.layers), width, device=device)
         numbers = [[layer.num] for layer in self.layers]
         self._num = torch.tensor(numbers, device=device, dtype=torch.float32)
-        # of the newest step's load, all ranks'
-        self.shares = torch.zeros(len(self.layers), width - 1, device=device)
-        for row, layer in zip(self.shares, self.layers, strict=True):
-            row[: layer.num] = 1 / layer.num
-        handles = []
+        width = max(layer.num for layer in self.layers)
+        # this rank's loads in this optimizer step; the last column is of an index without an expert
+        self.loads = torch.zeros(len(self.layers), width + 1, device=device)
+        # each expert's share of all ranks' load in the previous step
+        self.shares = torch.zeros(len(self.layers), width, device=device)
         keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
+        handles = []
         for i, layer in enumerate(self.layers):
-            count = self._counting_hook(self.loads[i])
-            if layer.experts is None:
-                continue
-            register = layer.experts.register_forward_pre_hook
-            handles.append(register(count, prepend=True, with_kwargs=True))
+            self.shares[i, : layer.num] = 1 / layer.num
+            if layer.experts is not None:
+                register, count = layer.experts.register_forward_pre_hook, self._count(i)
+                handles.append(register(count, prepend=True, with_kwargs=True))
             if layer.router is not None and (keeps_all or i in self._aux):
-                keep = self._keeping_hook(self._kept[i], layer.num)
-                handles.append(layer.router.register_forward_hook(keep))
+                handles.append(layer.router.register_forward_hook(self._keep_logits(layer)))
         return handles
 
-    def _counting_hook(self, loads: Tensor) -> Any:
-        def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _count(self, i: int) -> Callable[..., None]:
+        loads = self.loads[i]
+
+        def count(experts: nn.Module, args: tuple[object], kwargs: dict[str, object]) -> None:
             if self.counts_now:
-                tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
-                # (N, chosen ones)
-                chosen = next(tensor for tensor in tensors if not tensor.is_floating_point())
-                loads.scatter_add_(0, chosen.reshape(-1), loads.new_ones(()).expand(chosen.numel()))
+                for chosen in (*args, *kwargs.values()):  # (N, experts per token), of integers
+                    if isinstance(chosen, Tensor) and not chosen.is_floating_point():
+                        ones = loads.new_ones(()).expand(chosen.numel())
+                        loads.scatter_add_(0, chosen.reshape(-1), ones)
+                        return
 
         return count
 
-    def _keeping_hook(self, kept: Kept, num: int) -> Any:
-        def keep(router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _keep_logits(self, layer: Layer) -> Callable[..., None]:
+        def keep(router: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if self.counts_now:  # transformers' routers return their logits first
-                outputs = (output,) if isinstance(output, Tensor) else output
-                kept.logits = next(
-                    each for each in outputs if each.shape[-1] == num and each.is_floating_point()
-                )
+                for each in (output,) if isinstance(output, Tensor) else output:
+                    if each.shape[-1] == layer.num and each.is_floating_point():
+                        layer.logits = each
+                        return
 
         return keep
 
-    # ---- the loss terms --------------------------------------------------------------------------
-
     def losses(self, batch: dict[str, Tensor]) -> Iterator[tuple[str, float, Tensor]]:
-        """Yields (metric, weight, value ()) of each loss term of the newest forward pass.
+        """Yields (metric, weight, value ()) of each loss term of the newest forward pass. A value
+        is the mean over layers and over the tokens of the micro-batch."""
+        config = self.config
+        aux, sequence, z = [], [], []
+        for i, layer in enumerate(self.layers):
+            logits, layer.logits = layer.logits, None
+            if logits is None:
+                continue
+            if i in self._aux:  # 1 where the load is even, at most experts / experts per token
+                mean = probabilities(layer, logits).mean(0)
+                aux.append(layer.num * (self.shares[i, : layer.num] * mean).sum())
+            if config.sequence_loss_coef:
+                sequence.append(self._sequence_loss(layer, logits, len(batch["input_ids"])))
+            if config.z_loss_coef:
+                z.append(logits.float().logsumexp(-1).square().mean())
+        for name, coef, values in (
+            ("moe/aux_loss", self.aux_loss_coef, aux),
+            ("moe/sequence_loss", config.sequence_loss_coef, sequence),
+            ("moe/z_loss", config.z_loss_coef, z),
+        ):
+            if values:
+                yield name, coef * len(values), torch.stack(values).mean()
 
-        A value is the mean over layers and over the tokens of the micro-batch. Micro-batches have
-        equally many, so the mean over ranks and accumulation is the global batch's.
-        """
-        logits = {i: kept.logits for i, kept in enumerate(self._kept) if kept.logits is not None}
-        for i in logits:
-            self._kept[i].logits = None
-        if not logits:
-            return
-        if self._aux:
-            values = [self._aux_loss(i, logits[i]) for i in self._aux if i in logits]
-            yield "moe/aux_loss", self.aux_loss_coef * len(values), torch.stack(values).mean()
-        if self.config.sequence_loss_coef:
-            num, coef = len(batch["input_ids"]), self.config.sequence_loss_coef
-            values = [self._sequence_loss(i, each, num) for i, each in logits.items()]
-            yield "moe/sequence_loss", coef * len(values), torch.stack(values).mean()
-        if self.config.z_loss_coef:
-            values = [each.float().logsumexp(-1).square().mean() for each in logits.values()]
-            yield "moe/z_loss", self.config.z_loss_coef * len(values), torch.stack(values).mean()
-
-    def _aux_loss(self, i: int, logits: Tensor) -> Tensor:
-        """() 1 where the load is even, at most experts / experts per token."""
-        num = self.layers[i].num
-        return num * (self.shares[i, :num] * self._probabilities(i, logits).mean(0)).sum()
-
-    def _sequence_loss(self, i: int, logits: Tensor, num_sequences: int) -> Tensor:
+    def _sequence_loss(self, layer: Layer, logits: Tensor, num_sequences: int) -> Tensor:
         """() over shares per sequence, of the experts with the highest scores without the bias."""
-        scores = self._probabilities(i, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
+        scores = probabilities(layer, logits).unflatten(0, (num_sequences, -1))  # (B, T, E)
         top_k = self._model_config.num_experts_per_tok
         chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
         ones = scores.new_ones(()).expand(chosen.shape)
         counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, ones)
         return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
-
-    def _probabilities(self, i: int, logits: Tensor) -> Tensor:
-        """(N, E), sums of 1: a softmax, or normalised sigmoids if there is a bias (DeepSeek-V3)."""
-        if self.layers[i].bias_owner is None:
-            return logits.float().softmax(-1)
-        scores = logits.float().sigmoid()
-        return scores / scores.sum(-1, keepdim=True)
-
-    # ---- the end of an optimizer step ------------------------------------------------------------
 
     def begin_reduction(self) -> None:
         """Starts to sum the loads over ranks; call before the last micro-batch's backward pass."""
@@ -266,12 +244,8 @@ class Balancer:
 
     @torch.no_grad()
     def finish_step(self, skipped: Tensor | None) -> None:
-        """Moves the biases and renews the shares.
-
-        Args:
-            skipped: () 1 where the optimizer step was skipped, on all ranks: then nothing moves.
-                None: it never is.
-        """
+        """Moves the biases and updates the shares; nothing moves if `skipped`, (), is 1: the
+        optimizer step was skipped on all ranks. None: no step is ever skipped."""
         if self._arriving is None:
             return
         (loads, work), self._arriving = self._arriving, None
@@ -286,6 +260,18 @@ class Balancer:
         self.shares.copy_(shares)
         for i in self._biased:
             layer = self.layers[i]
-            if layer.experts is None:
-                continue
-            getattr(layer.bias_owner, BIAS).add_(moves[i, : layer.num])
+            if layer.bias_owner is not None:
+                getattr(layer.bias_owner, BIAS).add_(moves[i, : layer.num])
+
+
+def probabilities(layer: Layer, logits: Tensor) -> Tensor:
+    """Returns a router's probabilities (N, E): normalised sigmoids if it has a bias (DeepSeek-V3),
+    else a softmax."""
+    if not layer.has_bias:
+        return logits.float().softmax(-1)
+    scores = logits.float().sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def _layer_numbers(layer: Layer) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", layer.name)]

@@ -24,7 +24,8 @@ from torch import nn
 
 from ..compat.transformers import wrappers_of_parameters
 from ..layout import full_shape
-from .quantize import Linear4bit
+
+__all__ = ["PEAKS", "Size", "find_experts", "peak", "text_config"]
 
 
 class Peak(NamedTuple):
@@ -79,10 +80,9 @@ def peak(device: str, precision: str) -> tuple[float, str] | None:
     torch's settings and by shape).
     """
     for row in PEAKS:
-        if re.fullmatch(row.devices, device):
-            figures = {"bf16": row.bf16, "16": row.fp16}
-            figure = figures.get(precision.partition("-")[0])
-            return (figure, row.source) if figure else None
+        figure = {"bf16": row.bf16, "16": row.fp16}.get(precision.partition("-")[0])
+        if figure and re.fullmatch(row.devices, device):
+            return figure, row.source
     return None
 
 
@@ -111,7 +111,6 @@ class Size:
         """Returns unsharded sizes under any strategy; shared parameters once, no communication."""
         config = text_config(model)
         experts = find_experts(model)
-        of_experts = {id(p) for module in experts for p in module.parameters(recurse=False)}
         chosen, share = getattr(config, "num_experts_per_tok", None), 1.0
         num = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
         if experts:
@@ -119,28 +118,32 @@ class Size:
             share = chosen / num if isinstance(chosen, int) else 0.0
         # only stacked experts are found
         is_known = bool(share) and bool(experts or not num or num == 1)
-        tables: set[int] = set()
-        used: set[int] = set()
+        # ids of parameters
+        tables, used, of_experts = set[int](), set[int](), set[int]()
         packed: dict[int, int] = {}  # how many weights an element stands for
         for layer in model.modules():
-            ids = tables if isinstance(layer, nn.Embedding) else used
-            ids |= {id(p) for p in layer.parameters(recurse=False)}
-            if isinstance(layer, Linear4bit):
-                packed |= {id(layer.weight): 2, id(layer.scales): 0}
+            ids = set(map(id, layer.parameters(recurse=False)))
+            (tables if isinstance(layer, nn.Embedding) else used).update(ids)
+            if layer in experts:
+                of_experts |= ids
+            for name, count in getattr(layer, "weights_per_element", {}).items():
+                packed[id(getattr(layer, name))] = count
             if wrappers_of_parameters(layer):  # around stacked experts
                 of_experts |= {id(p) for p in layer.parameters() if p.requires_grad}
         total = trainable = embedding = in_4_bits = 0
         active = multiplied = 0.0
         for parameter in model.parameters():
-            size = full_shape(parameter).numel() * packed.get(id(parameter), 1)
-            meets = size * (share if id(parameter) in of_experts else 1.0)
+            key = id(parameter)
+            size = full_shape(parameter).numel() * packed.get(key, 1)
             total += size
             trainable += size * parameter.requires_grad
-            in_4_bits += size * (id(parameter) in packed)
-            embedding += size * (id(parameter) in tables)
-            active += meets
-            if id(parameter) in used:
-                multiplied += meets * (6 if parameter.requires_grad else 4)
+            in_4_bits += size * (key in packed)
+            embedding += size * (key in tables)
+            if key in of_experts:
+                size *= share
+            active += size
+            if key in used:
+                multiplied += size * (6 if parameter.requires_grad else 4)
         return cls(
             total=total,
             trainable=trainable,
@@ -163,20 +166,19 @@ def text_config(model: nn.Module) -> Any:
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
     """Returns the modules that store a layer's routed experts as stacked tensors (experts, ...), as
-    in transformers 5.
-
-    Experts that a router of your own calls one by one are not found.
-    """
-    return [
-        module
-        for module in model.modules()
-        if isinstance(getattr(module, "num_experts", None), int)
-        and any(len(full_shape(p)) == 3 for p in module.parameters(recurse=False))
-    ]
+    in transformers 5. Experts that a router of your own calls one by one are not found."""
+    found = []
+    for module in model.modules():
+        if isinstance(getattr(module, "num_experts", None), int) and num_experts(module):
+            found.append(module)
+    return found
 
 
 def num_experts(experts: nn.Module) -> int:
-    """Returns the number over all ranks; under expert parallelism the attribute is this rank's."""
-    return next(
-        full_shape(p)[0] for p in experts.parameters(recurse=False) if len(full_shape(p)) == 3
-    )
+    """Returns the number over all ranks (under expert parallelism the attribute is this rank's); 0
+    if there is no stacked tensor."""
+    for parameter in experts.parameters(recurse=False):
+        shape = full_shape(parameter)
+        if len(shape) == 3:
+            return shape[0]
+    return 0

@@ -1,9 +1,7 @@
 """A buffer for training metrics: they stay on the device and are read once, at log steps.
 
-`self.log` in a training step takes about 350 µs of CPU per value and may wait for the device in
-each step; this buffer keeps a reference. Validation uses `self.log`, so that ModelCheckpoint and
-schedulers can monitor its metrics.
-"""
+`self.log` in a training step takes about 350 µs of CPU per value and may wait for the device.
+Validation uses it, so that ModelCheckpoint and schedulers can monitor its metrics."""
 
 from __future__ import annotations
 
@@ -11,11 +9,10 @@ import math
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -24,32 +21,28 @@ from ..errors import InputError
 from ..parallel import run_strategy
 from ..project import is_users
 
-FOLD = 64  # values of a metric kept before they are summed; each takes 512 bytes of GPU memory
+NOT_COUNTED = -100  # a label that cross_entropy ignores
+FOLD = 64  # values of a metric are summed when they are so many; each takes 512 bytes of a GPU
 
 
 class MetricBuffer:
     """Collects metrics between two calls of `read`, which returns their means over time and ranks.
-
-    Every rank must add the same names between two reads, which reduce them as one vector, unless
-    the ranks `agree`.
-    """
+    Every rank must add the same names between two reads, unless the ranks `agree`."""
 
     def __init__(self) -> None:
-        # value x weight, each (), and its version when it came
-        self._kept: dict[str, list[tuple[Tensor, int]]] = {}
-        self._weights: dict[str, float] = {}
+        # values, each (), and their versions when they were added
+        self._added: dict[str, list[tuple[Tensor, int]]] = {}
+        self._num_added: dict[str, int] = defaultdict(int)
         self._host: dict[str, float] = {}
-        self._own: dict[str, float] = {}
+        self._of_rank: dict[str, float] = {}
         self._counts: dict[str, Tensor] = {}
         self.latest: dict[str, float] = {}  # what the last log step wrote
-        # as `put_of_rank` had it at the newest `read`; index: rank
-        self.of_ranks: dict[str, list[float]] = {}
-        # as `put_counts` had it at the newest `read`, summed over ranks
-        self.totals: dict[str, list[float]] = {}
+        self.of_ranks: dict[str, list[float]] = {}  # of `put_of_rank`, by rank, at the newest read
+        self.totals: dict[str, list[float]] = {}  # of `put_counts`, over all ranks, likewise
         # what was added last, on this rank's device, for callbacks to act upon
         self.newest: dict[str, Tensor] = {}
 
-    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
+    def add(self, name: str, value: Tensor) -> None:
         """Adds a scalar tensor, unread. Do not change it in place before the next log step.
 
         Raises:
@@ -57,25 +50,28 @@ class MetricBuffer:
         """
         if not isinstance(value, Tensor) or value.numel() != 1:
             given = f"tensor {(*value.shape,)}" if isinstance(value, Tensor) else repr(value)
+            frames = traceback.extract_stack()
+            users = [frame for frame in frames if is_users(frame.filename)] or frames
+            line = f"{Path(users[-1].filename).name}:{users[-1].lineno}"
             raise InputError(
-                f"{_user_line()}: `track` of {name} was given a {type(value).__name__}, {given}:"
+                f"{line}: `track` of {name} was given a {type(value).__name__}, {given}:"
                 " give it a tensor of one element, such as `value.mean()` or torch.tensor(number)"
             )
         if isinstance(value, DTensor):  # such as the norm of a sharded weight: a collective
             value = value.full_tensor()
-        value = value.reshape(()) if value.dim() else value
+        if value.dim():
+            value = value.reshape(())
         if value.untyped_storage().nbytes() > value.nbytes:
-            value = value.detach().clone()  # it would keep all that it is taken of
+            value = value.detach().clone()  # a view would keep the full tensor in memory
         elif value.requires_grad:
             value = value.detach()
         self.newest[name] = value
-        value = value if weight == 1.0 else value * weight
-        kept = self._kept.setdefault(name, [])
-        kept.append((value, version_of(value)))
-        self._weights[name] = self._weights.get(name, 0.0) + weight
-        if len(kept) == FOLD:
+        added = self._added.setdefault(name, [])
+        added.append((value, version_of(value)))
+        self._num_added[name] += 1
+        if len(added) == FOLD:
             total = self._sums([name])[name]
-            kept[:] = [(total, version_of(total))]
+            added[:] = [(total, version_of(total))]
 
     def put(self, name: str, value: float) -> None:
         """Records a host number (time, count): rank 0's newest is logged, without a reduction."""
@@ -83,7 +79,7 @@ class MetricBuffer:
 
     def put_of_rank(self, name: str, value: float) -> None:
         """Records a number per rank; `read` puts all ranks' newest in `of_ranks`. NaN: unknown."""
-        self._own[name] = value
+        self._of_rank[name] = value
 
     def put_counts(self, name: str, counts: Tensor) -> None:
         """Records counts (n,) on the device; `read` stores their sums over ranks in `totals`."""
@@ -97,10 +93,9 @@ class MetricBuffer:
         num_ranks: int = 1,
         agree: Callable[[list[str]], list[str]] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean over ranks and time of every metric, and clears the buffer.
-
-        It takes one collective and one device-to-host transfer. Sums are in float64 where the
-        device supports it.
+        """Returns the mean over ranks and time of every metric, and clears the buffer, by one
+        collective and one device-to-host transfer. Sums are in float64 where the device supports
+        it.
 
         Args:
             all_reduce: Maps (n,) of each rank to their sum.
@@ -108,56 +103,57 @@ class MetricBuffer:
             rank: Rank of this process.
             num_ranks: Number of ranks.
             agree: Returns the names that any rank has: in a pipeline, only the last stage has a
-                loss. None: all ranks have the same.
-        """
+                loss. None: all ranks have the same."""
         host, self._host = self._host, {}
-        own, self._own = self._own, {}
+        of_rank, self._of_rank = self._of_rank, {}
         counts, self._counts = self._counts, {}
-        names = agree(list(self._kept)) if agree else list(self._kept)
-        if not (names or own or counts):
+        names = list(self._added)
+        if agree:
+            names = agree(names)
+        if not (names or of_rank or counts):
             return host
-        dtype = _sum_dtype(device)
-        nothing = [0.0] * len(own)
-        known = [self._weights.get(name, 0.0) for name in names]
-        for each in range(num_ranks):
-            known += own.values() if each == rank else nothing
-        sums = self._sums([name for name in names if name in self._kept])
+        # the vector: sums, numbers of values, each rank's numbers, counts
+        dtype, num, width = _sum_dtype(device), len(names), len(of_rank)
+        sums = self._sums([name for name in names if name in self._added])
         missing = torch.zeros((), dtype=dtype, device=device)
-        of_names = [sums.get(name, missing) for name in names]
-        on_device = [each.to(device, non_blocking=True).view(1) for each in of_names]
-        on_device += [
-            torch.tensor(known, dtype=dtype).to(device, non_blocking=True),
-            *(each.to(dtype) for each in counts.values()),
-        ]
-        values = iter(all_reduce(torch.cat(on_device)).tolist())
-        totals, weights = list(islice(values, len(names))), list(islice(values, len(names)))
-        of_ranks = [list(islice(values, len(own))) for _ in range(num_ranks)]
-        self.of_ranks = {name: [each[i] for each in of_ranks] for i, name in enumerate(own)}
-        self.totals = {name: list(islice(values, len(each))) for name, each in counts.items()}
-        means = {name: s / w for name, s, w in zip(names, totals, weights, strict=True)}
-        self._kept.clear()
-        self._weights.clear()
-        return means | host
+        parts = []
+        for name in names:
+            parts.append(sums.get(name, missing).to(device, non_blocking=True).view(1))
+        known = [float(self._num_added[name]) for name in names]
+        known += [0.0] * (width * rank)
+        known += of_rank.values()
+        known += [0.0] * (width * (num_ranks - rank - 1))
+        parts.append(torch.tensor(known, dtype=dtype).to(device, non_blocking=True))
+        for each in counts.values():
+            parts.append(each.to(dtype))
+        values = all_reduce(torch.cat(parts)).tolist()
+        end = 2 * num + width * num_ranks
+        self.of_ranks, self.totals = {}, {}
+        for i, name in enumerate(of_rank):
+            self.of_ranks[name] = values[2 * num + i : end : width]
+        for name, each in counts.items():
+            self.totals[name] = values[end : end + len(each)]
+            end += len(each)
+        self._added.clear()
+        self._num_added.clear()
+        return {name: values[i] / values[num + i] for i, name in enumerate(names)} | host
 
     def _sums(self, names: list[str]) -> dict[str, Tensor]:
         """Returns the sum () of each metric's values; metrics with equally many values share a GPU
-        kernel.
-
-        Raises:
-            InputError: a value was changed in place.
-        """
-        alike: dict[Any, list[str]] = defaultdict(list)
+        kernel. Raises InputError if a value was changed in place."""
+        alike: dict[tuple[int, torch.dtype, torch.device], list[str]] = defaultdict(list)
         for name in names:
-            kept = self._kept[name]
-            if any(version_of(value) != version for value, version in kept):
-                raise InputError(
-                    f"{name} was changed in place after `self.track`; give it `value.clone()` in"
-                    " module.py"
-                )
-            alike[len(kept), kept[0][0].dtype, kept[0][0].device].append(name)
+            added = self._added[name]
+            for value, version in added:
+                if version_of(value) != version:
+                    raise InputError(
+                        f"{name} was changed in place after `self.track`; give it `value.clone()`"
+                        " in module.py"
+                    )
+            alike[len(added), added[0][0].dtype, added[0][0].device].append(name)
         sums: dict[str, Tensor] = {}
         for (count, _, device), group in alike.items():
-            flat = [value for name in group for value, _ in self._kept[name]]
+            flat = [value for name in group for value, _ in self._added[name]]
             values = torch.stack(flat).view(-1, count)
             sums |= zip(group, values.sum(1, dtype=_sum_dtype(device)).unbind(), strict=True)
         return sums
@@ -174,19 +170,13 @@ class SplitMeans:
         for name, value in {"": tokens, **sums}.items():
             self._sums[name] = self._sums.get(name, 0) + value.detach().to(_sum_dtype(value.device))
 
-    def read(self, strategy: Any) -> dict[str, float]:
+    def read(self, strategy: Strategy) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         sums = torch.stack([*self._sums.values()])
-        tokens, *totals = run_strategy(strategy).sum_of_batches(sums).tolist()
-        names = [*self._sums][1:]
-        return {n: total / (tokens or math.nan) for n, total in zip(names, totals, strict=True)}
-
-
-def _user_line() -> str:
-    """Returns file:line of the innermost call in the user's code."""
-    frames = traceback.extract_stack()
-    users = [frame for frame in frames if is_users(frame.filename)] or frames
-    return f"{Path(users[-1].filename).name}:{users[-1].lineno}"
+        reduced = run_strategy(strategy).sum_of_batches(sums)
+        means = dict(zip(self._sums, reduced.tolist(), strict=True))
+        tokens = means.pop("") or math.nan
+        return {name: total / tokens for name, total in means.items()}
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

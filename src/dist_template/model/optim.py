@@ -7,8 +7,7 @@ AdamW and a schedule with the values of `transformers.get_scheduler`, by the key
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pkgutil import resolve_name
@@ -61,7 +60,7 @@ class OptimConfig:
     plateau_metric: str = "eval/loss"
     plateau_patience: int = 2
     plateau_factor: float = 0.5
-    optimizer: Class | None = field(default=None, init=False)  # cli.py sets these two
+    optimizer: Class | None = field(default=None, init=False)  # cli/fit.py sets these two
     lr_scheduler: Class | None = field(default=None, init=False)
 
     @property
@@ -73,69 +72,67 @@ class OptimConfig:
 
 
 def build_optimizer(module: nn.Module, config: OptimConfig, scaled: bool = False) -> Optimizer:
-    """The optimizer of `module`'s trainable parameters; AdamW is fused where torch has such a
-    kernel for their device.
+    """Returns the optimizer of `module`'s trainable parameters; AdamW is fused where torch has such
+    a kernel for their device.
 
-    Args:
-        module: With all of its parameters.
-        config: The keys under `model.optim`.
-        scaled: Gradients come multiplied, as float16 needs it. A fused step would divide them
-            itself, after clipping has taken them for what they are not; another leaves that to the
-            precision plugin, which does it before.
-    """
-    trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if not trainable:
+    `scaled`: gradients are scaled (fp16 loss scaling). Disables fused AdamW, which would unscale
+    them only after clipping; otherwise the precision plugin does it before.
+
+    Raises:
+        InputError: nothing is trainable, or the class of `--optimizer` refuses its arguments."""
+    decayed, not_decayed, fused = [], [], not scaled
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            fused = fused and parameter.device.type in ("cpu", "cuda", "xpu", "mps")
+            # Stacked expert biases are matrices by shape, so the name is checked too.
+            is_matrix = len(full_shape(parameter)) >= 2 and not name.endswith("bias")
+            (decayed if is_matrix else not_decayed).append(parameter)
+    if not decayed and not not_decayed:
         raise InputError(
             "no parameter of the module requires a gradient, so there is nothing to train;"
             " see module.py"
         )
-    # Stacked expert biases are matrices by shape, so the name is checked too.
-    decayed = [p for name, p in trainable if len(full_shape(p)) >= 2 and not name.endswith("bias")]
-    kept = [p for name, p in trainable if len(full_shape(p)) < 2 or name.endswith("bias")]
-    fused = not scaled and all(p.device.type in ("cpu", "cuda", "xpu", "mps") for _, p in trainable)
-    groups: list[dict[str, Any]] = [{"params": group} for group in (decayed, kept) if group]
+    kind: type[Optimizer] = torch.optim.AdamW
     arguments: dict[str, Any] = {
         "lr": config.learning_rate, "weight_decay": config.weight_decay, "betas": config.betas,
         "eps": config.eps, "fused": fused,
-    } if config.optimizer is None else config.optimizer["init_args"]  # fmt: skip
-    if "weight_decay" in arguments and kept:
+    }  # fmt: skip
+    if chosen := config.optimizer:
+        kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
+    groups: list[dict[str, object]] = [
+        {"params": group} for group in (decayed, not_decayed) if group
+    ]
+    if "weight_decay" in arguments and not_decayed:
         groups[-1]["weight_decay"] = 0.0
-    kind = resolve_name(config.optimizer["class_path"]) if config.optimizer else torch.optim.AdamW
-    kind = mixed(kind) if len(by_layout(p for _, p in trainable)) > 1 else kind
-    with _named("--optimizer", config.optimizer):
+    if len(by_layout(decayed + not_decayed)) > 1:
+        kind = mixed(kind)
+    if chosen is None:
         return kind(groups, **arguments)
+    return _instance("--optimizer", kind, groups, arguments)
 
 
-@contextmanager
-def _named(flag: str, chosen: Class | None) -> Generator[None]:
-    """Put the class that `flag` names before what it says of its arguments.
-
-    Raises:
-        InputError: it refuses them.
-    """
+def _instance(flag: str, kind: Any, first: object, arguments: Mapping[str, object]) -> Any:
+    """Returns `kind(first, **arguments)`; if it refuses them, raises InputError with the flag."""
     try:
-        yield
+        return kind(first, **arguments)
+    except InputError:
+        raise
     except (TypeError, ValueError) as error:
-        if chosen is None or isinstance(error, InputError):
-            raise
-        name = chosen["class_path"].rpartition(".")[2]
         other = "give other arguments or another class"
-        raise InputError(f"{flag} {name}: {reason(error)}; {other}") from error
+        raise InputError(f"{flag} {kind.__name__}: {reason(error)}; {other}") from error
 
 
 @cache
 def mixed(kind: type[Optimizer]) -> type[Optimizer]:
-    """`kind`, an optimizer, for parameters with different device meshes or placements.
+    """Returns `kind`, an optimizer, for parameters with different device meshes or placements: a
+    kernel over lists of tensors takes one layout at a time. Outside of a step the parameter groups
+    are the same as under every other strategy, so a schedule's state fits them all."""
 
-    A kernel over lists of tensors takes one layout at a time. Outside of a step the parameter
-    groups are those of every other strategy, so a schedule's state fits them all.
-    """
-
-    def step(self: Any, closure: Any = None) -> Any:
-        groups = self.param_groups
-        self.param_groups = [
-            group | {"params": part} for group in groups for part in by_layout(group["params"])
-        ]
+    def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
+        groups, self.param_groups = self.param_groups, []
+        for group in groups:
+            for part in by_layout(group["params"]):
+                self.param_groups.append(group | {"params": part})
         try:
             return kind.step(self, closure)
         finally:
@@ -150,68 +147,54 @@ def build_schedule(
     num_steps: float,
     batches_per_validation: int | None = None,
 ) -> dict[str, Any]:
-    """Lightning's scheduler entry for `config.schedule` over `num_steps` optimizer steps (inf: no
-    end is set).
-
-    reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None: at the end
-    of each epoch.
+    """Returns Lightning's scheduler entry for `config` over `num_steps` optimizer steps (inf: no
+    end is set). reduce_on_plateau checks its metric every `batches_per_validation` of a rank; None:
+    at the end of each epoch.
 
     Raises:
         InputError: the schedule needs an end and training has none, or the warm-up is longer than
-            training.
-    """
+            training, or the class of `--lr_scheduler` refuses its arguments."""
+    scheduler: Any = None
+    if chosen := config.lr_scheduler:
+        kind = resolve_name(chosen["class_path"])
+        scheduler = _instance("--lr_scheduler", kind, optimizer, chosen["init_args"])
     if config.waits_for_validation:
-        if config.lr_scheduler is None:
-            scheduler: Any = ReduceLROnPlateau(
-                optimizer, factor=config.plateau_factor, patience=config.plateau_patience
-            )
-        else:
-            scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
-        # Lightning updates it right after the validation of the same step, and counts in batches.
-        every = batches_per_validation
-        when = {"interval": "step", "frequency": every} if every else {}
+        if scheduler is None:
+            factor, patience = config.plateau_factor, config.plateau_patience
+            scheduler = ReduceLROnPlateau(optimizer, factor=factor, patience=patience)
         monitor = getattr(scheduler, "monitor", config.plateau_metric)
-        return {"scheduler": scheduler, "monitor": monitor, "reduce_on_plateau": True, **when}
-    if config.lr_scheduler:
-        scheduler = _chosen_scheduler(optimizer, config.lr_scheduler)
+        entry = {"scheduler": scheduler, "monitor": monitor, "reduce_on_plateau": True}
+        if batches_per_validation:  # Lightning updates it right after this validation
+            entry |= {"interval": "step", "frequency": batches_per_validation}
+        return entry
+    if scheduler is not None:
         if (total := getattr(scheduler, "total_steps", num_steps)) < num_steps:  # OneCycleLR
             raise InputError(
                 f"--lr_scheduler.total_steps is {total}, training has {num_steps:.0f} optimizer"
                 " steps; make them equal"
             )
         return {"scheduler": scheduler, "interval": "step"}
-
-    ends = num_steps != float("inf")
-    if not ends and (
-        config.warmup < 1 or config.schedule in ("cosine", "linear", "warmup_stable_decay")
-    ):
+    needs_end = config.schedule in ("cosine", "linear", "warmup_stable_decay")
+    if num_steps == math.inf and (config.warmup < 1 or needs_end):
         raise InputError(
             f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long"
             " training is; set trainer.max_steps or trainer.max_epochs"
         )
     warmup_steps = int(config.warmup if config.warmup >= 1 else config.warmup * num_steps)
-    if ends and warmup_steps >= num_steps:
+    if warmup_steps >= num_steps:
         raise InputError(
             f"the warm-up of {warmup_steps} steps is not shorter than training, {num_steps:.0f}"
             " steps; lower model.optim.warmup or raise trainer.max_steps"
         )
-    # A partial, as transformers has it: LambdaLR's state is that of older checkpoints.
+    # A partial, as in transformers: LambdaLR's state is compatible with older checkpoints.
     share = partial(_share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps)
     return {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
 
 
-def _chosen_scheduler(optimizer: Optimizer, chosen: Class) -> Any:
-    with _named("--lr_scheduler", chosen):
-        return resolve_name(chosen["class_path"])(optimizer, **chosen["init_args"])
-
-
 def _share_of_peak(step: int, config: OptimConfig, warmup: int, num_steps: float) -> float:
-    """The learning rate of `step` as a share of the peak.
-
-    To the bit what `transformers.get_scheduler` gives; beyond the end cosine keeps its floor.
-    Their module imports peft, that bitsandbytes, and that torch's compiler, which took longer than
-    all else before the first step.
-    """
+    """Returns the learning rate of `step` as a share of the peak, equal to the bit to
+    `transformers.get_scheduler`, whose module takes longer to import than all else before the first
+    step; beyond the end cosine keeps its floor."""
     shape, floor = config.schedule, config.min_learning_rate_share
     stable = shape == "warmup_stable_decay"
     if step < warmup:

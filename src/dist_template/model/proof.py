@@ -3,7 +3,7 @@
 `proof.json` is the result of `python -m benchmarks zoo`: small odd models of each type, against one
 process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
 
-    variants    of which switches the model was built: [{"switches": {field: value},
+    variants    the switches the model was built with: [{"switches": {field: value},
                 "right": [axes], "refused": {axes: why}}], the first with the type's defaults
     leaks       on one process, the first layer in which a token depends on another document of
                 its row ("documents"), or on a later token ("future")
@@ -20,19 +20,21 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..parallel import sharding_of
 from ..records import read_mapping, write_atomically
-from .adapters import AdapterConfig
-from .any_module import own
-from .architecture_keys import NOT_DECISIVE
+from .training_module import NOT_DECISIVE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["axes_of", "remember"]
 
 PACKAGES = ("transformers", "torch")  # another release of one may change what a model computes
 LAYERS = ("layer_types", "layers_block_type")
 OF_MODELS = ("tp", "fsdp+ep", "fsdp+cp", "pp")  # whose result depends on what a model computes
 FILE = "proven.json"
-ADAPTER_KEYS = ("targets", "dora", "trainable", "quantize")  # other values need their own proof
 
 
 @dataclass(frozen=True)
@@ -43,63 +45,68 @@ class Verdict:
     why: str = ""
 
 
-def verdict(config: Any, axes: str, project: Path | None = None) -> Verdict:
+def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = None) -> Verdict:
     """Returns what is known of a model under a strategy.
 
     Args:
-        config: The transformers configuration; None for a model of another kind.
+        config: The transformers configuration; None for another kind of model.
         axes: Of the strategy and the adapters (`axes_of`); "" on one process.
-        project: The folder that has the project's own proofs.
-    """
+        project: The folder that has the project's own proofs."""
     if not axes:
         return Verdict("proven")
     if config is None:
         return Verdict("unproven", "a model that is not built from a transformers configuration")
     if project and _entry(config, axes) in _proven(project):
         return Verdict("proven")
-    table, kind = _table(), config.model_type
-    found = table["models"].get(kind)
-    if not found or not found.get("variants"):
-        why = f": {found['not_run']}" if found and "not_run" in found else ""
+    table, kind, parts = _table(), config.model_type, set(axes.split("+"))
+    found = table["models"].get(kind, {})
+    if not found.get("variants"):
+        why = f": {found['not_run']}" if "not_run" in found else ""
         return Verdict("unproven", f"a model of type {kind!r}{why}")
     switches = switches_of(config)
     for variant in found["variants"]:
         if variant["switches"] == switches and axes not in variant["right"]:
             for refused, why in variant["refused"].items():
-                if set(refused.split("+")) <= set(axes.split("+")):
+                if parts.issuperset(refused.split("+")):
                     return Verdict("refused", why)
-    if (tried := table["versions"]) != versions():
+    if table["versions"] != versions():
         names = ", ".join(f"{name} {number}" for name, number in versions().items())
-        proven = ", ".join(tried.values())
+        proven = ", ".join(table["versions"].values())
         return Verdict("unproven", f"{names} (the table has {proven})")
     first, *others = found["variants"]
     if axes not in first["right"]:
-        return Verdict("unproven", _of_type(kind, axes))
-    parts = {part for part in OF_MODELS if set(part.split("+")) <= set(axes.split("+"))}
-    right = [first, *(each for each in others if parts <= {*each["right"]})]
+        adapters, _, strategy = axes.partition("+")
+        what, under = "a model", axes
+        if adapters.startswith("lora"):
+            what, under = adapters.replace("lora", "LoRA"), strategy
+        return Verdict("unproven", f"{what} of type {kind!r} under {under}")
+    needed = {each for each in OF_MODELS if parts.issuperset(each.split("+"))}
+    right = [first]
+    for variant in others:
+        if needed.issubset(variant["right"]):
+            right.append(variant)
     for name, value in switches.items():
-        if value not in [each["switches"].get(name) for each in right]:
+        if value not in [variant["switches"].get(name) for variant in right]:
             return Verdict("unproven", f"{name} {json.dumps(value)} of type {kind!r} under {axes}")
     return Verdict("proven")
 
 
-def _of_type(kind: str, axes: str) -> str:
-    """Describes a model, or its adapters, under a strategy."""
-    adapters, _, others = axes.partition("+")
-    if not adapters.startswith("lora"):
-        return f"a model of type {kind!r} under {axes}"
-    return f"{adapters.replace('lora', 'LoRA')} of type {kind!r} under {others}"
-
-
-def leaks(config: Any) -> dict[str, str]:
-    """Returns where tokens of a type depend on what they should not see; {} if nowhere."""
+def leaks(config: PreTrainedConfig) -> dict[str, str]:
+    """Returns where tokens depend on later tokens or other documents; {} if nowhere."""
     return _table()["models"].get(config.model_type, {}).get("leaks", {})
 
 
-def remember(config: Any, axes: str, project: Path) -> None:
-    """Adds a model and a strategy to what the project has proven."""
+def remember(config: PreTrainedConfig | None, axes: str, project: Path) -> Path | None:
+    """Adds a model and a strategy to what the project has proven.
+
+    Returns:
+        The file; None for one process and for a model without a transformers configuration.
+    """
+    if config is None or not axes:
+        return None
     entries = [*_proven(project), _entry(config, axes)]
     write_atomically(project / FILE, json.dumps({"proven": entries}, indent=1) + "\n")
+    return project / FILE
 
 
 def versions() -> dict[str, str]:
@@ -107,9 +114,9 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name).partition("+")[0] for name in PACKAGES}
 
 
-def switches_of(config: Any) -> dict[str, Any]:
+def switches_of(config: PreTrainedConfig) -> dict[str, object]:
     """Returns the fields that switch parts of the model on and off, and the kinds of its layers."""
-    switches: dict[str, Any] = {}
+    switches: dict[str, object] = {}
     for name, value in sorted(vars(config.get_text_config()).items()):
         if isinstance(value, bool) and not NOT_DECISIVE.fullmatch(name):
             switches[name] = value
@@ -118,20 +125,12 @@ def switches_of(config: Any) -> dict[str, Any]:
     return switches
 
 
-def axes_of(strategy: Any, world_size: int, module: Any = None) -> str:
+def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
     """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+"."""
     if world_size == 1:
         return ""
-    return "+".join([*_adapters_of(module), *sharding_of(strategy).axes(world_size)])
-
-
-def _adapters_of(module: Any) -> list[str]:
-    """Names the adapters of a module: "lora" on all linear layers, else with what differs."""
-    if not (adapter := own(module, "adapter", AdapterConfig)):
-        return []
-    given, plain = vars(adapter), vars(AdapterConfig())
-    others = [f"{key} {given[key]}" for key in ADAPTER_KEYS if given[key] != plain[key]]
-    return [f"lora with {', '.join(others)}" if others else "lora"]
+    adapters = getattr(module, "adapter_axes", [])
+    return "+".join([*adapters, *sharding_of(strategy).axes(world_size)])
 
 
 @cache
@@ -140,11 +139,15 @@ def _table() -> dict[str, Any]:
     return read_mapping(path, "install the library again")
 
 
-def _proven(project: Path) -> list[dict[str, Any]]:
+def _proven(project: Path) -> list[dict[str, object]]:
     path = project / FILE
     return read_mapping(path, "delete it").get("proven", []) if path.exists() else []
 
 
-def _entry(config: Any, axes: str) -> dict[str, Any]:
-    entry = {"type": config.model_type, "switches": switches_of(config), "axes": axes}
-    return entry | {"versions": versions()}
+def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:
+    return {
+        "type": config.model_type,
+        "switches": switches_of(config),
+        "axes": axes,
+        "versions": versions(),
+    }

@@ -1,5 +1,6 @@
-"""Reads, records and evaluates what a run writes into its folder.
+"""Reads and writes what a run records in its folder.
 
-history/     reads and writes a run's folder          loggers/     metrics.jsonl, TensorBoard, W&B
-diagnosis/   rules that find what is wrong            report/      a page about a run, or several
+history/     reads a run's folder, without torch
+loggers/     metrics.jsonl, TensorBoard, W&B
+crash.py     crash records: prints them, exit codes
 """

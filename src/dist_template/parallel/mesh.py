@@ -26,7 +26,6 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -34,11 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
-from ..checkpoint import sharded
-from ..checkpoint.commit import agreed
-from ..checkpoint.formats import format_of
-from ..checkpoint.resume import load_foreign
-from ..compat.attributes import wrap_method
+from ..checkpoint import formats, scatter, sharded
+from ..compat import wrap_method
 from ..compat.lightning import set_mesh, start_process_group
 from ..errors import InputError
 from ..layout import refuse_scalars
@@ -129,6 +125,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         )
         self.fsdp_plan = fsdp_plan
         self.pipeline: Pipeline | None = None
+        self.format = sharded.ShardedFormat(self)
 
     # ---- the mesh --------------------------------------------------------------------------------
 
@@ -209,7 +206,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         if not self.shards:
             return model
         refuse_scalars(model, "FSDP2")
-        full = weights.take(model)
+        full = scatter.move_to_meta(model)
         try_rank(model, self)
         facts = self.sharding.stage_facts(model, self.world_size)
         division = divide(model, facts, self.stages.get_local_rank("pp")) if facts else None
@@ -218,9 +215,8 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
             shard_by_plan(model, self)
         else:
             shard_by_blocks(model, self)
-        weights.fill(
-            model, full, torch.device("cpu") if self.sharding.cpu_offload else self.root_device
-        )
+        device = torch.device("cpu") if self.sharding.cpu_offload else self.root_device
+        scatter.materialize(model, full, device)
         if division is not None:
             self.layers = self.pipeline = Pipeline(model, division, self, facts)
         return model
@@ -287,15 +283,10 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        sharded.save(checkpoint, Path(weights.broadcast(str(filepath))))
+        self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        assert self.model is not None and self.lightning_module is not None
-        path = agreed(Path(checkpoint_path))
-        if format_of(path) != "distributed":
-            return load_foreign(self, path)
-        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return sharded.load(path, self.model, self.optimizers if is_fit else [], weights_only)
+        return formats.load(self.format, Path(checkpoint_path), weights_only)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None

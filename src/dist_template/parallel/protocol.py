@@ -3,18 +3,16 @@ strategy. `sharding_of` and `run_strategy` return the answers of `trainer.strate
 
 Sharding      of a configuration, before a start: plain.py, mesh_sharding.py, zero_sharding.py
 RunStrategy   on a rank of a training: run_strategy.py
-RunTrainer    the trainer as a callback needs it, with the stream of Samples
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .facts import Configured, Facts, Saving, Sent, Small
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningDataModule
     from torch import Tensor, nn
 
 
@@ -90,23 +88,3 @@ class RunStrategy(Protocol):
     def random_rank(self) -> int: ...
     def shard(self, model: nn.Module) -> nn.Module: ...
     def sum_of_batches(self, sums: Tensor) -> Tensor: ...
-
-
-class Samples(Protocol):
-    """A stream of samples, PackedText or SampleOrder."""
-
-    global_batch_size: int
-
-    @property
-    def consumed_samples(self) -> int: ...
-    def jump(self, intervals: Iterable[tuple[int, int]]) -> Any:
-        """Leaves out these samples, [start, end) in the order of consumption."""
-        ...
-
-
-class RunTrainer(Protocol):
-    """What callbacks read of a Trainer and Lightning's class does not declare."""
-
-    datamodule: LightningDataModule | None
-    callbacks: list[Callback]
-    strategy: Any

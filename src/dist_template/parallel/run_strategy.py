@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .protocol import DataRank, RunTrainer
+from .protocol import DataRank
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -93,9 +93,9 @@ class RunDefaults:
 
     def shard(self, model: nn.Module) -> nn.Module:
         """Gives `model`, whose weights are on rank 0 only, its weights on this rank."""
-        from .. import weights
+        from ..checkpoint import scatter
 
-        weights.spread(model, self.lightning.root_device)
+        scatter.broadcast_weights(model, self.lightning.root_device)
         return model
 
     def sum_of_batches(self, sums: Tensor) -> Tensor:
@@ -114,11 +114,6 @@ class PlainStrategy(RunDefaults):
     @property
     def lightning(self) -> Any:
         return self._strategy
-
-
-def run_trainer(trainer: Any) -> RunTrainer:
-    """Returns a Trainer with the types of what Lightning's class does not declare."""
-    return trainer
 
 
 def run_strategy(strategy: Any) -> RunDefaults:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..compat import replaced
 from ..compat import transformers as compat
-from ..compat.attributes import replaced
 from ..compat.torch import ranges
 from ..errors import InputError, reason
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 from .. import weights
+from ..checkpoint import scatter
 from ..compat import transformers as compat
 from ..errors import InputError, reason
 from ..layout import refuse_scalars
@@ -43,7 +44,7 @@ def shard_module(module: L.LightningModule, strategy: Any) -> None:
     refuse_scalars(module, "FSDP2")
     strategy.precision_plugin.convert_module(module)
     module.to("cpu" if strategy.sharding.cpu_offload else strategy.root_device)
-    weights.load(module, weights.named_tensors(module))
+    scatter.load_weights(module, weights.named_tensors(module))
     shard_by_blocks(module, strategy)
     for step in STEPS:
         if is_overridden(step, module):
@@ -119,9 +120,9 @@ def shard_by_plan(model: Any, strategy: Any) -> None:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
 
-    from ..compat import replicated_gradients
+    from ..compat.parallel_styles import register_replicated
 
-    replicated_gradients.register()
+    register_replicated()
     sizes = strategy.mesh_sizes
     config = DistributedConfig(
         tp_size=sizes.tp,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.replicated_gradients import STYLE
+from ..compat.parallel_styles import STYLE
 from ..compat.torch import tree_leaves, tree_map
 from ..compat.transformers import needs_values
 from ..errors import reason

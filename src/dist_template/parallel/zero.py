@@ -19,16 +19,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from .. import weights
-from ..checkpoint import zero as zero_format
-from ..checkpoint.commit import agreed
-from ..checkpoint.formats import refusing_unreadable
-from ..checkpoint.frozen import KEY, REFERENCE, refuse_another_base
-from ..checkpoint.resume import is_readable_by_deepspeed, load_foreign
-from ..checkpoint.untrusted import as_data
+from ..checkpoint import formats
+from ..checkpoint.frozen import KEY, REFERENCE
+from ..checkpoint.zero import ZeroFormat
 from ..compat import deepspeed as compat
 from ..compat.lightning import set_deepspeed_config, start_deepspeed
 from ..errors import InputError, require
@@ -101,6 +97,7 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
             sub_group_size=sub_group_size,
             **kwargs,
         )
+        self.format = ZeroFormat(self)
         assert isinstance(self.config, dict)
         self.sharding = Zero(given=self.config)
         if config is None:
@@ -262,20 +259,10 @@ class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        path = Path(weights.broadcast(str(filepath)))
-        zero_format.save(self.deepspeed_engine, checkpoint, path, self.exclude_frozen_parameters)
+        self.format.save(checkpoint, Path(weights.broadcast(str(filepath))))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Lets DeepSpeed load if it can: not with other ranks or, in stage 3, without optimizer."""
-        path = agreed(Path(checkpoint_path))
-        assert self.lightning_module is not None
-        is_fit = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if is_fit and is_readable_by_deepspeed(path, self):
-            with as_data(*zero_format.classes()), refusing_unreadable(path):
-                rest = super().load_checkpoint(path, weights_only)
-            refuse_another_base(path, rest, self.lightning_module)
-            return rest
-        return load_foreign(self, path)
+        return formats.load(self.format, Path(checkpoint_path), weights_only)
 
 
 def complete_config(strategy: Any, setup: Configured) -> dict[str, Any]:

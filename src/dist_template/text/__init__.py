@@ -3,10 +3,11 @@ them.
 
     sources/          documents, conversations, pairs; several with weights; a stream
     tokenizers.py     text to token ids
+    model/            output layer and loss in chunks, kernels, adapters, quantization
     cache/            tokens on disk, and the quality of the data
-    batches/          rows, their order, packing, equal work for ranks
-    prepared.py, datamodule.py    PackedText: from a source of documents to batches
-    module.py, preference_loss.py     TextModule: loss, evaluation and generation; DPO
+    batches/          rows, packing, the loader
+    datamodule.py     PackedText: from a source of documents to batches
+    module.py, refusals.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
 
 Names are imported when they are first used.
 """
@@ -27,15 +28,15 @@ PLACES = {  # public name -> the module of this library that defines it
     "Chat": "text.sources.chat",
     "Mixture": "text.sources.mixture",
     "TextStream": "text.sources.stream",
-    "Preferences": "text.sources.preferences",
+    "Preferences": "text.sources.chat",
     "TokenizerSpec": "text.tokenizers",
     "Bytes": "text.tokenizers",
     "ByteBPE": "text.tokenizers",
     "Pretrained": "text.tokenizers",
-    "Attention": "model.kernels",
-    "known_documents": "model.kernels",
-    "causal_lm": "model.causal_lm",
-    "causal_lm_config": "model.causal_lm",
+    "Attention": "text.model.kernels",
+    "known_documents": "text.model.kernels",
+    "causal_lm": "text.model.causal_lm",
+    "causal_lm_config": "text.model.causal_lm",
 }
 
 __all__ = [*PLACES]  # noqa: PLE0604  (lazy)

@@ -2,15 +2,15 @@
 
 From a text to a batch:
 
-    1 source     files, jsonl, parquet or a hub data set                    sources/documents.py
+    1 source     files, jsonl, parquet or a hub data set              sources/documents.py
     2 documents  (name, text), one by one
-    3 split      train, validation or test, by a hash of the text           cache/token_cache.py
-    4 tokens     bytes, a BPE learned here, or a published tokenizer        tokenizers.py
-    5 cache      the tokens of all documents, EOS after each                cache/build.py
-    6 order      the rows that a rank reads next                            batches/order.py
-    7 rows       row i is tokens[i*T : i*T + T + 1]; a batch is B of them   batches/rows.py
-    8 loader     `transform`; counts the labels of an optimizer step        batches/loader.py
-    9 batch      input_ids, labels, position_ids, tokens_per_micro_batch    on_after_batch_transfer
+    3 split      train, validation or test, by a hash of the text     cache/token_cache.py
+    4 tokens     bytes, a BPE learned here, a published tokenizer     tokenizers.py
+    5 cache      the tokens of all documents, EOS after each          cache/token_cache.py
+    6 order      the rows that a rank reads next                      callbacks/global_order.py
+    7 rows       row i is tokens[i*T : i*T + T + 1]; B are a batch    batches/rows.py
+    8 loader     `transform`; counts labels of an optimizer step      batches/loader.py
+    9 batch      input_ids, labels, position_ids and a token count    on_after_batch_transfer
 
 `prepare` does 1 to 5 once, in one process; training maps the cache into memory and does 6 to 9.
 
@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from ..cluster.signals import isolate_worker
-from ..parallel import run_strategy
-from ..weights import from_all_ranks
-from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
-from .batches.order import (
+from ..callbacks.global_order import (
     ConsumedSamples,
     GlobalOrder,
     Jump,
@@ -41,21 +39,46 @@ from .batches.order import (
     source_of,
     stream_position,
 )
-from .batches.rows import ROWS, Rows
-from .cache.token_cache import Corpus
-from .limits import check_numbers
-from .prepared import PreparedText
-from .sources import chat, preferences  # noqa: F401  (so that YAML knows the names of their sources)
+from ..cluster.signals import isolate_worker
+from ..errors import InputError
+from ..parallel import run_strategy
+from ..weights import from_all_ranks
+from .batches.loader import COUNTED, Counted, StepLoader, TokensPerMicroBatch
+from .batches.rows import ROWS, PackedRows, PairRows, Rows, WholeRows, last_answers, packing_of
+from .cache.quality import as_table, data_statistics, quality_of, stored
+from .cache.token_cache import (
+    SPLITS,
+    CacheError,
+    Corpus,
+    Documents,
+    Recipe,
+    build_cache,
+    open_cache,
+    read_documents,
+)
+from .limits import check_numbers, check_rows
+from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary
 from .sources.mixture import Mixture, MixtureOrder
-from .sources.stream import STATE, StreamedRows, TextStream, own_state
+from .sources.stream import STATE, State, StreamedRows, TextStream, own_state
 from .tokenizers import ByteBPE, TokenizerSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as Tokenizer
 
 # Mapped rows are read faster without workers: benchmarks/data.py.
 warnings.filterwarnings("ignore", message=".*does not have many workers.*")
 
+Batch = dict[str, Any]  # tensors; on the host also the numbers of its rows, and states
+# With the source and the stream, they decide the samples of a step.
+DECISIVE = (
+    "seq_len", "global_batch_size", "seed", "cross_document_attention", "repeat_first_batch",
+    "balance",
+)  # fmt: skip
 
-class PackedText(PreparedText, L.LightningDataModule):
+
+@dataclass(eq=False, repr=False)
+class PackedText(L.LightningDataModule):
     """Packs text into rows of tokens; a run resumes at the next sample.
 
     Args:
@@ -73,9 +96,8 @@ class PackedText(PreparedText, L.LightningDataModule):
         cross_document_attention: Let tokens attend to earlier documents in their row, as some
             kernels must.
         num_workers: Processes per rank that read rows. 0, faster for text: the training process.
-        balance: Assign the rows of each global batch so that all ranks get equal work: rows have
-            equally many tokens, and attention's work grows with the squares of documents' lengths.
-            The rows of a step do not change.
+        balance: Assign the rows of each global batch so that all ranks get equal work: attention's
+            grows with the squares of documents' lengths. The rows of a step do not change.
         rank_speeds: Relative speed of each data-parallel rank, such as [1, 1, 0.5, 0.5]: a slow one
             gets fewer rows. null: all are equally fast.
         repeat_first_batch: true trains on one global batch repeatedly, which a model must learn.
@@ -85,67 +107,159 @@ class PackedText(PreparedText, L.LightningDataModule):
         prompts: What `predict`, and the sample after each validation, continue. [] turns both off.
     """
 
-    def __init__(
-        self,
-        source: Source = StandardLibrary(),  # noqa: B008  (nothing changes it)
-        tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048),  # noqa: B008
-        seq_len: int = 256,
-        global_batch_size: int = 16,
-        micro_batch_size: int = 8,
-        validation_share: float = 0.02,
-        test_share: float = 0.02,
-        cache_dir: str = "data_cache",
-        check_source: bool = True,
-        cross_document_attention: bool = False,
-        num_workers: int = 0,
-        repeat_first_batch: bool = False,
-        seed: int = 0,
-        prompts: list[str] = ["def", "import", "class"],  # noqa: B006
-        balance: bool = False,
-        rank_speeds: list[float] | None = None,
-        stream: TextStream | None = None,
-    ) -> None:
+    source: Source = StandardLibrary()
+    tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048)
+    seq_len: int = 256
+    global_batch_size: int = 16
+    micro_batch_size: int = 8
+    validation_share: float = 0.02
+    test_share: float = 0.02
+    cache_dir: str = "data_cache"
+    check_source: bool = True
+    cross_document_attention: bool = False
+    num_workers: int = 0
+    repeat_first_batch: bool = False
+    seed: int = 0
+    prompts: list[str] = field(default_factory=lambda: ["def", "import", "class"])
+    balance: bool = False
+    rank_speeds: list[float] | None = None
+    stream: TextStream | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.source = source
-        self.tokenizer = tokenizer
-        self.seq_len = seq_len
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.validation_share = validation_share
-        self.test_share = test_share
-        self.cache_dir = cache_dir
-        self.check_source = check_source
-        self.cross_document_attention = cross_document_attention
-        self.num_workers = num_workers
-        self.repeat_first_batch = repeat_first_batch
-        self.seed = seed
-        self.prompts = prompts
-        self.balance = balance
-        self.rank_speeds = rank_speeds
-        self.stream = stream
-        self._stream_state: dict[str, Any] = {}  # this rank's, after the newest batch
-        self.changed_settings: list[str] = []  # since the checkpoint, by last_checkpoint
         self.rank, self.world_size = 0, 1  # of data parallelism, set in `setup`
-        self._corpus: Corpus | None = None
-        self._consumed: ConsumedSamples | None = None
-        self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
-        self._counted: Counted | None = None  # of the optimizer step that the newest batch starts
+        self.changed_settings: list[str] = []  # since the checkpoint, by last_checkpoint
         self.fetched_s = 0.0  # time.perf_counter when the loader returned the newest batch
-        self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
-        self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
-        self.source_name = ""  # of the newest evaluated batch; "": there is one source
         self.step_rows: list[list[int]] = []  # this rank's in the optimizer step, per micro-batch
         self.eval_rows: list[int] = []  # this rank's, of the newest evaluated batch
+        self.source_name = ""  # of the newest evaluated batch; "": there is one source
+        self.reference_scores: dict[str, np.ndarray] = {}  # by split: preference.precompute
+        self._corpus: Corpus | None = None
+        self._consumed: ConsumedSamples | None = None
+        self._mixing: MixtureOrder | None = None  # the order of a mixture's rows
+        self._stream_state: State = {}  # this rank's, after the newest batch
+        self._sizes: dict[str, int] = {}  # rows of each source in the split that is evaluated
+        self._counted: Counted | None = None  # of the optimizer step that the newest batch starts
+        self._tokens, self._tokens_per_micro_batch = TokensPerMicroBatch(), torch.ones(())
+
+    # ---- the token cache -------------------------------------------------------------------------
+
+    def prepare(self, *, report: Callable[[str], None] = print) -> Corpus:
+        """Tokenizes into the cache, unless it is there; before any other process is started.
+
+        Raises:
+            InputError: the source is missing, empty or unreadable, the disk is full, or another
+                process prepares.
+        """
+        recipe = self._recipe
+        try:
+            corpus = open_cache(recipe, self.cache_dir, self.check_source, every_byte=True)
+            report(f"tokens are ready in {corpus.folder}")
+        except CacheError as error:
+            folder = recipe.folder(self.cache_dir)
+            report(f"{error}: tokenizing now" if folder.exists() else f"tokenizing into {folder}")
+            corpus = build_cache(recipe, self.cache_dir, report)
+        report(corpus.describe())
+        self._corpus = check_rows(self, corpus)
+        for split in filter(corpus.is_whole, SPLITS):
+            report(packing_of(corpus, split, self.seq_len).describe(split))
+        report(as_table(quality_of(corpus), "Quality of the train split").as_text())
+        return corpus
+
+    def require(self) -> Corpus:
+        """Returns the prepared cache, in processes that must not tokenize.
+
+        Raises:
+            InputError: it is missing, stale or damaged, or too small for one global batch.
+        """
+        self._corpus = check_rows(self, open_cache(self._recipe, self.cache_dir, self.check_source))
+        return self._corpus
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether there is a cache for this configuration, which may be stale."""
+        return self._recipe.folder(self.cache_dir).is_dir()
+
+    @property
+    def corpus(self) -> Corpus:
+        return self._corpus or self.require()
+
+    @property
+    def _recipe(self) -> Recipe:
+        return Recipe(self.source, self.tokenizer, self.validation_share, self.test_share)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.corpus.manifest["vocab_size"]
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.corpus.manifest["eos_token_id"]
+
+    @property
+    def unigram_bits_per_byte(self) -> float | None:
+        """Validation bits per byte of a model that only knows how often each token occurs."""
+        return self.corpus.manifest["unigram_bits_per_byte"]
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        return self.corpus.tokenizer
+
+    def bytes_per_token(self, split: str) -> float | None:
+        """Returns the mean over a split, for bits per byte; None: empty, or labels are masked."""
+        tokens = self.corpus.num_tokens(split)
+        if not tokens or self.corpus.is_whole(split):
+            return None
+        return self.corpus.num_bytes(split) / tokens
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Returns the tokens of a prompt; of conversations, with the chat template around it."""
+        return self.source.encode_prompt(self.text_tokenizer, prompt)
+
+    def is_trained_on(self, text: str) -> bool:
+        """Returns whether a document is in the train split, and not held out."""
+        return self._recipe.split_of(text) == "train"
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns the figures of the data that `facts.json` of a run has."""
+        return data_statistics(self) | {"quality": stored(self.corpus)}
+
+    def documents(self, split: str) -> Documents:
+        """Reads the texts of a split from the source again."""
+        return read_documents(self._recipe, self.corpus, split)
+
+    def held_out(self, number: int) -> list[tuple[list[int], list[int]]]:
+        """Returns the tokens of validation conversations up to the last answer, and the answer."""
+        return last_answers(self.corpus, "validation", self.seq_len, number)
+
+    def rows_of(self, split: str) -> Rows:
+        corpus, attends = self.corpus, self.cross_document_attention
+        if corpus.is_pairs:
+            return PairRows(corpus, split, self.seq_len, scores=self.reference_scores.get(split))
+        if corpus.is_whole(split):
+            return WholeRows(corpus, split, self.seq_len, attends)
+        parts = {name: counts["tokens"] for name, counts in corpus.parts(split).items()}
+        return PackedRows(corpus.tokens(split), self.seq_len, self.eos_token_id, attends, parts)
 
     # ---- before training -------------------------------------------------------------------------
 
-    def check(self, world_size: int) -> None:
-        """Checks the sizes and shares for `world_size` data-parallel ranks.
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
-        Raises:
-            InputError: they cannot work together; the message has all of them.
-        """
+    def check(self, world_size: int) -> None:
+        """Refuses sizes and shares that cannot work on `world_size` data-parallel ranks."""
         check_numbers(self, world_size)
+
+    def fixed_settings(self) -> dict[str, object]:
+        """Returns what decides the samples: a resumed run is compared by these."""
+        return {
+            "data.source": self.corpus.content(),
+            "data.source.weights": getattr(self.source, "weighting", None),
+            "data.stream": self.stream and self.stream.description(),
+            **{f"data.{name}": getattr(self, name) for name in DECISIVE},
+        }
 
     def setup(self, stage: str) -> None:
         """Opens the cache on each rank, gets the rank of the strategy, derives the accumulation."""
@@ -154,27 +268,26 @@ class PackedText(PreparedText, L.LightningDataModule):
         if self.trainer is None:
             return
         self.rank, self.world_size = run_strategy(self.trainer.strategy).data_rank
-        if stage == "fit":
-            self.check(self.world_size)
-            self.trainer.accumulate_grad_batches = self.accumulation
-            # optimizer steps in YAML, batches in Lightning
-            if isinstance(self.trainer.val_check_interval, int):
-                self.trainer.val_check_interval *= self.accumulation
-            self._consumed = ConsumedSamples.attach(
-                self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
-            )
-            if isinstance(self.source, Mixture):
-                sizes, corpus = self.rows_of("train").sizes, self.corpus
-                self._mixing = self.source.order(sizes, corpus, self.global_batch_size, self.seed)
-                self._consumed.figures = self._mixing.epochs
+        if stage != "fit":
+            return
+        self.check(self.world_size)
+        self.trainer.accumulate_grad_batches = self.accumulation
+        if isinstance(self.trainer.val_check_interval, int):  # YAML counts optimizer steps
+            self.trainer.val_check_interval *= self.accumulation
+        self._consumed = ConsumedSamples.attach(
+            self.trainer, self.global_batch_size, self.micro_batch_size * self.world_size
+        )
+        if isinstance(self.source, Mixture):
+            sizes = self.rows_of("train").sizes
+            self._mixing = self.source.order(sizes, self.corpus, self.global_batch_size, self.seed)
+            self._consumed.figures = self._mixing.epochs
 
     # ---- batches ---------------------------------------------------------------------------------
 
     def train_dataloader(self) -> DataLoader:
         if self.stream:
             batches = StreamedRows(self, lambda: self._stream_state)
-            options: dict[str, Any] = {"batch_size": None, "collate_fn": _unchanged}
-            return StepLoader(batches, self.accumulation, self.transform, **options)
+            return StepLoader(batches, self.accumulation, self.transform, batch_size=None)
         rows = self.rows_of("train")
         order = GlobalOrder(
             len(rows), self.global_batch_size, self.micro_batch_size,
@@ -185,11 +298,11 @@ class PackedText(PreparedText, L.LightningDataModule):
         )  # fmt: skip
         return self._loader(rows, order, self.accumulation)
 
-    def transform(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def transform(self, batch: Batch) -> Batch:
         """Returns a changed batch on the host: mask labels with -100, add tensors for `forward`."""
         return batch
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Keeps what is no tensor on the host: the numerics guard names samples by their rows."""
         self.fetched_s = time.perf_counter()
         rows = batch.pop(ROWS, [])
@@ -202,7 +315,7 @@ class PackedText(PreparedText, L.LightningDataModule):
             self.source_name = source_of(self._sizes, rows[0])
         return batch
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Adds `tokens_per_micro_batch`, by which a training step divides its sum of losses."""
         if self._counted:
             device = batch["labels"].device
@@ -221,12 +334,12 @@ class PackedText(PreparedText, L.LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader:
-        """One prompt a batch, equal on all ranks: sharded models need all ranks for each token."""
-        batches: list[Any] = []
+        """One prompt a batch, the same on all ranks, which a sharded model needs for each token."""
+        batches: Any = []  # a list is a Dataset, which ty does not see
         for prompt in self.prompts:
             ids = torch.tensor([self.encode_prompt(prompt)])
             batches.append({"input_ids": ids, "prompt": prompt})
-        return DataLoader(batches, batch_size=None)  # ty: ignore[invalid-argument-type]
+        return DataLoader(batches, batch_size=None)
 
     def _eval_loader(self, split: str) -> DataLoader | list:
         rows = self.rows_of(split)
@@ -238,18 +351,13 @@ class PackedText(PreparedText, L.LightningDataModule):
 
     def _loader(self, rows: Rows, order: Iterable[list[int]], accumulation: int) -> DataLoader:
         is_on_gpu = bool(self.trainer) and self.trainer.strategy.root_device.type == "cuda"
+        # from unpinned memory, non-blocking copies wait; starting workers for each evaluation takes
+        # longer than evaluating
         return StepLoader(
-            rows,
-            accumulation,
-            self.transform,
-            batch_sampler=order,
-            collate_fn=_unchanged,
-            num_workers=self.num_workers,
-            pin_memory=is_on_gpu,  # from unpinned memory, non-blocking copies wait
-            # starting workers for each evaluation takes longer than evaluating
-            persistent_workers=self.num_workers > 0,
+            rows, accumulation, self.transform, batch_sampler=order, num_workers=self.num_workers,
+            pin_memory=is_on_gpu, persistent_workers=self.num_workers > 0,
             worker_init_fn=isolate_worker,
-        )
+        )  # fmt: skip
 
     # ---- resuming --------------------------------------------------------------------------------
 
@@ -264,36 +372,32 @@ class PackedText(PreparedText, L.LightningDataModule):
         return self._consumed.jumps if self._consumed else []
 
     def jump(self, intervals: list[Jump]) -> None:
-        """Skips intervals of the stream not read yet. Call it before the first batch is read."""
+        """Skips unread intervals of the stream. Call it before the first batch is read."""
         if self.stream and intervals:
-            self.stream.refuse_jumps()
+            raise InputError(
+                "a run with data.stream cannot skip the samples that made it diverge: lower"
+                " model.optim.learning_rate, or prepare the data"
+            )
         if self._consumed and self.trainer:
             self._consumed.jump(intervals, self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._consumed.as_state(self.trainer) if self._consumed and self.trainer else {}
-        if state and self.stream:
+        if not self._consumed or not self.trainer:
+            return {}
+        state = self._consumed.as_state(self.trainer)
+        if self.stream:
             state[STATE] = from_all_ranks(self._stream_state)
-        return state | ({"mixture": self._mixing.changes} if state and self._mixing else {})
+        if self._mixing:
+            state["mixture"] = self._mixing.changes
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._consumed:
             self._consumed.load(state_dict)
         if {"data.source", "data.stream", "data.seq_len"}.intersection(self.changed_settings):
             return  # other rows: a stream starts again, a mixture has the present weights
-        if self.stream and (states := state_dict.get(STATE)):
-            self._stream_state = own_state(states, self.trainer)
+        if self.stream and self.trainer and STATE in state_dict:
+            self._stream_state = own_state(state_dict[STATE], self.trainer)
         if self._mixing and "mixture" in state_dict:
             consumed, jumps = state_dict["consumed_samples"], state_dict["jumps"]
             self._mixing.resume(state_dict["mixture"], stream_position(consumed, jumps))
-
-    # ---- facts, for the model and the callbacks --------------------------------------------------
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

@@ -7,31 +7,40 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from .. import weights
+from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..errors import InputError
-from ..model.head import ChunkedLoss, Kernel, check_kernel, without_head
 from ..model.metrics import SplitMeans
 from ..model.training_module import TrainingModule
 from ..parallel import run_strategy
 from .batches.rows import PAIRS
+from .model.adapters import AdapterConfig, add_adapters, proof_axes
+from .model.head import ChunkedLoss, Kernel, check_kernel, without_head
+from .model.quantize import quantize
 from .preference_loss import PreferenceConfig, add_reference, has_pairs, pair_sums
+from .refusals import refusals
+
+if TYPE_CHECKING:
+    from ..cli.limits.machine import Setup
 
 
 class TextModule(TrainingModule):
     """Base class of a language model's module: `forward` gives logits, `loss` a value per token.
 
     Args:
-        loss_chunk: Tokens whose logits are in memory at a time. null: those of the micro-batch, for
-            a model that changes its logits after the output layer.
+        loss_chunk: Tokens whose logits are in memory at a time. null: the micro-batch's, for a
+            model that changes its logits after the output layer.
         loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for
             GPUs, in chunks that it chooses; it computes cross entropy itself and does not call
             `loss` and `sums`.
+        adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
         sample_tokens: Tokens that `generate` appends to a prompt.
         sample_temperature: Randomness of `generate`. 0 takes the most probable token each time.
@@ -44,6 +53,7 @@ class TextModule(TrainingModule):
         self,
         loss_chunk: int | None = 4096,
         loss_kernel: Kernel = "torch",
+        adapter: AdapterConfig | None = None,
         preference: PreferenceConfig = PreferenceConfig(),  # noqa: B008  (nothing changes it)
         sample_tokens: int = 64,
         sample_temperature: float = 0.8,
@@ -52,27 +62,56 @@ class TextModule(TrainingModule):
         super().__init__(**options)
         self.loss_chunk = loss_chunk
         self.loss_kernel: Kernel = loss_kernel
+        self.adapter = adapter
+        # names and hashes of the weights that are not in checkpoints
+        self.frozen_base: dict[str, str] | None = None
+        self.frozen_reference: dict[str, str] | None = None
         self.preference = preference
         self.sample_tokens = sample_tokens
         self.sample_temperature = sample_temperature
 
     def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            check_kernel(self.loss_kernel, self.device)
-            super().configure_model()
-            if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
-                self.sums = torch.compile(self.sums)
-            self.chunked_loss = ChunkedLoss(
-                self.model, self.sums, self.loss_chunk, self.loss_kernel
-            )
-            add_reference(self)
+        if hasattr(self, "model"):
+            return
+        check_kernel(self.loss_kernel, self.device)
+        super().configure_model()
+        if self.adapter is not None:
+            self.frozen_base = weights.broadcast(self.frozen_base)  # rank 0 has the weights
+            exclude_frozen(self)
+        if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
+            self.sums = torch.compile(self.sums)
+        self.chunked_loss = ChunkedLoss(self.model, self.sums, self.loss_chunk, self.loss_kernel)
+        add_reference(self)
 
-    def fixed_settings(self, data: Any) -> dict[str, Any]:
-        keys = ("loss", "beta", "margin") if has_pairs(data) else ()
-        values = {f"model.preference.{key}": getattr(self.preference, key) for key in keys}
-        return super().fixed_settings(data) | values
+    def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
+        """Builds the network of `build_model`, with the adapters of `model.adapter`."""
+        model = self.build_model(data)
+        if self.adapter is not None:
+            model = add_adapters(model, self.adapter)
+            name = getattr(self, "pretrained", None) or type(model).__name__
+            self.frozen_base = hash_frozen(model, name)
+            if self.adapter.quantize and quantized:
+                quantize(model)
+        return model
 
-    # ---- loss and metrics ------------------------------------------------------------------------
+    @property
+    def adapter_axes(self) -> list[str]:
+        """Names the adapters in the table of proven models: model/proof.py."""
+        return proof_axes(self.adapter) if self.adapter else []
+
+    def refusals(self, setup: Setup) -> Iterator[str]:
+        """Yields a sentence for each setting of this module that cannot work."""
+        yield from refusals(self, setup, self.adapter, self.preference)
+
+    def fixed_settings(self, data: Any) -> dict[str, object]:
+        found = super().fixed_settings(data)
+        if self.adapter is not None:
+            for key in ("alpha", "rslora", "dropout", "quantize"):
+                found[f"model.adapter.{key}"] = getattr(self.adapter, key)
+        if has_pairs(data):
+            for key in ("loss", "beta", "margin"):
+                found[f"model.preference.{key}"] = getattr(self.preference, key)
+        return found
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Returns sums over all or some tokens by name: the first is minimized, the others are
@@ -80,11 +119,9 @@ class TextModule(TrainingModule):
 
         `labels` (B, T) are already shifted; -100 does not count.
         """
-        cross_entropy = F.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), reduction="none"
-        )
+        values, flat = logits.float().flatten(0, 1), labels.flatten()
         return {
-            "loss": cross_entropy.sum(),
+            "loss": F.cross_entropy(values, flat, reduction="none").sum(),
             "token_accuracy": (logits.detach().argmax(-1) == labels).sum(),
         }
 
@@ -126,22 +163,20 @@ class TextModule(TrainingModule):
         self._log_split("test", "test")
 
     def _log_split(self, prefix: str, split: str) -> None:
-        means = run_strategy(self.trainer.strategy).layers.from_last(partial(self._means, split))
+        def compute() -> dict[str, float]:
+            means = self.split_means.read(self.trainer.strategy)
+            loss = means["loss"]
+            if "rewards/margin" not in means:
+                means["perplexity"] = _perplexity(loss)
+            if bytes_per_token := self.data.bytes_per_token(split):
+                means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
+            for source, sums in sorted(self.source_means.items()):
+                for name, mean in sums.read(self.trainer.strategy).items():
+                    means[f"{source}/{name}"] = mean
+            return means
+
+        means = run_strategy(self.trainer.strategy).layers.from_last(compute)
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
-
-    def _means(self, split: str) -> dict[str, float]:
-        means = self.split_means.read(self.trainer.strategy)
-        loss = means["loss"]
-        if "rewards/margin" not in means:
-            means["perplexity"] = _perplexity(loss)
-        if bytes_per_token := self.data.bytes_per_token(split):
-            means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
-        for source, sums in sorted(self.source_means.items()):
-            own = sums.read(self.trainer.strategy)
-            means |= {f"{source}/{name}": mean for name, mean in own.items()}
-        return means
-
-    # ---- text out --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor) -> Tensor:
@@ -150,11 +185,10 @@ class TextModule(TrainingModule):
             raise InputError(
                 f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate"
             )
-        sampling = (
-            {"do_sample": True, "temperature": self.sample_temperature}
-            if self.sample_temperature
-            else {"do_sample": False}  # published weights may come with sampling switched on
-        )
+        # False: published weights may come with sampling switched on
+        sampling: dict[str, Any] = {"do_sample": bool(self.sample_temperature)}
+        if self.sample_temperature:
+            sampling["temperature"] = self.sample_temperature
         room = max(1, self.data.seq_len - input_ids.shape[1])
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -169,10 +203,8 @@ class TextModule(TrainingModule):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, str]:
         tokens = self.generate(batch["input_ids"])[0, batch["input_ids"].shape[1] :]
-        return {
-            "prompt": batch["prompt"],
-            "continuation": self.data.text_tokenizer.decode(tokens.tolist()),
-        }
+        text = self.data.text_tokenizer.decode(tokens.tolist())
+        return {"prompt": batch["prompt"], "continuation": text}
 
 
 def _perplexity(loss: float) -> float:

@@ -1,8 +1,8 @@
 """The loss of preferences: chosen answers become more probable than rejected ones, compared with a
-reference, the model as it was before training.
+reference, the model before training.
 
 The reference is the model with its adapters switched off, or a frozen copy, placed by the same
-strategy and left out of checkpoints, which have its hash.
+strategy. Checkpoints contain the copy's hash only.
 
 Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabulary.
 """
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .. import weights
-from ..checkpoint.frozen import REFERENCE, describe, exclude_frozen
+from ..callbacks.global_order import eval_batches
+from ..checkpoint.frozen import exclude_frozen, hash_frozen
 from ..compat.transformers import without_adapters
 from ..parallel.place import place
 from ..records import write_atomically
-from .batches.order import eval_batches
 from .batches.rows import PAIRS, SCORES
 from .cache.token_cache import SPLITS
 
@@ -52,7 +52,7 @@ class PreferenceConfig:
     precompute: bool = False
 
 
-def has_pairs(data: Any) -> bool:
+def has_pairs(data: object) -> bool:
     return getattr(getattr(data, "source", None), "pairs", False)
 
 
@@ -62,32 +62,26 @@ def add_reference(module: Any) -> None:
     if not has_pairs(module.data) or module.preference.loss == "simpo":
         return
     if module.adapter is None or module.adapter.trainable:
-        _place_copy(module)
+
+        def build() -> nn.Module:
+            model = module.build_model(module.data).requires_grad_(False)
+            module.frozen_reference = hash_frozen(model, type(model).__name__)
+            return model
+
+        # Lightning warns of modules in eval mode, in which only the reference's passes are
+        module.reference = place(build, module.trainer.strategy, module.blocks).train()
+        module.frozen_reference = weights.broadcast(module.frozen_reference)
+        exclude_frozen(module, "reference.")
     if module.preference.precompute:
         module.reference = module.reference or module.model
         module.data.reference_scores = _known_scores(module)
         module.reference = None
 
 
-def _place_copy(module: Any) -> None:
-    """Sets `module.reference` to a frozen copy of the model, placed by the strategy."""
-
-    def build() -> nn.Module:
-        model = module.build_model(module.data).requires_grad_(False)
-        setattr(module, REFERENCE, describe(model, type(model).__name__))
-        return model
-
-    strategy = module.trainer.strategy
-    # Lightning warns of modules in eval mode, in which only the reference's passes are
-    module.reference = place(build, strategy, module.blocks).train()
-    setattr(module, REFERENCE, weights.broadcast(getattr(module, REFERENCE)))
-    exclude_frozen(module, "reference.")
-
-
 def _known_scores(module: Any) -> dict[str, np.ndarray]:
-    """Returns what `_scores` does by split, from the token cache if it is there. Collective."""
-    base, data = getattr(module, REFERENCE, module.frozen_base), module.data
-    key = [base["sha256"], getattr(module.model, "config", None), module.adapter]
+    """Returns `_scores` by split, from the token cache if they are there. Collective."""
+    base, data = module.frozen_reference or module.frozen_base, module.data
+    key = [base and base["sha256"], getattr(module.model, "config", None), module.adapter]
     key = repr([*key, data.seq_len, module.trainer.precision])
     path = data.corpus.folder / f"reference-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     is_known = weights.is_rank_zero() and path.exists()
@@ -113,8 +107,9 @@ def _scores(module: Any, split: str) -> list[int]:
         with _as_reference(module), strategy.precision_plugin.forward_context():
             found.append((batch[SCORES].tolist(), _log_probabilities(module, batch)[0].tolist()))
     scores = np.full(rows.scores.size, np.nan, dtype=np.float32)
-    for answers, values in sum(weights.from_all_ranks(found), []):
-        scores[answers] = values
+    for of_rank in weights.from_all_ranks(found):
+        for answers, values in of_rank:
+            scores[answers] = values
     return scores.view(np.int32).tolist()
 
 
@@ -134,22 +129,20 @@ def pair_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     scores = scores - reference
     if config.loss != "dpo":
         scores = scores / lengths
+    difference = scores[:, 0] - scores[:, 1]
+    if config.loss == "ipo":
+        losses = (difference - 1 / (2 * config.beta)).square()
+    else:
+        margin = config.margin if config.loss == "simpo" else 0.0
+        losses = -F.logsigmoid(config.beta * difference - margin)
     chosen, rejected = (config.beta * scores.detach()).unbind(1)
     return {
-        "loss": _losses(scores[:, 0] - scores[:, 1], config).sum(),
+        "loss": losses.sum(),
         "rewards/chosen": chosen.sum(),
         "rewards/rejected": rejected.sum(),
         "rewards/margin": (chosen - rejected).sum(),
         "rewards/accuracy": (chosen > rejected).sum(),
     }
-
-
-def _losses(difference: Tensor, config: PreferenceConfig) -> Tensor:
-    """Returns the loss of each pair (P,), given its scores' difference."""
-    if config.loss == "ipo":
-        return (difference - 1 / (2 * config.beta)).square()
-    margin = config.margin if config.loss == "simpo" else 0.0
-    return -F.logsigmoid(config.beta * difference - margin)
 
 
 def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -178,6 +171,7 @@ def _as_reference(module: Any) -> Generator[None]:
     finally:
         reference.train(training)
         module.model, module.balancer.counts_now = model, counts
-    for unit in reference.modules() if module.reference is not None else ():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()  # FSDP2 keeps the outermost unit for a backward pass
+    if module.reference is not None:
+        for unit in reference.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # FSDP2 keeps the outermost unit for a backward pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError, first_line
+from ..project import Choice
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast as Fast
 
 EOS = "<|endoftext|>"
 
 
-class TokenizerSpec(ABC):
+class TokenizerSpec(Choice, ABC):
     """Base class of a tokenizer's description."""
 
     @abstractmethod
-    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    def fit(self, texts: Iterator[str]) -> Fast:
         """Returns the tokenizer, trained on the train split's `texts` if it is trainable."""
 
-    def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, tokenizer: Fast, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns each text's token ids, no special tokens: an EOS in a text is encoded as text."""
         backend = tokenizer.backend_tokenizer
         backend.encode_special_tokens = True
@@ -41,7 +41,7 @@ class TokenizerSpec(ABC):
         """Returns the local files of the chat template, which conversations are encoded by."""
         return []
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """Returns what identifies the tokenizer, in plain types."""
         return {"class": type(self).__name__, **vars(self)}
 
@@ -51,13 +51,15 @@ class Bytes(TokenizerSpec):
 
     vocab_size = 257  # before `prepare`, for `plan`; ByteBPE has it too
 
-    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    def fit(self, texts: Iterator[str]) -> Fast:
         from tokenizers import Tokenizer, models
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        vocabulary = {character: byte for byte, character in enumerate([*_byte_characters(), EOS])}
+        characters = bytes_to_unicode()  # the printable character of each byte, as of GPT-2
+        vocabulary = {characters[byte]: byte for byte in range(256)} | {EOS: 256}
         return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), use_regex=False)
 
-    def encode(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, tokenizer: Fast, texts: Sequence[str]) -> list[np.ndarray]:
         # The same ids as the tokenizer's, about 50 times faster.
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
@@ -80,7 +82,7 @@ class ByteBPE(TokenizerSpec):
         self.vocab_size = vocab_size
         self.train_mib = train_mib
 
-    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    def fit(self, texts: Iterator[str]) -> Fast:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
         tokenizer = _wrap(Tokenizer(models.BPE()), use_regex=True)
@@ -90,10 +92,9 @@ class ByteBPE(TokenizerSpec):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.backend_tokenizer.train_from_iterator(
-            _first(texts, self.train_mib * 2**20), trainer
-        )
-        return _wrap(tokenizer.backend_tokenizer, use_regex=True)
+        backend = tokenizer.backend_tokenizer
+        backend.train_from_iterator(_first(texts, self.train_mib * 2**20), trainer)
+        return _wrap(backend, use_regex=True)
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Pretrained(TokenizerSpec):
 
     Args:
         path: A local folder, or a name on the Hugging Face hub.
-        special_tokens: Further special tokens, such as those of a chat template that a base model
+        special_tokens: Further special tokens, such as a chat template's, which a base model
             does not have. The model's embeddings get rows for them.
         eos_token: The token that ends a document or an answer. null: the tokenizer's.
     """
@@ -111,11 +112,11 @@ class Pretrained(TokenizerSpec):
     special_tokens: list[str] = field(default_factory=list)
     eos_token: str | None = None
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         given = super().spec()  # older caches, whose tokenizers had only a path, stay valid
         return {k: v for k, v in given.items() if v or k not in ("special_tokens", "eos_token")}
 
-    def fit(self, texts: Iterator[str]) -> PreTrainedTokenizerFast:
+    def fit(self, texts: Iterator[str]) -> Fast:
         from transformers import AutoTokenizer
 
         try:
@@ -128,9 +129,8 @@ class Pretrained(TokenizerSpec):
             raise InputError(
                 f"data.tokenizer.path {self.path!r} is a slow tokenizer: it needs a tokenizer.json"
             )
-        if self.special_tokens:
-            extra = {"extra_special_tokens": self.special_tokens}
-            tokenizer.add_special_tokens(extra, replace_extra_special_tokens=False)
+        extra = {"extra_special_tokens": self.special_tokens}
+        tokenizer.add_special_tokens(extra, replace_extra_special_tokens=False)
         if self.eos_token:
             if self.eos_token not in tokenizer.get_vocab():
                 raise InputError(
@@ -145,16 +145,16 @@ class Pretrained(TokenizerSpec):
         return tokenizer
 
     def files(self) -> list[Path]:
-        patterns = ("*token*", "vocab*", "merges*", "*.model")
-        return sorted(
-            {p for pattern in patterns for p in Path(self.path).glob(pattern) if p.is_file()}
-        )
+        found: set[Path] = set()
+        for pattern in ("*token*", "vocab*", "merges*", "*.model"):
+            found.update(Path(self.path).glob(pattern))
+        return sorted(filter(Path.is_file, found))
 
     def template_files(self) -> list[Path]:
         return sorted(Path(self.path).glob("chat_template*"))
 
 
-def _wrap(backend: Any, use_regex: bool) -> PreTrainedTokenizerFast:
+def _wrap(backend: Any, use_regex: bool) -> Fast:
     """Returns a byte-level model of `tokenizers` as a transformers tokenizer."""
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -162,13 +162,6 @@ def _wrap(backend: Any, use_regex: bool) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
-
-
-def _byte_characters() -> list[str]:
-    """Returns the printable character of each byte in byte-level vocabularies (GPT-2's table)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = itertools.count(256)
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _first(texts: Iterator[str], num_bytes: int) -> Iterator[str]:

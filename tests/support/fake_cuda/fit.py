@@ -23,7 +23,7 @@ from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from dist_template.callbacks.samples import Samples
 from dist_template.callbacks.training_log import logs
 from dist_template.checkpoint import commit
-from dist_template.checkpoint.asynchronous import BackgroundSaver
+from dist_template.checkpoint.commit import BackgroundSaver
 from dist_template.compat.loop import EpochLoop
 from tests.support.fake_cuda.counts import COUNTS
 from tests.support.fake_cuda.streams import Event

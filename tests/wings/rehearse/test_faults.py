@@ -1,7 +1,7 @@
 """`rehearse` fails on planted faults and names them, and passes on correct edits.
 
 The checks run in their order, and the first failure, which a user reads first, must name the planted fault. Trainings
-that a fault does not affect are those of the unmodified project, each run once.
+that a fault does not affect run once, in the unmodified project.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from dist_template.text.sources.documents import TextFiles
+from dist_template.text import TextFiles
 from dist_template.wings.rehearse import source_order
 from dist_template.wings.rehearse.checks import CHECKS
-from dist_template.wings.rehearse.command import main, make_small, own_flags
-from dist_template.wings.rehearse.report import Result
-from dist_template.wings.rehearse.root_cause import trace
-from dist_template.wings.rehearse.runs import Runs
-from tests.support import edits, faults, faults_of_ranks, faults_of_runs, faults_of_steps
+from dist_template.wings.rehearse.command import make_small, rehearse_flags
+from dist_template.wings.rehearse.compare import trace
+from tests.support import edits, faults
 from tests.support.hashed_source import FailingSource, HashedSource
 from tests.support.runs import CONFIGS, OURS
 from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY, tiers
+from tests.support.wings import Result, Runs
+from tests.support.wings import rehearse_main as main
 
 LLAMA = (
     "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,"
@@ -75,7 +75,7 @@ IN_ONE = ("one", "strategy")
 RESUMED: dict[str, Any] = {"processes": 1, "more": "resumed"}
 PIPELINE: dict[str, Any] = {"strategy": "pp", "processes": 2}
 TIED = LLAMA[:-1] + ", tie_word_embeddings: true}"
-FAULTS, RUNS, STEPS = "faults.py:", "faults_of_runs.py:", "faults_of_steps.py:"
+FAULTS = "faults.py:"
 PLANTS = [
     Plant(faults.loss_per_rank, ("training_step", FAULTS), more="big", touched=IN_ONE),
     Plant(faults.loss_divided_by_ranks, ("0.5 times as large", "training_step", FAULTS)),
@@ -93,67 +93,63 @@ PLANTS = [
     Plant(faults.gradients_divided_before_the_step, ("on_before_optimizer_step", FAULTS, "0.5")),
     Plant(faults.callback_divides_gradients, ("HalveGradients.on_after_backward", FAULTS)),
     Plant(faults.clipping_by_rank, ("configure_gradient_clipping", FAULTS), strategy="fsdp2", touched=IN_ONE),
-    Plant(faults_of_ranks.unseeded_parameter, ("model.model.norm.weight",)),
-    Plant(faults_of_ranks.buffer_by_rank, ("buffer temperature", "before the first step"), strategy="fsdp2"),
+    Plant(faults.unseeded_parameter, ("model.model.norm.weight",)),
+    Plant(faults.buffer_by_rank, ("buffer temperature", "before the first step"), strategy="fsdp2"),
     Plant(
-        faults_of_ranks.running_mean_by_rank,
+        faults.running_mean_by_rank,
         ("buffer model.model.layers.0.input_layernorm.running_mean", "all-reduce"),
         touched=IN_ONE,
     ),
+    Plant(faults.buffer_summed_over_ranks, ("buffer model.model.layers.0.input_layernorm.gain",), touched=IN_ONE),
+    Plant(faults.noise_on_a_weight, ("layers.1.mlp.up_proj.weight", "something other than the optimizer")),
     Plant(
-        faults_of_ranks.buffer_summed_over_ranks, ("buffer model.model.layers.0.input_layernorm.gain",), touched=IN_ONE
-    ),
-    Plant(faults_of_ranks.noise_on_a_weight, ("layers.1.mlp.up_proj.weight", "something other than the optimizer")),
-    Plant(
-        faults_of_ranks.block_reads_what_another_stage_has_filled,
+        faults.block_reads_what_another_stage_has_filled,
         ("the forward pass of rank 1 differs first in the output of model.model.layers.1",),
         **PIPELINE,
         touched=IN_ONE,
     ),
     Plant(faults.loss_per_rank, ("training_step", FAULTS), **PIPELINE, more="big", touched=IN_ONE),
+    Plant(faults.tied_gradient_not_summed, ("1 of 20", "model.model.embed_tokens.weight"), **PIPELINE, model=TIED),
+    Plant(faults.last_stage_halves_gradients, ("on_before_optimizer_step", FAULTS), **PIPELINE),
+    Plant(faults.last_stage_counts_in_python, ("holds num_losses",), **PIPELINE, more="resumed"),
+    Plant(faults.labels_shifted_twice, ("training_step", "by 1 more", "shift once"), touched=IN_ONE),
+    Plant(faults.labels_not_shifted, ("batch['labels'] hold it already", "transform", FAULTS), touched=IN_ONE),
+    Plant(faults.seed_in_a_step, (FAULTS, "calls torch.manual_seed"), touched=IN_ONE),
+    Plant(faults.numpy_seed_in_a_hook, (FAULTS, "calls numpy.random.seed"), touched=IN_ONE),
+    Plant(faults.everything_seeded_between_steps, (FAULTS, "calls random.seed"), touched=IN_ONE),
+    Plant(faults.masked_labels_counted, ("whose label is -100", "training_step"), touched=IN_ONE),
     Plant(
-        faults_of_ranks.tied_gradient_not_summed, ("1 of 20", "model.model.embed_tokens.weight"), **PIPELINE, model=TIED
-    ),
-    Plant(faults_of_ranks.last_stage_halves_gradients, ("on_before_optimizer_step", "faults_of_ranks"), **PIPELINE),
-    Plant(faults_of_ranks.last_stage_counts_in_python, ("holds num_losses",), **PIPELINE, more="resumed"),
-    Plant(faults_of_steps.labels_shifted_twice, ("training_step", "by 1 more", "shift once"), touched=IN_ONE),
-    Plant(faults_of_steps.labels_not_shifted, ("batch['labels'] hold it already", "transform", STEPS), touched=IN_ONE),
-    Plant(faults_of_steps.seed_in_a_step, (STEPS, "calls torch.manual_seed"), touched=IN_ONE),
-    Plant(faults_of_steps.numpy_seed_in_a_hook, (STEPS, "calls numpy.random.seed"), touched=IN_ONE),
-    Plant(faults_of_steps.everything_seeded_between_steps, (STEPS, "calls random.seed"), touched=IN_ONE),
-    Plant(faults_of_steps.masked_labels_counted, ("whose label is -100", "training_step"), touched=IN_ONE),
-    Plant(
-        faults_of_steps.weights_decay_in_each_micro_batch,
+        faults.weights_decay_in_each_micro_batch,
         ("embed_tokens.weight changes between",),
         more="big",
         touched=IN_ONE,
     ),
-    Plant(faults_of_steps.order_by_hash, ("PYTHONHASHSEED", "step 1 lacks", "ordered by hash()"), touched=IN_ONE),
+    Plant(faults.order_by_hash, ("PYTHONHASHSEED", "step 1 lacks", "ordered by hash()"), touched=IN_ONE),
     Plant(
-        faults_of_steps.evaluation_is_a_mean_of_means,
-        ("eval/loss", "add up", "validation_step", STEPS),
+        faults.evaluation_is_a_mean_of_means,
+        ("eval/loss", "add up", "validation_step", FAULTS),
         more="big",
         touched=IN_ONE,
     ),
-    Plant(faults_of_steps.head_untied, ("tie_word_embeddings", "model.lm_head"), model=TIED, touched=IN_ONE),
-    Plant(faults_of_steps.parameter_without_optimizer, ("embed_tokens.weight gets gradients", STEPS), touched=IN_ONE),
-    Plant(faults_of_steps.transform_by_rank, ("other labels", "transform", STEPS), touched=IN_ONE),
-    Plant(faults_of_steps.tokens_by_process, ("has tokens of no known sample", "transform", STEPS), touched=IN_ONE),
-    Plant(faults_of_steps.loss_scaled_by_a_buffer, ("buffer scale",), touched=IN_ONE),
-    Plant(faults_of_steps.dropout_in_evaluation, ("an evaluation drops out", STEPS), more="big", touched=IN_ONE),
-    Plant(faults_of_runs.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
-    Plant(faults_of_runs.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
-    Plant(faults_of_runs.error_on_one_rank, ("rank 1: ValueError: no such shard", RUNS)),
-    Plant(faults_of_runs.hang, ("rank 1 is stalled: step 2, micro-batch 1", RUNS, "rank 0 waits for it")),
-    Plant(faults_of_runs.collective_on_one_rank, (RUNS,)),
-    Plant(faults_of_runs.random_state_not_saved, ("another random state", "layers.0.self_attn"), **RESUMED),
-    Plant(faults_of_runs.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
-    Plant(faults_of_runs.optimizer_forgets, ("ForgetfulAdamW", RUNS, "exp_avg"), **RESUMED),
-    Plant(faults_of_runs.schedule_starts_anew, ("the learning rate of step", "schedule"), **RESUMED),
-    Plant(faults_of_runs.data_start_anew, ("step 3 lacks", "GlobalOrder"), **RESUMED),
-    Plant(faults_of_runs.average_in_a_buffer, ("buffer average", "persistent"), **RESUMED),
-    Plant(faults_of_runs.average_in_a_callback, ("no checkpoint holds Average.shadow",), **RESUMED),
-    Plant(faults_of_runs.data_start_anew, ("step 3 lacks", "GlobalOrder"), more="fewer", touched=()),
+    Plant(faults.head_untied, ("tie_word_embeddings", "model.lm_head"), model=TIED, touched=IN_ONE),
+    Plant(faults.parameter_without_optimizer, ("embed_tokens.weight gets gradients", FAULTS), touched=IN_ONE),
+    Plant(faults.transform_by_rank, ("other labels", "transform", FAULTS), touched=IN_ONE),
+    Plant(faults.tokens_by_process, ("has tokens of no known sample", "transform", FAULTS), touched=IN_ONE),
+    Plant(faults.loss_scaled_by_a_buffer, ("buffer scale",), touched=IN_ONE),
+    Plant(faults.dropout_in_evaluation, ("an evaluation drops out", FAULTS), more="big", touched=IN_ONE),
+    Plant(faults.rank_killed, ("rank 1: killed", "device 1 has fallen off the bus")),
+    Plant(faults.crash_in_c, ("rank 1", "Segmentation fault", "read_address_zero")),
+    Plant(faults.error_on_one_rank, ("rank 1: ValueError: no such shard", FAULTS)),
+    Plant(faults.hang, ("rank 1 is stalled: step 2, micro-batch 1", FAULTS, "rank 0 waits for it")),
+    Plant(faults.collective_on_one_rank, (FAULTS,)),
+    Plant(faults.random_state_not_saved, ("another random state", "layers.0.self_attn"), **RESUMED),
+    Plant(faults.counter_in_python, ("no checkpoint holds num_calls",), **RESUMED),
+    Plant(faults.optimizer_forgets, ("ForgetfulAdamW", FAULTS, "exp_avg"), **RESUMED),
+    Plant(faults.schedule_starts_anew, ("the learning rate of step", "schedule"), **RESUMED),
+    Plant(faults.data_start_anew, ("step 3 lacks", "GlobalOrder"), **RESUMED),
+    Plant(faults.average_in_a_buffer, ("buffer average", "persistent"), **RESUMED),
+    Plant(faults.average_in_a_callback, ("no checkpoint holds Average.shadow",), **RESUMED),
+    Plant(faults.data_start_anew, ("step 3 lacks", "GlobalOrder"), more="fewer", touched=()),
 ]
 QUICK = {"gradients_divided_before_the_step", "counter_in_python"}
 IN_NIGHTLY = {  # the same causes as others, under further strategies or in other places
@@ -186,7 +182,7 @@ class Rehearsals:
             flags = [f"--config={CONFIGS}/quickstart.yaml", *flags_of(strategy)]
             flags += [f"--model.architecture={model}", "--data.prompts=[]", "--steps=6"]
             flags += [f"--processes={processes}"] if processes else []
-            own, rest = own_flags().parse_known_args(flags)
+            own, rest = rehearse_flags().parse_known_args(flags)
             _, _, runs = make_small(own, rest, self.folder / f"sound{len(self._sound)}", OURS)
             runs.prepare()
             self._sound[key] = runs
@@ -216,7 +212,7 @@ class Rehearsals:
         if plant.more == "fewer":
             small, folder = sound.small, sound.folder
         known = {name: getattr(sound, name) for name in untouched}
-        idle_s = HANG_S if plant.fault in (faults_of_runs.hang, faults_of_runs.collective_on_one_rank) else 60.0
+        idle_s = HANG_S if plant.fault in (faults.hang, faults.collective_on_one_rank) else 60.0
         return Runs(small, folder, OURS, plant.fault, idle_s, known=known)
 
 
@@ -237,7 +233,7 @@ def test_what_is_planted_is_named(plant: Plant, rehearsals: Rehearsals) -> None:
 
 
 def test_a_step_that_draws_labels_is_not_blamed_for_its_loss(rehearsals: Rehearsals) -> None:
-    plant = Plant(faults_of_steps.labels_drawn, (), touched=IN_ONE)
+    plant = Plant(faults.labels_drawn, (), touched=IN_ONE)
     runs = rehearsals.broken(plant)
     results = [check.run(runs) for check in CHECKS if check.name in plant.checks]
     assert [result.check for result in results if result.verdict == "FAIL"] == []

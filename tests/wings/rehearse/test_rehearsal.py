@@ -13,15 +13,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from dist_template.errors import InputError
+from dist_template import InputError
 from dist_template.wings.rehearse.checks import Check
-from dist_template.wings.rehearse.command import main
 from dist_template.wings.rehearse.compare import gradients, relative_difference
-from dist_template.wings.rehearse.record import RunRecord
-from dist_template.wings.rehearse.report import Report, Result
-from dist_template.wings.rehearse.runs import RunFailed, Runs
+from dist_template.wings.rehearse.report import Report
+from dist_template.wings.rehearse.runs import RunFailed
 from tests.support.runs import CONFIGS, OURS, Workers
 from tests.support.strategies import flags_of
+from tests.support.wings import Result, RunRecord, Runs
+from tests.support.wings import rehearse_main as main
 
 
 def rehearse(*flags: str) -> int:
@@ -76,7 +76,8 @@ def test_a_fine_tuning_with_adapters_passes(
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_gradient_that_tensor_parallelism_sums_is_summed_once(tmp_path: Path) -> None:
-    """Qwen3's query and key norms, which transformers 5.23 sums again in each micro-batch (parallel/replicated.py)."""
+    """Qwen3's query and key norms, which transformers 5.23 sums again in each micro-batch:
+    compat/parallel_styles.py."""
     files = [f"--config={CONFIGS}/{name}.yaml" for name in ("quickstart", "model/llama", "strategy/tp")]
     files += ["--model.architecture.model_type=qwen3", "--model.architecture.head_dim=32", "--devices=2"]
     assert rehearse(*files, "--only=each gradient", f"--output={tmp_path / 'out'}") == 0
@@ -130,7 +131,7 @@ class HangOnRankOne(Callback):
 
 @pytest.fixture
 def two(flags: list[str], tmp_path: Path) -> list[str]:
-    """`fit` on two processes, of which each test breaks one."""
+    """`fit` on two processes; each test breaks one of them."""
     with Workers(1) as workers:
         workers.run(["prepare", *flags], tmp_path / "prepare").check()
     return ["fit", *flags, "--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2"]

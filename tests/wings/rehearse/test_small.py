@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from dist_template.parallel import sharding_of
-from dist_template.parallel.mesh import MeshStrategy
+from dist_template.strategies import MeshStrategy
 from dist_template.wings.rehearse.shrink_config import shrink
 from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architecture
 

@@ -9,10 +9,9 @@ name of a key. Checks that need the built model (its blocks, several optimizers)
 
     machine.py    what is known before the start
     proven.py     models that did not train right in `python -m benchmarks zoo`
-    options.py    keys and callbacks that are replaced
-    training.py   strategies, precision, batches, schedule, the model's sizes, adapters
+    options.py    keys and callbacks that are replaced, monitored metrics, unread keys
+    training.py   strategies, precision, batches, schedule, sizes, the module's own check
     trial.py      a rank's forward pass without memory
-    values.py     monitored metrics, keys without an effect
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import lightning as L
 
 from ...parallel.facts import NOT_READ_YET
-from . import options, proven, training, trial, values
+from . import options, proven, training, trial
 from .machine import Machine, Setup
 
 __all__ = ["Machine", "proven", "violations"]
@@ -39,11 +38,10 @@ TOPICS: tuple[Callable[[Setup], Iterator[str]], ...] = (
     training.batches,
     training.optimization,
     training.plateau,
-    values.monitors,
-    values.ignored,
-    training.architecture_keys,
+    options.monitors,
+    options.ignored,
+    training.of_module,
     training.architecture,
-    training.adapter,
 )
 
 

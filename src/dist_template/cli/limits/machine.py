@@ -10,7 +10,7 @@ import lightning as L
 import torch
 
 from ...errors import InputError, reason
-from ...model.any_module import own
+from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
 from ...parallel import sharding_of
 from ...parallel.facts import Configured, Hardware
@@ -74,7 +74,7 @@ class Setup(Configured):
     @property
     def optim(self) -> OptimConfig | None:
         """model.optim; None for a module with another optimizer."""
-        return own(self.module, "optim", OptimConfig)
+        return typed_attribute(self.module, "optim", OptimConfig)
 
     @property
     def sharding(self) -> Plain:

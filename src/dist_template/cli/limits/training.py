@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import nn
 
 from ...errors import InputError, reason
-from ...model.adapters import add_adapters
-from ...model.any_module import has_validation, own
-from ...model.architecture_keys import checked_fields
+from ...model.any_module import has_validation, typed_attribute
 from ...model.optim import build_optimizer, build_schedule
 from ...parallel.axes import experts_of
 from ...parallel.blocks import BlockConfig
 from ...parallel.facts import NOT_READ_YET
 from .machine import Setup
+
+NOT_OFFERED = {
+    "Muon": "it updates matrices alone, and the embeddings, the head, biases and norms of a model"
+    " need another optimizer",
+    "SparseAdam": "it takes sparse gradients alone, and the gradients of a model are dense",
+}
 
 
 def strategy(setup: Setup) -> Iterator[str]:
@@ -31,7 +33,7 @@ def precision(setup: Setup) -> Iterator[str]:
 
 
 def blocks(setup: Setup) -> Iterator[str]:
-    config = own(setup.module, "blocks", BlockConfig)
+    config = typed_attribute(setup.module, "blocks", BlockConfig)
     if config is None:
         return
     if config.checkpoint_every < 1:
@@ -54,33 +56,27 @@ def batches(setup: Setup) -> Iterator[str]:
 
 
 def optimization(setup: Setup) -> Iterator[str]:
-    """Builds optimizer and schedule for one weight and makes a step; optim.py and torch check."""
+    """Builds the optimizer and the schedule for one weight: optim.py and torch check arguments."""
     optim, steps = setup.optim, setup.num_steps
     if not setup.trains or optim is None:
         return
-    if (optim.optimizer or {}).get("class_path", "").endswith("optim.Muon"):
-        yield (
-            "--optimizer Muon is not offered: it updates matrices alone, and the embeddings, the"
-            " head, biases and norms of a model need another optimizer; remove it for AdamW, or"
-            " choose another class"
-        )
+    name = (optim.optimizer or {}).get("class_path", "").removeprefix("torch.optim.")
+    if name in NOT_OFFERED:
+        yield f"--optimizer {name}: {NOT_OFFERED[name]}; remove it for AdamW, or choose another"
         return
-    layer = nn.Linear(1, 1)
     try:
-        optimizer = build_optimizer(layer, optim)
+        optimizer = build_optimizer(nn.Linear(1, 1), optim)
         if steps is not None:
             build_schedule(optimizer, optim, steps)
-        for name, value in optimizer.param_groups[0].items():
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"--optimizer {type(optimizer).__name__}: {name} is {value}; give a number"
-        layer(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
     except InputError as error:
         yield str(error)
+        return
     except ValueError as error:
         yield f"model.optim: {reason(error)}"
-    except (RuntimeError, TypeError) as error:  # SparseAdam: dense gradients; LBFGS: a closure
-        yield f"--optimizer {type(optimizer).__name__}: {reason(error)}; choose another class"
+        return
+    for key, value in optimizer.param_groups[0].items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"--optimizer {name}: {key} is {value}; give a number"
 
 
 def plateau(setup: Setup) -> Iterator[str]:
@@ -108,16 +104,11 @@ def plateau(setup: Setup) -> Iterator[str]:
         )
 
 
-def architecture_keys(setup: Setup) -> Iterator[str]:
-    """An unknown key, before the data are tokenized; afterwards `build_config` refuses it."""
-    given = getattr(setup.module, "architecture", None)
-    is_read = setup.model_config is not NOT_READ_YET or getattr(setup.module, "pretrained", None)
-    if is_read or not isinstance(given, dict):
-        return
-    try:
-        checked_fields(given)
-    except InputError as error:
-        yield str(error)
+def of_module(setup: Setup) -> Iterator[str]:
+    """The module's own check, as TextModule has for adapters, keys and preferences."""
+    check = getattr(setup.module, "refusals", None)
+    if callable(check):
+        yield from check(setup)
 
 
 def architecture(setup: Setup) -> Iterator[str]:
@@ -137,20 +128,3 @@ def architecture(setup: Setup) -> Iterator[str]:
     (_, number), chosen = experts_of(config), getattr(config, "num_experts_per_tok", None)
     if isinstance(chosen, int) and chosen > number > 0:
         yield f"the model's num_experts_per_tok {chosen} is more than its {number} experts; {edit}"
-
-
-def adapter(setup: Setup) -> Iterator[str]:
-    """Names that match nothing."""
-    module: Any = setup.module
-    config = getattr(module, "adapter", None)
-    if config is None:
-        return
-    if config.dora and config.quantize:
-        yield "model.adapter.dora needs unpacked weights: set it to false, or quantize to null"
-    if setup.model_config in (NOT_READ_YET, None) or not getattr(setup.data, "is_prepared", True):
-        return
-    try:
-        with torch.device("meta"):  # without weights
-            add_adapters(module.build_model(setup.data), config)
-    except InputError as error:
-        yield str(error)

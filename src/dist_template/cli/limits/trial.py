@@ -9,7 +9,6 @@ import torch
 
 from ...compat.transformers import needs_values
 from ...errors import reason
-from ...model.adapters import add_adapters
 from ...parallel.facts import ARGS, NOT_READ_YET
 from .machine import Setup
 
@@ -41,6 +40,6 @@ def trial(setup: Setup) -> Iterator[str]:
 
 def _build(module: Any, data: Any) -> Any:
     with torch.device("meta"):
-        model = module.build_model(data)
-        adapter = getattr(module, "adapter", None)
-        return add_adapters(model, adapter) if adapter else model
+        if hasattr(module, "build_network"):
+            return module.build_network(data, quantized=False)
+        return module.build_model(data)

@@ -12,21 +12,28 @@ FILE = "goodput.jsonl"
 
 
 def read_attempts(run: Path) -> list[dict[str, Any]]:
-    found = read_lines(run / FILE, "attempt", "time", "step", "from_step")
-    return [line for line in found if all(is_number(line.get(kind, 0.0)) for kind in KINDS)]
+    found = []
+    for line in read_lines(run / FILE, "attempt", "time", "step", "from_step"):
+        if all(map(is_number, (line.get(kind, 0.0) for kind in KINDS))):
+            found.append(line)
+    return found
 
 
 def read(run: Path) -> dict[str, float]:
     """Returns the seconds of each kind over all attempts of a run; {} if nothing was written."""
-    attempts = {line["attempt"]: line for line in read_attempts(run)}  # the last line counts
+    attempts = {}
+    for line in read_attempts(run):
+        attempts[line["attempt"]] = line  # the last one counts
     total = dict.fromkeys(KINDS, 0.0)
     done: list[list[float]] = []  # first step, last step, productive seconds that are not lost
     end = None
     for began in sorted(attempts):
         attempt = attempts[began]
         for kind in KINDS:
-            total["restart" if kind == "start" and end else kind] += attempt.get(kind, 0.0)
-        total["restart"] += max(0.0, began - end) if end else 0.0
+            total[kind] += attempt.get(kind, 0.0)
+        if end:  # the time between two attempts, and the start of the later one
+            total["restart"] += max(0.0, began - end) + attempt.get("start", 0.0)
+            total["start"] -= attempt.get("start", 0.0)
         end = attempt["time"]
         for part in done:  # steps after the one resumed from are done again
             first, last, seconds = part

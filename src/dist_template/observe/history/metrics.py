@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
+__all__ = ["Series"]
+
 FILE = "metrics.jsonl"
+MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, of a normal distribution
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from ...errors import InputError
-from ...records import read_mapping
+from ...records import flatten, read_mapping
 from . import goodput
 from .metrics import FILE, Metrics, is_number, read_lines, read_metrics
+
+__all__ = ["CONFIG", "History", "last_write", "read_run"]
 
 INCIDENTS, FACTS, CRASHES = "incidents.jsonl", "facts.json", "crash"
 DEFAULTS, ENVIRONMENT = "defaults.yaml", "environment.json"
 CONFIG = "config.yaml"
-OF_A_RUN = (CONFIG, FILE)  # a run's folder has at least one of these
+PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
+Tree = dict[str, Any]  # the content of a JSON or YAML file
 
 
 @dataclass
 class History:
-    """What a run has recorded; `read_run` reads it, callbacks/diagnosis.py adds to it.
+    """Records of a run; `read_run` reads them, wings/diagnose/callback.py adds to them.
 
     Args:
         folder: The run's folder.
@@ -37,30 +41,59 @@ class History:
     """
 
     folder: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    config: Tree = field(default_factory=dict)
+    defaults: Tree = field(default_factory=dict)
+    facts: Tree = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
-    environment: dict[str, Any] = field(default_factory=dict)
-    incidents: list[dict[str, Any]] = field(default_factory=list)
+    environment: Tree = field(default_factory=dict)
+    incidents: list[Tree] = field(default_factory=list)
     goodput: dict[str, float] = field(default_factory=dict)
-    crashes: list[dict[str, Any]] = field(default_factory=list)
+    crashes: list[Tree] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """Returns <run.name>/<id>."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
-    def key(self, path: str, default: Any = None) -> Any:
+    @property
+    def missing(self) -> list[str]:
+        """Names of the files that rules need most and that the run's folder lacks."""
+        return [name for name in (FILE, FACTS) if not (self.folder / name).exists()]
+
+    @property
+    def productive_share(self) -> float | None:
+        """The productive share of the wall time; None if it was not recorded."""
+        return goodput.share(self.goodput) if self.goodput else None
+
+    def attempts(self) -> list[Tree]:
+        """Returns the lines of goodput.jsonl; each has the time at which its attempt started."""
+        return goodput.read_attempts(self.folder)
+
+    def key(self, path: str, default: object = None) -> Any:
         """Returns the configuration's value at a path such as "trainer.max_steps".
 
         `init_args` may be omitted in the path.
         """
         return _at(self.config, path, default)
 
-    def fact(self, path: str, default: Any = None) -> Any:
+    def fact(self, path: str, default: object = None) -> Any:
         """Returns the value of facts.json at a path such as "parameters.active"."""
         return _at(self.facts, path, default)
+
+    def portable_config(self) -> Tree:
+        """Returns the flat configuration, with "{run}" for the run's own folder, as users write
+        it."""
+        root, name = self.key("run.root", ""), self.key("run.name", "")
+        folder = str(Path(str(root) or "runs", str(name), self.folder.name))
+        return flatten(without_folder(folder, self.config))
+
+    def refresh(self) -> None:
+        """Reads incidents, goodput and crashes again, to which the run may have added."""
+        self.incidents = read_incidents(self.folder)
+        self.goodput = goodput.read(self.folder)
+        crashes = [_read(path, json.loads) for path in (self.folder / CRASHES).glob("*.json")]
+        crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
+        self.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
 
 
 def read_run(folder: Path, limit: int = 0) -> History:
@@ -73,7 +106,7 @@ def read_run(folder: Path, limit: int = 0) -> History:
     Raises:
         InputError: it is not the folder of a run.
     """
-    if not is_run(folder):
+    if last_write(folder) is None:
         raise InputError(
             f"{folder} is not the folder of a run: it has neither {CONFIG} nor {FILE}; give"
             " runs/<name>/<id>"
@@ -86,33 +119,26 @@ def read_run(folder: Path, limit: int = 0) -> History:
         metrics=read_metrics(folder, limit),
         environment=_read(folder / ENVIRONMENT, json.loads),
     )
-    look_again(history)
+    history.refresh()
     return history
 
 
-def is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in OF_A_RUN)
+def last_write(folder: Path) -> float | None:
+    """Returns the Unix time of a run's last write; None if `folder` is not the folder of a run."""
+    files = [folder / name for name in (CONFIG, FILE)]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=None)
 
 
-def look_again(history: History) -> None:
-    """Reads incidents, goodput and crashes again, to which the run may have added."""
-    history.incidents = read_incidents(history.folder)
-    history.goodput = goodput.read(history.folder)
-    crashes = [_read(path, json.loads) for path in (history.folder / CRASHES).glob("*.json")]
-    crashes = [crash for crash in crashes if is_number(crash.get("step") or 0)]
-    history.crashes = sorted(crashes, key=lambda crash: str(crash.get("time")))
-
-
-def read_incidents(run: Path) -> list[dict[str, Any]]:
+def read_incidents(run: Path) -> list[Tree]:
     return read_lines(run / INCIDENTS)
 
 
-def _read(path: Path, parse: Any) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[str], object]) -> Tree:
     cure = "restore it, or move it away: the rest of the run is then read without it"
     return read_mapping(path, cure, parse) if path.exists() else {}
 
 
-def _at(tree: Any, path: str, default: Any) -> Any:
+def _at(tree: object, path: str, default: object) -> Any:
     for part in path.split("."):
         if isinstance(tree, dict) and part not in tree and "init_args" in tree:
             tree = tree["init_args"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import os
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +18,8 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from ...cluster.redaction import redacted_command
 from ...compat.lightning import has_wandb_run, wandb_options
 from ...errors import Ended, Exit, first_line, reason, require
-from .artifacts import Uploads
+
+UPLOAD_S = 6 * 3600  # the longest time that one upload of a checkpoint may take
 
 
 class WandB(WandbLogger):
@@ -29,9 +32,9 @@ class WandB(WandbLogger):
         project: W&B project.
         save_dir: The run's folder; its name is the id of the W&B run.
         name: Display name. null uses the id.
-        group: Group of runs that this run belongs to. null is none.
-        tags: Labels. null is none.
-        notes: Free text. null is none.
+        group: Group of runs that this run belongs to. null: no group.
+        tags: Labels. null: no labels.
+        notes: Free text. null: no text.
         offline: true keeps all on disk for `wandb sync`. null: offline if there is no API key.
         artifacts: Committed checkpoints to upload in the background: none, best (of
             `best_checkpoint`), last (of `last_checkpoint`, each one as a new version), all (both).
@@ -160,3 +163,54 @@ def _has_api_key() -> bool:
     import wandb
 
     return wandb.login(prompt=False, verify=False)  # asks neither the user nor the service
+
+
+class Uploads:
+    """Uploads one checkpoint at a time in a daemon thread; only the newest of each kind waits."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[Any, Path]] = {}  # kind -> W&B run, checkpoint
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, run: Any, path: Path, kind: str) -> None:
+        """Queues the checkpoint folder `path` as a version of the artifact `<kind>-<run id>`."""
+        with self._lock:
+            self._waiting[kind] = (run, path)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+                self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        if (thread := self._thread) is not None:
+            thread.join(seconds)
+            if thread.is_alive():
+                rank_zero_warn(
+                    f"W&B has not received all checkpoints within {seconds:g} s; they stay on disk"
+                )
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                kind, (run, path) = self._waiting.popitem()
+            try:
+                _upload(run, path, kind)
+            except Exception as error:  # the checkpoint itself is safe
+                rank_zero_warn(f"{path.name} was not uploaded to W&B: {reason(error)}")
+
+
+def _upload(run: Any, path: Path, kind: str) -> None:
+    """Uploads hard links, so that the checkpoint may be deleted during the upload."""
+    import wandb
+
+    links = path.parent / ".uploads"
+    shutil.rmtree(links, ignore_errors=True)  # of a killed run
+    shutil.copytree(path, links, copy_function=os.link)
+    artifact = wandb.Artifact(f"{kind}-{run.id}", type="model", metadata={"checkpoint": path.name})
+    artifact.add_dir(str(links), policy="immutable", skip_cache=True)  # without a copy
+    run.log_artifact(artifact, aliases=["latest", path.name.removesuffix(".ckpt")])
+    artifact.wait(UPLOAD_S)
+    shutil.rmtree(links, ignore_errors=True)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.attributes import wrap_method
+from ...compat import wrap_method
 from ...compat.transformers import needs_values, run_on_meta
 from ...errors import InputError, reason
 from .partition import ModelParts, bounds_between

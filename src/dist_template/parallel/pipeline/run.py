@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...compat.attributes import wrap_method
+from ...compat import wrap_method
 from ...compat.lightning import accumulates
 from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ...errors import InputError

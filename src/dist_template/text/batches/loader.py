@@ -10,7 +10,6 @@ starts one step early, so that no rank waits for it: the loader reads one step a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,21 +22,17 @@ from torch.utils.data import DataLoader
 from ...compat.torch import without_profiler_range
 from .rows import NOT_COUNTED, PAIRS
 
+Batch = dict[str, Any]
+Transform = Callable[[Batch], Batch]
 COUNTED = "counted"  # key in the first batch of an optimizer step: its Counted
 
 
 class Counted(NamedTuple):
-    """How many labels count on this rank.
+    """Numbers of labels on this rank that contribute to the loss."""
 
-    Args:
-        step: In the optimizer step.
-        following: In the step after it. None: this is the last step.
-        is_first: Whether an iteration over the data starts with this step.
-    """
-
-    step: int
-    following: int | None
-    is_first: bool
+    step: int  # in the optimizer step
+    following: int | None  # in the step after it; None: this is the last step
+    is_first: bool  # whether an iteration over the data starts with this step
 
 
 class StepLoader(DataLoader):
@@ -49,21 +44,17 @@ class StepLoader(DataLoader):
         accumulation: Micro-batches per optimizer step. They are read together, one step ahead, and
             the first of them gets the key `COUNTED`. 0: an evaluation, which has no steps.
         transform: Applied to each batch in this process, also where workers read.
-        options: Of DataLoader.
+        options: Of DataLoader; a batch of the data set is not collated.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        accumulation: int,
-        transform: Callable[[Any], Any] = lambda batch: batch,
-        **options: Any,
+        self, dataset: Any, accumulation: int, transform: Transform = dict, **options: Any
     ) -> None:
-        super().__init__(dataset, **options)
+        super().__init__(dataset, collate_fn=dict, **options)
         self.accumulation = accumulation
         self.transform = transform
 
-    def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
+    def __iter__(self) -> Iterator[Batch]:  # ty: ignore[incompatible-method-override]
         batches: Any = super().__iter__()
         if not self.num_workers:
             batches = without_profiler_range(batches)
@@ -76,39 +67,47 @@ class StepLoader(DataLoader):
         while step:
             following = list(islice(batches, self.accumulation))
             coming = _counted(following)
-            yield step[0] | {COUNTED: Counted(counted, coming if following else None, is_first)}
+            yield step[0] | {COUNTED: Counted(counted or 0, coming, is_first)}
             yield from step[1:]
             step, counted, is_first = following, coming, False
 
 
-def _counted(step: list[Any]) -> int:
-    """Returns the number of labels that count; of pairs, where the batches have these."""
-    if step and PAIRS in step[0]:
-        return sum(len(batch[PAIRS]) for batch in step)
-    return sum(int(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED)) for batch in step)
+def _counted(step: list[Batch]) -> int | None:
+    """Returns the number of labels that count, or of pairs; None: there is no batch."""
+    if not step:
+        return None
+    total = 0
+    for batch in step:
+        if PAIRS in batch:
+            total += len(batch[PAIRS])
+        else:
+            total += int(np.count_nonzero(batch["labels"].numpy() != NOT_COUNTED))
+    return total
 
 
 class TokensPerMicroBatch:
     """Counted labels per micro-batch, averaged over the global batch and all ranks."""
 
     def __init__(self) -> None:
-        self._coming: tuple[Tensor, Any] | None = None  # the next step's sum, perhaps unfinished
+        self._coming: tuple[Tensor, dist.Work | None] | None = None  # the next step's sum
 
     def of(self, counted: Counted, accumulation: int, device: torch.device) -> Tensor:
         """Returns () float32, at least 1, and starts the sum of the next step.
 
         Collective over all ranks. On a GPU the stream waits for the sum and the host does not.
         """
-        start = partial(_sum_over_ranks, accumulation, device)
         if counted.is_first or self._coming is None:
-            self._coming = start(counted.step)
+            self._coming = _sum_over_ranks(accumulation, device, counted.step)
         total, work = self._coming
         if work is not None:
             work.wait()
             total /= dist.get_world_size()
-        self._coming = None if counted.following is None else start(counted.following)
-        mean = total / accumulation if accumulation > 1 else total
-        return mean if work is None else mean.clamp(min=1)
+        self._coming = None
+        if counted.following is not None:
+            self._coming = _sum_over_ranks(accumulation, device, counted.following)
+        if accumulation > 1:
+            total = total / accumulation
+        return total if work is None else total.clamp(min=1)
 
     def close(self) -> None:
         """Waits for a started sum: a process that exits during a collective may be aborted."""
@@ -117,7 +116,9 @@ class TokensPerMicroBatch:
             coming[1].wait()
 
 
-def _sum_over_ranks(least: int, device: torch.device, counted: int) -> tuple[Tensor, Any]:
+def _sum_over_ranks(
+    least: int, device: torch.device, counted: int
+) -> tuple[Tensor, dist.Work | None]:
     """Starts the sum, alone at least `least`; Lightning's `reduce` waits at a barrier (2.6.6)."""
     several = dist.is_initialized()
     total = torch.full((), float(counted if several else max(counted, least)), device=device)

@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import json
 import math
-from importlib.util import find_spec
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
     from .token_cache import Corpus
 
 FILE = "quality.json"
-TOKENS, DOCUMENTS = 2**22, 2**12  # of the train split, in PARTS slices spread evenly over it
-PARTS = 16
+PARTS = 16  # slices, spread evenly over a split, in which it is read
+TOKENS, DOCUMENTS = 2**22, 2**12  # of the train split, in which duplicates are counted
 SHINGLE_DOUBLINGS = 3  # near duplicates share windows of 2**3 tokens
 SHINGLES = 256  # windows of a document that are compared: those with the smallest hashes
 SIMILAR = 0.8  # Jaccard index of two documents' windows, from which they are near duplicates
-BANDS, PERMUTATIONS = 8, 64  # of MinHash's locality-sensitive hashing
+PERMUTATIONS = 64  # of MinHash
 ROWS = 64  # of the train split, spread evenly over it
-# compared for duplicates in PARTS slices of each: 0.3 s
+# compared to find text of train in validation: 0.3 s
 TRAIN_TOKENS, VALIDATION_TOKENS = 2**22, 2**20
-FACTOR = 0x9E3779B97F4A7C15  # odd, with irregular bits (Knuth's multiplicative hashing)
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, irregular bits (Knuth's multiplicative hashing)
 # Bytes of text that two documents share only if one was copied from the other: 50 tokens of about 4
 # bytes, the length of a duplicate in "Deduplicating Training Data Makes Language Models Better"
 # (arXiv:2107.06499).
@@ -41,7 +42,7 @@ DUPLICATE_BYTES = 200
 SAMPLED_BITS = 4
 
 
-def quality_of(corpus: Corpus) -> dict[str, Any]:
+def quality_of(corpus: Corpus) -> dict[str, float | None]:
     """Returns the figures of a cache, which are measured the first time and stored in it."""
     figures = stored(corpus)
     if figures is None:
@@ -51,109 +52,94 @@ def quality_of(corpus: Corpus) -> dict[str, Any]:
     return figures
 
 
-def stored(corpus: Corpus) -> dict[str, Any] | None:
+def stored(corpus: Corpus) -> dict[str, float | None] | None:
     """Returns the figures that `prepare` stored; None: it did not."""
     path = corpus.folder / FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def measure(corpus: Corpus) -> dict[str, Any]:
-    """Measures the train split, and what of it is in the validation split.
-
-    Returns:
-        documents, examined_share: What was examined. Duplicates are found among these documents
-            alone, so where they are a part of a corpus the shares are lower than the true ones.
-        near_duplicate_share: None where the package datasketch is not installed.
-        masked_share: Share of the tokens that are no labels. None: all are labels.
-        contaminated_share: Share of the validation split's text of 200 bytes that train has too.
-    """
-    whole, documents = corpus.is_whole("train"), _documents(corpus)
-    lengths = np.array([len(document) for document in documents] or [0])
-    unique = {hashlib.blake2b(each.tobytes()).digest(): each for each in documents}
-    num, total = len(documents), corpus.num_tokens("train")
-    near = similar([*unique.values()]) if find_spec("datasketch") else None
-    return {
-        "documents": num,
-        "examined_share": int(lengths.sum()) / max(1, total),
-        "median_tokens": int(np.median(lengths)),
-        "p95_tokens": int(np.percentile(lengths, 95)),
-        "longest_tokens": int(lengths.max()),
-        "duplicate_share": 1 - len(unique) / max(1, num),
-        "near_duplicate_share": None if near is None else near / max(1, num),
-        "masked_share": 1 - float(corpus.counted("train")[:TOKENS].mean()) if whole else None,
-        "contaminated_share": contaminated_share(corpus, "validation"),
-    }
-
-
-def contaminated_share(corpus: Corpus, split: str) -> float | None:
-    """Returns the share of a held-out split's text of 200 bytes that the train split has too."""
-    return duplicate_share(corpus.tokens("train"), corpus.tokens(split), _window(corpus))
-
-
-def similar(documents: list[np.ndarray]) -> int:
-    """Returns how many documents are similar to an earlier one, by MinHash."""
-    from datasketch import MinHash, MinHashLSH
-
-    index = MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, PERMUTATIONS // BANDS))
-    empty = MinHash(num_perm=PERMUTATIONS, hashfunc=int)
-    earlier: dict[Any, Any] = {}
-    found = 0
-    for document in documents:
-        hashes = np.unique(window_hashes(document, SHINGLE_DOUBLINGS))[:SHINGLES]
-        if not len(hashes):
-            continue  # shorter than a window
-        sketch = empty.copy()
-        sketch.update_batch((hashes % 2**32).tolist())
-        found += any(sketch.jaccard(earlier[one]) >= SIMILAR for one in index.query(sketch))
-        index.insert(len(earlier), sketch)
-        earlier[len(earlier)] = sketch
-    return found
-
-
-def as_table(figures: dict[str, Any], title: str = "") -> Table:
-    """Returns the figures that are known; those whose names end in `share` as percentages."""
+def as_table(figures: Mapping[str, float | None], title: str = "") -> Table:
+    """Returns the known figures; those whose names end in `share` as percentages."""
     rows = []
     for name, value in figures.items():
         if value is not None:
             text = f"{value:.1%}" if name.endswith("share") else f"{value:,}"
             rows.append([name.replace("_", " "), text])
-    missing = figures.get("near_duplicate_share", 0) is None
-    note = "Near duplicates need the package datasketch: pip install 'dist-template[quality]'"
-    return Table(title, ["", ""], rows, note if missing else "")
+    return Table(title, ["", ""], rows)
+
+
+def measure(corpus: Corpus) -> dict[str, float | None]:
+    """Measures the train split, and which share of the validation split it contains.
+
+    Duplicates are found among the examined documents alone, so where these are a part of a corpus
+    the shares are lower than the true ones. masked_share is None where all tokens are labels.
+    """
+    documents = _documents(corpus)
+    lengths = np.array([len(document) for document in documents] or [0])
+    unique = {hashlib.blake2b(each.tobytes()).digest(): each for each in documents}
+    masked_share = None
+    if corpus.is_whole("train"):
+        masked_share = 1 - float(corpus.counted("train")[:TOKENS].mean())
+    return {
+        "documents": len(documents),
+        "examined_share": int(lengths.sum()) / max(1, corpus.num_tokens("train")),
+        "median_tokens": int(np.median(lengths)),
+        "p95_tokens": int(np.percentile(lengths, 95)),
+        "longest_tokens": int(lengths.max()),
+        "duplicate_share": 1 - len(unique) / max(1, len(documents)),
+        "near_duplicate_share": similar([*unique.values()]) / max(1, len(documents)),
+        "masked_share": masked_share,
+        "contaminated_share": contaminated_share(corpus, "validation"),
+    }
 
 
 def _documents(corpus: Corpus) -> list[np.ndarray]:
     """Returns complete documents of a sample of the train split."""
-    tokens, end = corpus.tokens("train"), corpus.manifest["eos_token_id"]
-    whole = corpus.starts("train") if corpus.is_whole("train") else None
-    num_parts = PARTS if len(tokens) > TOKENS else 1
-    documents: list[np.ndarray] = []
-    for first in range(0, len(tokens), -(-len(tokens) // num_parts)):
-        part = tokens[first : first + TOKENS // num_parts]
-        if whole is None:
-            starts = np.flatnonzero(part == end) + 1
-            starts = starts if first else np.append(0, starts)
+    tokens, documents = corpus.tokens("train"), []
+    starts = corpus.starts("train") if corpus.is_whole("train") else None
+    slices = _slices(len(tokens), TOKENS)
+    for first, last in slices:
+        if starts is not None:
+            bounds = starts[(first <= starts) & (starts <= last)]
         else:
-            low, high = np.searchsorted(whole, [first, first + len(part) + 1])
-            starts = whole[low:high] - first
-        documents += np.split(part, starts)[1:-1][: DOCUMENTS // num_parts]
+            ends = np.flatnonzero(tokens[first:last] == corpus.manifest["eos_token_id"])
+            bounds = first + 1 + ends if first else np.append(0, 1 + ends)
+        found = [tokens[start:end] for start, end in pairwise(bounds)]
+        documents += found[: DOCUMENTS // len(slices)]
     return documents
 
 
-def data_statistics(data: Any) -> dict[str, Any]:
+def _slices(num_tokens: int, limit: int) -> list[tuple[int, int]]:
+    """Returns starts and ends: all tokens, or `PARTS` slices with `limit` tokens in total."""
+    if num_tokens <= limit:
+        return [(0, num_tokens)]
+    size = limit // PARTS
+    starts = np.linspace(0, num_tokens - size, PARTS, dtype=np.int64).tolist()
+    return [(start, start + size) for start in starts]
+
+
+def similar(documents: list[np.ndarray]) -> int:
+    """Returns how many documents are near duplicates of an earlier one, by MinHash."""
+    seeds = np.random.default_rng(0).integers(2**62, size=(PERMUTATIONS, 1), dtype=np.uint64)
+    sketches, num, found = np.zeros((len(documents), PERMUTATIONS), dtype=np.uint64), 0, 0
+    for document in documents:
+        hashes = np.unique(window_hashes(document, SHINGLE_DOUBLINGS))[:SHINGLES]
+        if len(hashes):  # else it is shorter than a window
+            sketch = (hashes * (2 * seeds + 1)).min(axis=1)
+            alike = (sketches[:num] == sketch).mean(axis=1)  # estimates of the Jaccard index
+            found += bool((alike >= SIMILAR).any())
+            sketches[num], num = sketch, num + 1
+    return found
+
+
+def data_statistics(data: Any) -> dict[str, float | None]:
     """Returns statistics of some rows; {} if a customised data module yields another batch format.
 
-    Returns:
-        counted_share: Share of the labels that count.
-        unshifted_share: Share of them that are equal to their input token, which next-token labels
-            rarely are.
-        distinct_tokens: Number of different token ids in the rows.
-        examined_tokens: Number of tokens in the rows.
-        duplicate_share: Share of the validation split's text whose next `DUPLICATE_BYTES` bytes are
-            in the train split too. Exact duplicates are always in one split, so this finds
-            documents that differ slightly. Lower than the true share where a split is longer than
-            what is read of it. None: there is no validation split.
-        duplicate_examined_share: Share of the train split that was compared.
+    counted_share is the share of the labels that count, unshifted_share the share of these that
+    equal their input token, as next-token labels rarely do. duplicate_share is the share of
+    validation whose next `DUPLICATE_BYTES` bytes are in train too: documents that differ slightly,
+    since exact duplicates are in one split. It is too low where a split is longer than what is read
+    of it; duplicate_examined_share is the share of train that is read.
     """
     from ..batches.rows import NOT_COUNTED  # imports torch
 
@@ -166,30 +152,32 @@ def data_statistics(data: Any) -> dict[str, Any]:
     except (AttributeError, KeyError, TypeError, IndexError):
         return {}
     counted = labels != NOT_COUNTED
-    train, validation = _compared(data.corpus, "train"), _compared(data.corpus, "validation")
+    compared = {}
+    for split in ("train", "validation"):
+        tokens = data.corpus.tokens(split)
+        if data.corpus.is_whole(split):  # prompts repeat: only the labels that count are compared
+            tokens = tokens[: 4 * TRAIN_TOKENS]
+            tokens = tokens[data.corpus.counted(split)[: len(tokens)]]
+        compared[split] = tokens
     return {
         "counted_share": float(counted.mean()),
         "unshifted_share": float((labels == inputs)[counted].mean()) if counted.any() else None,
         "distinct_tokens": len(np.unique(inputs)),
         "examined_tokens": inputs.size,
-        "duplicate_share": duplicate_share(train, validation, _window(data.corpus)),
-        "duplicate_examined_share": min(1.0, TRAIN_TOKENS / max(1, len(train))),
+        "duplicate_share": duplicate_share(*compared.values(), _window(data.corpus)),
+        "duplicate_examined_share": min(1.0, TRAIN_TOKENS / max(1, len(compared["train"]))),
     }
+
+
+def contaminated_share(corpus: Corpus, split: str) -> float | None:
+    """Returns the share of a held-out split's text of 200 bytes that the train split has too."""
+    return duplicate_share(corpus.tokens("train"), corpus.tokens(split), _window(corpus))
 
 
 def _window(corpus: Corpus) -> int:
     """Returns the number of tokens that stand for `DUPLICATE_BYTES` of text."""
     bytes_per_token = corpus.num_bytes("train") / max(1, corpus.num_tokens("train")) or 1.0
     return max(8, round(DUPLICATE_BYTES / bytes_per_token))
-
-
-def _compared(corpus: Any, split: str) -> np.ndarray:
-    """Returns a split's tokens; of conversations the labels that count, since prompts repeat."""
-    tokens = corpus.tokens(split)
-    if corpus.is_whole(split):
-        tokens = tokens[: 4 * TRAIN_TOKENS]
-        tokens = tokens[corpus.counted(split)[: len(tokens)]]
-    return tokens
 
 
 def duplicate_share(train: np.ndarray, validation: np.ndarray, length: int) -> float | None:
@@ -201,16 +189,13 @@ def duplicate_share(train: np.ndarray, validation: np.ndarray, length: int) -> f
 
 
 def _windows(tokens: np.ndarray, limit: int, length: int) -> np.ndarray:
-    """Hashes a sample of all windows of 2**k tokens, about `length`, in at most `limit` tokens."""
-    parts = np.array_split(tokens, PARTS) if len(tokens) > limit else [tokens]
-    doublings = round(math.log2(length))
-    return np.concatenate([_hashes(part[: limit // len(parts)], doublings) for part in parts])
-
-
-def _hashes(tokens: np.ndarray, doublings: int) -> np.ndarray:
-    """Returns the hashes of a sample of the windows, chosen by their content."""
-    hashes = window_hashes(tokens, doublings)
-    return hashes[(hashes * np.uint64(FACTOR)) >> np.uint64(64 - SAMPLED_BITS) == 0]
+    """Hashes windows of 2**k tokens, about `length`, in at most `limit` tokens: a sample that is
+    chosen by the windows' content."""
+    doublings, found = round(math.log2(length)), []
+    for start, end in _slices(len(tokens), limit):
+        hashes = window_hashes(tokens[start:end], doublings)
+        found.append(hashes[hashes * FACTOR >> np.uint64(64 - SAMPLED_BITS) == 0])
+    return np.concatenate(found)
 
 
 def window_hashes(tokens: np.ndarray, doublings: int) -> np.ndarray:
@@ -219,5 +204,5 @@ def window_hashes(tokens: np.ndarray, doublings: int) -> np.ndarray:
     # Adjacent windows a and b: h(ab) = h(a) * FACTOR**len(b) + h(b)
     for doubling in range(doublings):
         half = 2**doubling
-        hashes = hashes[:-half] * np.uint64(pow(FACTOR, half, 2**64)) + hashes[half:]
+        hashes = hashes[:-half] * np.uint64(pow(int(FACTOR), half, 2**64)) + hashes[half:]
     return hashes

@@ -1,5 +1,4 @@
-"""The token cache: a folder that one process writes once (`build.py`) and every rank maps into
-memory.
+"""The token cache: a folder that one process writes once and every rank maps into memory.
 
     <cache_dir>/<source>-<hash of the recipe>/
         train.bin validation.bin test.bin   token ids (uint16 where they fit), EOS ends a document
@@ -9,35 +8,43 @@ memory.
         manifest.json                       recipe, fingerprints of files read, counts, checksums
 
 A hash of its text assigns a document to a split: the splits do not depend on the order of files,
-and exact duplicates are in one split.
+and exact duplicates are in one split. `tokenizers` encodes on all cores by its own threads, in
+bounded memory. A cache is written into a temporary folder, which is renamed when it is complete;
+an older cache stays until then.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 
-from ...errors import InputError
+from ...errors import InputError, is_disk_full
 from ...records import sha256
-from ..sources.documents import Source
+from ..sources.documents import Encoded, Source, batches_of, texts_of
 from ..tokenizers import TokenizerSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast as Tokenizer
 
 SPLITS = ("train", "validation", "test")
 # Kind of a split's file: its checksum's key in the manifest. Plain text has only the first.
 CHECKSUMS = {"bin": "sha256", "starts": "starts_sha256", "counted": "counted_sha256"}
+COUNTS = ("documents", "bytes", "tokens")  # of a split in the manifest; bytes of UTF-8 text
 FORMAT = 1  # part of the folder's name: raise it when the layout changes
 # Larger files are checksummed by `prepare` alone, not at each start of each rank.
 FULL_CHECK_BYTES = 2**28
+REPORT_S = 10  # between two lines of progress
 
 
 class CacheError(InputError):
@@ -53,7 +60,7 @@ class Recipe:
     validation_share: float
     test_share: float
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {
             "format": FORMAT,
             "source": self.source.spec(),
@@ -103,7 +110,7 @@ class Corpus:
         return self._map(split, "bin", self.manifest["dtype"])
 
     def is_whole(self, split: str) -> bool:
-        """Whether its documents are not cut: it has `starts` and `counted`."""
+        """Whether documents are stored unsplit, with start offsets and loss masks."""
         return CHECKSUMS["starts"] in self.manifest["splits"][split]
 
     @property
@@ -125,11 +132,17 @@ class Corpus:
         return np.memmap(self.folder / f"{split}.{kind}", dtype=dtype, mode="r")
 
     @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerFast:
+    def tokenizer(self) -> Tokenizer:
         from transformers import AutoTokenizer
 
         # ty does not see that a folder with tokenizer.json gives the fast kind
         return AutoTokenizer.from_pretrained(self.folder / "tokenizer", trust_remote_code=False)  # ty: ignore
+
+    def content(self) -> str:
+        """Returns a description of the tokens, by which a resumed run recognises them."""
+        content = [self.manifest["splits"], self.manifest.get("parts")]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+        return f"{self.num_tokens('train'):,} tokens with SHA-256 {digest}"
 
     def describe(self) -> str:
         line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
@@ -141,25 +154,22 @@ class Corpus:
 def open_cache(
     recipe: Recipe, cache_dir: str, check_source: bool = True, every_byte: bool = False
 ) -> Corpus:
-    """Returns the prepared cache.
-
-    Args:
-        recipe: The configuration that determines it.
-        cache_dir: The folder of the caches.
-        check_source: Refuse it when the files that it was made from have changed.
-        every_byte: Verify the checksums of large files too.
+    """Returns the prepared cache; `every_byte` verifies the checksums of large files too.
 
     Raises:
-        CacheError: it is missing, stale or damaged.
+        CacheError: it is missing or damaged, or the files that it was made from have changed.
         InputError: the source's files are missing.
     """
     files = recipe.files() if check_source else []
     folder = recipe.folder(cache_dir)
     if not folder.is_dir():
-        raise CacheError(
-            f"there is no token cache {folder} for this configuration: run `prepare` first"
-        )
-    manifest, damage = _read_manifest(folder, every_byte)
+        what = f"there is no token cache {folder} for this configuration"
+        raise CacheError(f"{what}: run `prepare` first")
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        damage = _first_damage(folder, manifest, every_byte)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        damage = f"{type(error).__name__}: {error}"
     if damage:
         raise CacheError(f"the token cache {folder} is damaged ({damage}): run `prepare` again")
     change = _first_change(manifest["files"], files) if check_source else None
@@ -168,41 +178,34 @@ def open_cache(
     return Corpus(folder, manifest)
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    held = path.stat()
-    known = {"path": str(path), "size": held.st_size, "mtime_ns": held.st_mtime_ns}
-    return known | {"sha256": sha256(path)}
-
-
-def _read_manifest(folder: Path, every_byte: bool) -> tuple[dict[str, Any], str | None]:
-    """Returns the manifest, and what is wrong with the files that it lists."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+def _first_damage(folder: Path, manifest: dict[str, Any], every_byte: bool) -> str | None:
+    """Returns what is wrong with the files that the manifest lists."""
+    expected = {}
+    for name, digest in manifest["tokenizer"].items():
+        expected[folder / "tokenizer" / name] = digest
+    for split in SPLITS:
+        held = manifest["splits"][split]
         width = np.dtype(manifest["dtype"]).itemsize
-        expected = {
-            folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()
-        }
-        for split, (kind, key) in product(SPLITS, CHECKSUMS.items()):
-            held, path = manifest["splits"][split], folder / f"{split}.{kind}"
+        sizes = {"bin": held["tokens"] * width, "counted": held["tokens"]}
+        sizes["starts"] = (held["documents"] + 1) * 8
+        for kind, key in CHECKSUMS.items():
             if kind != "bin" and key not in held:
                 continue  # plain text
-            sizes = {"bin": held["tokens"] * width, "counted": held["tokens"]}
-            size = sizes.get(kind, (held["documents"] + 1) * 8)
-            if path.stat().st_size != size:
-                return {}, f"{path.name} has {path.stat().st_size} bytes, not {size}"
+            path = folder / f"{split}.{kind}"
+            if path.stat().st_size != sizes[kind]:
+                return f"{path.name} has {path.stat().st_size} bytes, not {sizes[kind]}"
             expected[path] = held[key]
-        for path, digest in expected.items():
-            if (every_byte or path.stat().st_size <= FULL_CHECK_BYTES) and sha256(path) != digest:
-                return {}, f"{path.name} has another checksum"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, f"{type(error).__name__}: {error}"
-    return manifest, None
+    for path, digest in expected.items():
+        if (every_byte or path.stat().st_size <= FULL_CHECK_BYTES) and sha256(path) != digest:
+            return f"{path.name} has another checksum"
+    return None
 
 
 def _first_change(recorded: list[dict[str, Any]], files: list[Path]) -> str | None:
     """Returns the first difference; a file with another time and the same content is unchanged."""
-    if [r["path"] for r in recorded] != [str(p) for p in files]:
-        differing = {r["path"] for r in recorded} ^ {str(p) for p in files}
+    before, now = [record["path"] for record in recorded], [*map(str, files)]
+    if before != now:
+        differing = {*before} ^ {*now}
         return f"{min(differing)} came or went" if differing else "its files are in another order"
     for record, path in zip(recorded, files, strict=True):
         held = path.stat()
@@ -210,3 +213,188 @@ def _first_change(recorded: list[dict[str, Any]], files: list[Path]) -> str | No
         if held.st_size != record["size"] or (touched and sha256(path) != record["sha256"]):
             return f"{path} has changed"
     return None
+
+
+class Documents(NamedTuple):
+    """The documents of a split: names, sources ("" if there is one), texts, ends in its tokens."""
+
+    names: list[str]
+    sources: list[str]
+    texts: list[str]
+    ends: np.ndarray
+
+
+def read_documents(recipe: Recipe, corpus: Corpus, split: str) -> Documents:
+    """Reads the texts of a split from the source: the cache holds tokens alone."""
+    if corpus.is_whole(split):
+        ends = corpus.starts(split)[1:]
+    else:  # no text has the token that ends a document (tokenizers.py)
+        ends = np.flatnonzero(corpus.tokens(split) == corpus.manifest["eos_token_id"]) + 1
+    found = Documents([], [], [], ends)
+    for part, source in recipe.source.parts().items():
+        for name, text in texts_of(source):
+            if recipe.split_of(text) == split:
+                found.names.append(name)
+                found.sources.append(part)
+                found.texts.append(text)
+    if len(found.texts) != len(ends):
+        raise InputError(f"data.source has changed since {corpus.folder}: run `prepare` again")
+    return found
+
+
+def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -> Corpus:
+    """Tokenizes into a new cache, which replaces an older one of the same recipe.
+
+    Raises:
+        InputError: another process is building it, the disk is full, or the source is unreadable or
+            empty.
+    """
+    folder = recipe.folder(cache_dir)
+    temporary, older = (folder.with_name(folder.name + ending) for ending in (".tmp", ".old"))
+    with _lock(folder):
+        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+        try:
+            temporary.mkdir()
+            manifest = _write(recipe, temporary, report)
+            shutil.rmtree(older, ignore_errors=True)
+            if folder.exists():
+                folder.rename(older)  # processes that mapped it keep reading it
+            temporary.rename(folder)
+            shutil.rmtree(older, ignore_errors=True)
+        except Exception as error:
+            if is_disk_full(error):
+                raise InputError(
+                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free"
+                    " space or name another folder"
+                ) from error
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Corpus(folder, manifest)
+
+
+def _lock(folder: Path) -> TextIO:
+    """Returns the cache's lock; the system releases it when this process exits for any reason."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.with_name(folder.name + ".lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        what = f"another `prepare` is filling {folder} right now: wait until it is done"
+        raise InputError(what) from None
+    except OSError as error:
+        what = f"data.cache_dir {str(folder.parent)!r} cannot be written: {error.strerror}"
+        raise InputError(what) from error
+    return lock
+
+
+def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    """Writes the files of a cache; returns its manifest."""
+    files = []  # before they are read: a later change makes the cache stale
+    for path in recipe.files():
+        held = path.stat()
+        known = {"path": str(path), "size": held.st_size, "mtime_ns": held.st_mtime_ns}
+        files.append(known | {"sha256": sha256(path)})
+    texts = (text for _, text in texts_of(recipe.source) if recipe.split_of(text) == "train")
+    tokenizer = recipe.source.prepare_tokenizer(recipe.tokenizer.fit(texts))
+    tokenizer.save_pretrained(folder / "tokenizer")
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    sources, whole = recipe.source.parts(), recipe.source.whole
+    writers = {
+        split: _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole)
+        for split in SPLITS
+    }
+    started = reported = time.monotonic()
+    for part, source in sources.items():
+        for documents in batches_of(source):
+            encoded = source.encode(recipe.tokenizer, tokenizer, documents)
+            for (_, text), document in zip(documents, encoded, strict=True):
+                writers[recipe.split_of(text)].add(part, text, document)
+            for writer in writers.values():
+                writer.write()
+            now = time.monotonic()
+            if now - reported > REPORT_S:
+                reported, tokens = now, sum(writer.counts.sum() for writer in writers.values())
+                report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
+    splits = {split: writer.finish() for split, writer in writers.items()}
+    manifest = {
+        "spec": recipe.spec(),
+        "dtype": dtype.name,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "splits": splits,
+        "pairs": recipe.source.pairs,
+        "unigram_bits_per_byte": None,
+        "tokenizer": {path.name: sha256(path) for path in sorted((folder / "tokenizer").iterdir())},
+        "files": files,
+    }
+    if "" not in sources:  # a mixture: one source after another
+        manifest["parts"] = {
+            part: {split: writers[split].parts[part] for split in SPLITS} for part in sources
+        }
+    if (num_bytes := splits["validation"]["bytes"]) and not whole:
+        # where only some labels count, a loss per byte has no meaning
+        counts = writers["train"].counts + 1  # of a model of token frequencies alone
+        bits = -(writers["validation"].counts * np.log2(counts / counts.sum())).sum()
+        manifest["unigram_bits_per_byte"] = float(bits / num_bytes)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, default=str), "utf-8")
+    return manifest
+
+
+class _SplitWriter:
+    """Writes one split's files, `path` with a suffix for each kind, and counts what is in them."""
+
+    def __init__(
+        self, path: Path, vocab_size: int, dtype: np.dtype, parts: Iterable[str], whole: bool
+    ) -> None:
+        self.parts = {part: dict.fromkeys(COUNTS, 0) for part in parts}
+        self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
+        self._path, self._dtype = path, dtype
+        self._added: list[Encoded] = []
+        self._lengths = [np.zeros(1, dtype=np.int64)]  # of whole documents
+        self._sha256 = {kind: hashlib.sha256() for kind in (CHECKSUMS if whole else ("bin",))}
+
+    def add(self, part: str, text: str, document: Encoded) -> None:
+        counts = self.parts[part]
+        counts["documents"] += 1
+        counts["bytes"] += len(text.encode())
+        counts["tokens"] += len(document.ids)
+        self._added.append(document)
+
+    def write(self) -> None:
+        """Writes the added documents."""
+        if not self._added:
+            return
+        ids = np.concatenate([document.ids for document in self._added])
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        self._append("bin", ids.astype(self._dtype))
+        if "counted" in self._sha256:
+            lengths, masks = [], []
+            for ids, counted in self._added:
+                lengths.append(len(ids))
+                masks.append(np.ones(len(ids), dtype=bool) if counted is None else counted)
+            self._lengths.append(np.array(lengths, dtype=np.int64))
+            self._append("counted", np.concatenate(masks))
+        self._added = []
+
+    def finish(self) -> dict[str, Any]:
+        """Returns the split's entry in the manifest, when its files are on the disk."""
+        for kind in self._sha256:  # a split may have no document
+            self._append(kind, np.zeros(0))
+        self._append("starts", np.cumsum(np.concatenate(self._lengths)))
+        entry: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+        for counts in self.parts.values():
+            for key, count in counts.items():
+                entry[key] += count
+        for kind, hashed in self._sha256.items():
+            with self._path.with_suffix(f".{kind}").open("rb") as file:
+                os.fsync(file.fileno())
+            entry[CHECKSUMS[kind]] = hashed.hexdigest()
+        return entry
+
+    def _append(self, kind: str, values: np.ndarray) -> None:
+        if kind in self._sha256:
+            data = values.tobytes()
+            self._sha256[kind].update(data)
+            with self._path.with_suffix(f".{kind}").open("ab") as file:
+                file.write(data)

@@ -12,16 +12,19 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ...errors import InputError, first_line, require
-from .documents import Encoded
+from .documents import Documents, Encoded
 from .records import wrong
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
+Render = Callable[..., Any]  # apply_chat_template: tokens and their masks, or a text
 TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 HELP = "give data.source.template, a .jinja file with {% generation %} around the assistant's turns"
 
@@ -34,11 +37,11 @@ class Template(NamedTuple):
     has_tags: bool = True
 
 
-def training_template(tokenizer: Any, file: str | None, train_on: str) -> Template:
+def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> Template:
     """Returns the template that conversations are encoded by for training.
 
     Raises:
-        InputError: there is none, or the file has no tags, which `train_on` needs.
+        InputError: there is no template, or the file has no tags, which `train_on` needs.
     """
     needs_tags = train_on != "all"
     if file:
@@ -68,66 +71,52 @@ def training_template(tokenizer: Any, file: str | None, train_on: str) -> Templa
 
 
 def encode(
-    tokenizer: Any, template: Template, train_on: str, documents: list[tuple[str, str]]
+    tokenizer: Tokenizer, template: Template, train_on: str, documents: Documents
 ) -> list[Encoded]:
-    """Returns the tokens of conversations, pairs of a name and JSON, and which of them count.
+    """Returns the tokens of conversations, which are JSON, and which of them count.
 
     Raises:
         InputError: the template refuses a conversation, or marks nothing in it.
     """
     # A text source that shares the tokenizer sets it; a template's special tokens are such.
     tokenizer.backend_tokenizer.encode_special_tokens = False
-    parsed = [(name, json.loads(text)) for name, text in documents]
+    tags = template.has_tags and train_on != "all"
     encoded = []
-    for tools, group in groupby(parsed, key=lambda one: one[1].get("tools")):
-        encoded += _encode(tokenizer, template, train_on, tools, list(group))
-    return encoded
-
-
-def _encode(
-    tokenizer: Any, template: Template, train_on: str, tools: Any, group: list[tuple[str, Any]]
-) -> list[Encoded]:
-    """Returns the tokens of conversations that have the same tools."""
-    by_tags = template.has_tags and train_on != "all"
-    render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
-    conversations = [conversation["messages"] for _, conversation in group]
-    try:
-        offsets = {"return_offsets_mapping": not template.has_tags}
-        out = render(conversations, return_assistant_tokens_mask=by_tags, tokenizer_kwargs=offsets)
-        if by_tags:
-            masks = out["assistant_masks"]
-        elif train_on != "all":
-            found = zip(conversations, out["offset_mapping"], strict=True)
-            masks = [_answers(partial(render, tokenize=False), *each) for each in found]
-        else:
-            masks = [[True] * len(ids) for ids in out["input_ids"]]
-    except Exception as error:  # a template raises errors of Jinja and of Python
-        if len(group) > 1:  # find the conversation
-            return [_encode(tokenizer, template, train_on, tools, [one])[0] for one in group]
-        what = f"cannot be rendered by {template.name}: {first_line(error)}"
-        raise wrong(group[0][0], what) from error
-    encoded = []
-    for (name, _), ids, mask in zip(group, out["input_ids"], masks, strict=True):
-        counted = np.array(mask, dtype=bool)
+    for name, text in documents:
+        conversation = json.loads(text)
+        messages, tools = conversation["messages"], conversation.get("tools")
+        render = partial(tokenizer.apply_chat_template, tools=tools, chat_template=template.text)
+        try:
+            offsets = {"return_offsets_mapping": not template.has_tags}
+            out: Any = render(messages, return_assistant_tokens_mask=tags, tokenizer_kwargs=offsets)
+            counted = np.ones(len(out["input_ids"]), dtype=bool)
+            if tags:
+                counted = np.array(out["assistant_masks"], dtype=bool)
+            elif train_on != "all":
+                as_text: Render = partial(render, tokenize=False)
+                counted = _in_answers(as_text, messages, np.array(out["offset_mapping"]))
+        except Exception as error:  # a template raises errors of Jinja and of Python
+            what = f"cannot be rendered by {template.name}: {first_line(error)}"
+            raise wrong(name, what) from error
         if train_on == "last":
             counted[: last_turn(counted)[0]] = False
         if not counted.any():
             raise InputError(f"{template.name} marks no token of {name} as the assistant's: {HELP}")
-        encoded.append(Encoded(np.array(ids, dtype=np.int64), counted))
+        encoded.append(Encoded(np.array(out["input_ids"], dtype=np.int64), counted))
     return encoded
 
 
-def _answers(
-    render: Callable[..., str], messages: list[dict[str, Any]], offsets: list[tuple[int, int]]
-) -> list[bool]:
+def _in_answers(render: Render, messages: list[dict[str, str]], offsets: np.ndarray) -> np.ndarray:
     """Returns which tokens of a conversation are in the assistant's turns, by a template without
     tags: from the end of the prompt that a server renders before a turn, to the turn's end.
-    `offsets` are where each token starts and ends in the text that `render` returns.
+    `offsets` (tokens, 2) are the tokens' starts and ends in the text that `render` returns.
 
     Raises:
         InputError: a turn does not follow its prompt, changes when others follow, or has no end.
     """
-    text, spans = render(messages), []
+    text = render(messages)
+    starts, ends = offsets.T
+    counted = np.zeros(len(offsets), dtype=bool)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -140,12 +129,12 @@ def _answers(
             raise InputError(
                 f"message {number + 1} does not continue a server's prompt, or has no end: {HELP}"
             )
-        spans.append((len(prompt), len(turn)))
-    return [any(start <= first < last <= end for start, end in spans) for first, last in offsets]
+        counted |= (len(prompt) <= starts) & (starts < ends) & (ends <= len(turn))
+    return counted
 
 
 def last_turn(counted: np.ndarray) -> tuple[int, int]:
-    """Returns the start and the end of the last run of counted tokens; (0, 0) if there is none."""
+    """Returns start and end of the last run of counted tokens; (0, 0) if no token counts."""
     found = np.flatnonzero(counted)
     if not len(found):
         return 0, 0

@@ -17,38 +17,37 @@ import platform
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...errors import InputError
-from .paths import matching
-from .records import Record, hub_records, json_records, parquet_records
+from ...project import Choice
+from .records import Record, hub_records, json_records, matching, parquet_records
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
     from ..tokenizers import TokenizerSpec
+Documents = list[tuple[str, str]]  # names and texts
+BATCH_CHARACTERS = 2**20  # encoded together: a fraction of a second, some ten MB of memory
 
 
 class Encoded(NamedTuple):
-    """The tokens of one document.
+    """The tokens of one document."""
 
-    Args:
-        ids: Token ids (tokens,).
-        counted: Whether each token is a label that counts in the loss (tokens,). None: all are.
-    """
-
-    ids: np.ndarray
-    counted: np.ndarray | None = None
+    ids: np.ndarray  # (tokens,)
+    counted: np.ndarray | None = None  # (tokens,): is a label that counts. None: all are
 
 
-class Source(ABC):
+class Source(Choice, ABC):
     """Base class of a source: it yields the same documents in the same order each time.
 
-    `whole`: its documents are not cut. Their starts and the labels that count are in the cache too,
-    and a row holds documents that fit into it together (packing.py). `pairs`: each of them is two
-    sequences, which do not attend to each other (preferences.py).
+    `whole`: documents are stored unsplit, with start offsets and loss masks, and a row holds
+    documents that fit into it together (rows.py). `pairs`: each document is two sequences, which do
+    not attend to each other (Preferences).
     """
 
     whole = False
@@ -66,37 +65,35 @@ class Source(ABC):
         """Returns the local files that it reads: a change in one makes the cache stale."""
         return []
 
-    def prepare_tokenizer(self, tokenizer: Any) -> Any:
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Returns the tokenizer that encodes and is saved with the tokens."""
         return tokenizer
 
     def encode(
-        self, spec: TokenizerSpec, tokenizer: Any, documents: list[tuple[str, str]]
+        self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
     ) -> list[Encoded]:
-        """Returns the tokens of each document, pairs of a name and a text; EOS ends each."""
+        """Returns the tokens of each document; EOS ends each."""
         texts = [text for _, text in documents]
         end = tokenizer.eos_token_id
         return [Encoded(np.append(ids, end)) for ids in spec.encode(tokenizer, texts)]
 
-    def encode_prompt(self, tokenizer: Any, prompt: str) -> list[int]:
+    def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens that `predict` and the samples of `data.prompts` continue."""
         return tokenizer.encode(prompt)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         """Returns what identifies the corpus, in plain types."""
         spec = {"class": type(self).__name__, **vars(self)}
-        if not spec.get("follow_links"):
-            # older caches, whose sources had no such key, stay valid
-            spec.pop("follow_links", None)
+        if spec.get("follow_links") is False:
+            del spec["follow_links"]  # older caches, whose sources had no such key, stay valid
         return spec
 
 
 class StandardLibrary(Source):
     """The running Python's standard library without tests: about 11 MB of text on any machine."""
 
-    SKIPPED = frozenset(
-        {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__"}
-    )
+    # installed packages are below it
+    SKIPPED = ("test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "__pycache__")
 
     def documents(self) -> Iterator[tuple[str, str]]:
         return _read(self.files())
@@ -104,82 +101,78 @@ class StandardLibrary(Source):
     def files(self) -> list[Path]:
         found: list[Path] = []
         for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
-            # installed packages are below it
             inside[:] = [name for name in inside if name not in self.SKIPPED]
             found += (Path(folder, name) for name in names if name.endswith(".py"))
         return sorted(found)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         return {**super().spec(), "python": platform.python_version()}
 
 
 @dataclass
-class TextFiles(Source):
-    """Plain text or source code in UTF-8.
+class FileSource(Source):
+    """Base class of sources that read files.
 
     Args:
         paths: Files or glob patterns, `**` for any depth: `[corpus/**/*.txt]`.
-        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
-            document.
         follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
             false: refuse them.
     """
 
     paths: list[str]
+    follow_links: bool = field(default=False, kw_only=True)
+
+    def files(self) -> list[Path]:
+        if not self.paths:
+            raise InputError("data.source.paths is empty: give at least one file or glob pattern")
+        return matching(self.paths, self.follow_links)
+
+
+@dataclass
+class TextFiles(FileSource):
+    """Plain text or source code in UTF-8.
+
+    Args:
+        separator: What ends a document inside a file, such as "\\n\\n". null: each file is one
+            document.
+    """
+
     separator: str | None = None
-    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for name, text in _read(self.files()):
             for part in text.split(self.separator) if self.separator else [text]:
                 yield name, part
 
-    def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
-
 
 @dataclass
-class Jsonl(Source):
-    """One JSON object per line, or one JSON array of objects per file.
+class Jsonl(FileSource):
+    """One JSON object per line, or one JSON array of objects per file; .gz and .zst are read too.
 
     Args:
-        paths: Files or glob patterns; .gz and .zst are read too.
         field: The key that holds the text.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
-            false: refuse them.
     """
 
-    paths: list[str]
     field: str = "text"
-    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return _documents(json_records(self.files()), self.field)
-
-    def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
+        for path in self.files():
+            yield from _documents(json_records(path), self.field)
 
 
 @dataclass
-class Parquet(Source):
+class Parquet(FileSource):
     """Parquet tables.
 
     Args:
-        paths: Files or glob patterns.
         field: The column that holds the text; the others are not read.
-        follow_links: Read links that a pattern matches and that lead out of the pattern's folder.
-            false: refuse them.
     """
 
-    paths: list[str]
     field: str = "text"
-    follow_links: bool = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return _documents(parquet_records(self.files(), [self.field]), self.field)
-
-    def files(self) -> list[Path]:
-        return matching(self.paths, self.follow_links)
+        for path in self.files():
+            yield from _documents(parquet_records(path, [self.field]), self.field)
 
 
 @dataclass
@@ -212,11 +205,7 @@ class HubDataset(Source):
 
 
 def _documents(records: Iterable[Record], field: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of each record.
-
-    Raises:
-        InputError: a record has no text in `field`.
-    """
+    """Yields (name, text) of each record; refuses one that has no text in `field`."""
     for name, record in records:
         fields = record if isinstance(record, dict) else {}
         text = fields.get(field)
@@ -233,3 +222,29 @@ def _read(files: list[Path]) -> Iterator[tuple[str, str]]:
             yield str(path), path.read_bytes().decode("utf-8", errors="replace")
         except OSError as error:
             raise InputError(f"{path} of data.source cannot be read: {error.strerror}") from error
+
+
+def texts_of(source: Source) -> Iterator[tuple[str, str]]:
+    """Yields documents: no empty ones, no lone surrogates (UTF-8 cannot encode them)."""
+    found = False
+    for name, text in source.documents():
+        if text.strip():
+            found = True
+            yield name, text.encode(errors="replace").decode()
+    if not found:
+        raise InputError(
+            f"data.source {type(source).__name__} has no text in it: point it at other files"
+        )
+
+
+def batches_of(source: Source) -> Iterator[Documents]:
+    """Yields the same documents, as many at a time as are encoded together."""
+    batch, characters = [], 0
+    for name, text in texts_of(source):
+        batch.append((name, text))
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -4,7 +4,8 @@ The cache holds the documents of one source after another, and so are rows numbe
 change it. Which row is at a position of the stream of samples follows in closed form. Until
 position t, a source with share s(u) of the samples at u has given round(integral of s to t) rows.
 Within a block of positions, it is random which source is next; a source's own rows are shuffled
-anew for each of its epochs.
+anew for each of its epochs. `interleave_datasets` of `datasets` draws each document at random: it
+has no row of a position without reading all before, which a resume on other ranks needs.
 
     position    0 1 2 3 4 5 6 7 | 8 …          blocks of `BLOCK` samples
     rows of     w w c w w w c w | …            web (weight 3) and code (weight 1)
@@ -13,21 +14,24 @@ anew for each of its epochs.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 from zlib import crc32
 
 import numpy as np
 
+from ...callbacks.global_order import shuffled
 from ...errors import InputError
-from ..batches.order import shuffled
 from ..cache.token_cache import Corpus
 from .documents import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as Tokenizer
 
 BLOCK = 256  # samples among which the sources are shuffled
 Weights = dict[str, float]
@@ -35,7 +39,7 @@ Weights = dict[str, float]
 
 @dataclass
 class Mixture(Source):
-    """Several sources, of which each gives its share of the samples.
+    """Several sources; each gives its share of the samples.
 
     Args:
         sources: Sources by name. All are conversations, or none is.
@@ -50,57 +54,60 @@ class Mixture(Source):
     by: Literal["tokens", "documents"] = "tokens"
 
     def __post_init__(self) -> None:
-        sources, kinds = self.sources, {(each.whole, each.pairs) for each in self.sources.values()}
+        kinds = {(source.whole, source.pairs) for source in self.sources.values()}
         self.whole, self.pairs = max(kinds, default=(False, False))
         if len(kinds) > 1:
             raise InputError(
                 "data.source.sources has conversations and plain text, or preferences besides:"
                 " train on one after the other"
             )
-        for step, given in [(0, self.weights), *self.schedule.items()]:
-            known = given.keys() == sources.keys() and min(given.values(), default=0) >= 0
-            if not known or not any(given.values()):
+        for step, weights in ({0: self.weights} | self.schedule).items():
+            values = [*weights.values()]
+            if weights.keys() != self.sources.keys() or not any(values) or min(values) < 0:
                 key = f"schedule, step {step}" if step else "weights"
                 raise InputError(
-                    f"data.source.{key}, is {given}: give each of {', '.join(sources)} a number of"
-                    " at least 0, and not 0 to all"
+                    f"data.source.{key}, is {weights}: give each of {', '.join(self.sources)} a"
+                    " number of at least 0, and not 0 to all"
                 )
 
     @property
-    def weighting(self) -> list[Any]:
+    def weighting(self) -> list[object]:
         return [self.weights, self.schedule, self.by]
 
     def parts(self) -> dict[str, Source]:
         return self.sources
 
     def documents(self) -> Iterator[tuple[str, str]]:
-        return chain.from_iterable(source.documents() for source in self.sources.values())
+        for source in self.sources.values():
+            yield from source.documents()
 
     def files(self) -> list[Path]:
-        return [path for source in self.sources.values() for path in source.files()]
+        files = []
+        for source in self.sources.values():
+            files += source.files()
+        return files
 
-    def prepare_tokenizer(self, tokenizer: Any) -> Any:
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         for source in self.sources.values():
             tokenizer = source.prepare_tokenizer(tokenizer)
         return tokenizer
 
-    def encode_prompt(self, tokenizer: Any, prompt: str) -> list[int]:
+    def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         return next(iter(self.sources.values())).encode_prompt(tokenizer, prompt)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, object]:
         parts = {name: source.spec() for name, source in self.sources.items()}
         return {"class": "Mixture", "sources": parts}
 
     def order(self, sizes: dict[str, int], corpus: Corpus, batch: int, seed: int) -> MixtureOrder:
         """Returns the order of the train split's rows; an optimizer step takes `batch` of them."""
-        rows_per_unit = dict.fromkeys(sizes, 1.0)
-        if self.by == "documents":
-            for name, size in sizes.items():
-                rows_per_unit[name] = size / corpus.parts("train")[name]["documents"]
-        changes = [
-            (step * batch, {name: weights[name] * rows_per_unit[name] for name in sizes})
-            for step, weights in sorted(({0: self.weights} | self.schedule).items())
-        ]
+        changes = []
+        for step, weights in sorted(({0: self.weights} | self.schedule).items()):
+            per_row = dict(weights)
+            if self.by == "documents":
+                for name, part in corpus.parts("train").items():
+                    per_row[name] *= sizes[name] / part["documents"]
+            changes.append((step * batch, per_row))
         return MixtureOrder(sizes, changes, seed)
 
 
@@ -130,33 +137,33 @@ class MixtureOrder:
     def __call__(self, position: int) -> int:
         if not 0 <= position - self._first < len(self._block):
             number = self._number(position)
-            self._block, self._first = self._of_block(number), self._start(number)
+            self._block, self._first = self._rows_of_block(number), self._start(number)
         return int(self._block[position - self._first])
 
     def given(self, name: str, position: int) -> int:
         """Returns how many samples of a source are before that position, if a block ends there."""
-        total = Fraction(1, 2)
-        ends = [start for start, _ in self.changes[1:]] + [position]
-        for (start, weights), end in zip(self.changes, ends, strict=True):
-            share = Fraction(weights.get(name, 0)) / sum(map(Fraction, weights.values()))
-            total += max(0, min(end, position) - start) * share
+        total = Fraction(1, 2)  # exact: a sum of floats would depend on how it is divided
+        end = position
+        for start, weights in reversed(self.changes):
+            if start < end:
+                share = Fraction(weights.get(name, 0)) / sum(map(Fraction, weights.values()))
+                total += (end - start) * share
+                end = start
         return math.floor(total)
 
     def epochs(self, position: int) -> dict[str, float]:
         """Returns how often each source was read, as metrics."""
-        return {
-            f"data/{name}/epochs": self.given(name, position) / size
-            for name, size in self.sizes.items()
-        }
+        sizes = self.sizes.items()
+        return {f"data/{name}/epochs": self.given(name, position) / size for name, size in sizes}
 
     def resume(self, changes: list[tuple[int, Weights]], position: int) -> None:
         """Continues a run that had these changes: new ones take effect at the next block."""
-        mine, self.changes = self.changes, [(start, weights) for start, weights in changes]
-        if mine != self.changes:
+        new, self.changes = self.changes, [(start, weights) for start, weights in changes]
+        if new != self.changes:
             at = (self._number(max(0, position - 1)) + 1) * BLOCK if position else 0
-            now = [weights for start, weights in mine if start <= at][-1]
-            self.changes = [each for each in self.changes if each[0] < at]
-            self.changes += [(at, now), *(each for each in mine if each[0] > at)]
+            num = bisect([start for start, _ in new], at)  # those that took effect before `at`
+            self.changes = [change for change in self.changes if change[0] < at]
+            self.changes += [(at, new[num - 1][1]), *new[num:]]
         self._block = self._block[:0]
 
     def _start(self, block: int) -> int:
@@ -173,16 +180,17 @@ class MixtureOrder:
             block += 1
         return block
 
-    def _of_block(self, block: int) -> np.ndarray:
-        rows = []
+    def _rows_of_block(self, block: int) -> np.ndarray:
+        rows: list[list[int]] = []  # of each source, in its order
         for name, size in self.sizes.items():
-            low, high = (self.given(name, (block + each) * BLOCK) for each in (0, 1))
-            epochs = [divmod(sample, size) for sample in range(low, high)]
-            own = [self._starts[name] + int(self._rows[name](epoch)[at]) for epoch, at in epochs]
-            rows.append(own)
-        numbers = np.repeat(range(len(rows)), [len(own) for own in rows])
-        numbers = np.random.default_rng((self.seed, block)).permutation(numbers)
-        order = np.zeros(len(numbers), dtype=np.int64)
-        for number, own in enumerate(rows):  # a source's rows stay in its own order
-            order[numbers == number] = own
+            rows.append([])
+            end = self.given(name, (block + 1) * BLOCK)
+            for sample in range(self.given(name, block * BLOCK), end):
+                epoch, at = divmod(sample, size)
+                rows[-1].append(self._starts[name] + int(self._rows[name](epoch)[at]))
+        sources = np.repeat(range(len(rows)), [*map(len, rows)])
+        sources = np.random.default_rng((self.seed, block)).permutation(sources)
+        order = np.zeros(len(sources), dtype=np.int64)
+        for source, numbers in enumerate(rows):
+            order[sources == source] = numbers
         return order

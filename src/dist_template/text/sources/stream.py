@@ -3,8 +3,8 @@ prepare.
 
     datasets -> interleaved by weight -> one rank's documents -> tokens -> blocks of rows -> batches
 
-The rows of a block are shuffled; nothing else is. The state after each batch is that of the data
-sets at the block's start and the number of batches since. A resumed run reads the block again.
+Only the rows of a block are shuffled. The state after each batch is the state of the data sets at
+the block's start and the number of batches since. A resumed run reads the block again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import lightning as L
 import numpy as np
 from torch.utils.data import IterableDataset
 
@@ -25,6 +26,7 @@ from ..batches.rows import ROWS, PackedRows
 from .documents import HubDataset
 from .records import unreadable
 
+State = dict[str, Any]  # of one rank, in plain types
 STATE = "stream"  # key of a batch and of the checkpoint: the stream's state after it
 DOCUMENTS = 8  # tokenized together
 MOST_EMPTY = 10_000  # documents in a row that are empty or held out, before it is an error
@@ -65,18 +67,21 @@ class TextStream:
             given: dict[str, Any] = {"split": each.split, "revision": each.revision}
             try:
                 part: Any = load_dataset(each.name, each.config, streaming=True, **given)
-                part = part.take(each.max_documents) if each.max_documents else part
+                if each.max_documents:
+                    part = part.take(each.max_documents)
                 part = part.select_columns([each.field])
                 is_empty = next(iter(part), None) is None
             except Exception as error:
                 raise unreadable(each.name, error) from error
             if is_empty:  # repeated, it would be read forever
                 raise InputError(f"data.stream.datasets: {each.name} has no document: remove it")
-            part = part if each.field == "text" else part.rename_column(each.field, "text")
+            if each.field != "text":
+                part = part.rename_column(each.field, "text")
             parts.append(part.repeat(None))
-        weights = np.array(self.weights or [1.0] * len(parts))
-        shares = (weights / weights.sum()).tolist()
-        texts = parts[0] if len(parts) == 1 else interleave_datasets(parts, shares, seed=seed)
+        texts = parts[0]
+        if len(parts) > 1:
+            weights = np.array(self.weights or [1.0] * len(parts))
+            texts = interleave_datasets(parts, (weights / weights.sum()).tolist(), seed=seed)
         return split_dataset_by_node(texts, rank, world_size)
 
     def description(self) -> str:
@@ -84,27 +89,19 @@ class TextStream:
         require("datasets", "data.stream")
         from datasets import load_dataset_builder
 
-        known: list[Any] = [self.weights]
+        known: list[object] = [self.weights]
         for each in self.datasets:
             try:
                 config = load_dataset_builder(each.name, each.config, revision=each.revision).config
             except Exception as error:
                 raise unreadable(each.name, error) from error
-            names = [str(name) for name in (config.data_files or {}).get(each.split, ())]
-            known.append(vars(each) | {"revision": None, "files": names})
-            if os.path.isdir(each.name):  # it may be moved
-                files = [
-                    (os.path.relpath(name, each.name), os.stat(name).st_size) for name in names
-                ]
-                known[-1] |= {"name": "", "files": files}
+            name, files = each.name, [*map(str, (config.data_files or {}).get(each.split, ()))]
+            if os.path.isdir(name):  # it may be moved
+                files = [(os.path.relpath(file, name), os.stat(file).st_size) for file in files]
+                name = ""
+            known.append(vars(each) | {"name": name, "revision": None, "files": files})
         digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
         return f"{len(self.datasets)} data set(s) with SHA-256 {digest}"
-
-    def refuse_jumps(self) -> None:
-        raise InputError(
-            "a run with data.stream cannot skip the samples that made it diverge: lower"
-            " model.optim.learning_rate, or prepare the data"
-        )
 
 
 class StreamedRows(IterableDataset):
@@ -116,53 +113,51 @@ class StreamedRows(IterableDataset):
             called when iteration starts, because the checkpoint is loaded after the loader is made.
     """
 
-    def __init__(self, data: Any, state: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, data: Any, state: Callable[[], State]) -> None:
         self.data = data
         self.state = state
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         data, micro = self.data, self.data.micro_batch_size
         num_rows = max(1, data.stream.shuffle_rows // micro) * micro
-        num_tokens = num_rows * data.seq_len + 1
+        num_tokens, sizes = num_rows * data.seq_len + 1, [micro, num_rows, data.seq_len]
         texts = data.stream.documents(data.seed, data.rank, data.world_size)
-        sizes = [micro, num_rows, data.seq_len]
-        first_block: dict[str, Any] = {
-            "texts": texts.state_dict(),
-            "rest": [],
-            "block": 0,
-            "read": 0,
-        }
-        start: dict[str, Any] = self.state() or first_block | {"sizes": sizes}
+        start: State = self.state()
+        if not start:
+            start = {"texts": texts.state_dict(), "rest": [], "block": 0, "read": 0, "sizes": sizes}
         if start.get("sizes", sizes) != sizes:
             raise InputError(
-                "with data.stream a run resumes with the data.micro_batch_size, data.seq_len and"
-                f" data.stream.shuffle_rows of before, {start['sizes']}: now they are {sizes}"
+                "a streamed run must resume with the same data.micro_batch_size,"
+                " data.stream.shuffle_rows and data.seq_len: they were"
+                f" {start['sizes']}, and are {sizes} now"
             )
         texts.load_state_dict(start["texts"])
         documents, first = iter(texts), start["read"] * micro
         while True:
             found = [np.array(start["rest"], dtype=np.int64)]
-            empty = 0
+            num_empty = 0
             while sum(map(len, found)) < num_tokens:
                 new = self._tokens(islice(documents, DOCUMENTS))
-                empty = 0 if new else empty + DOCUMENTS
-                if empty > MOST_EMPTY:
+                num_empty = 0 if new else num_empty + DOCUMENTS
+                if num_empty > MOST_EMPTY:
                     raise InputError(
-                        f"data.stream: {empty:,} documents in a row are empty or held out: give"
+                        f"data.stream: {num_empty:,} documents in a row are empty or held out: give"
                         " other data sets, or edit data.validation_share"
                     )
                 found += new
-            tokens = np.concatenate(found)
+            tokens, rest = np.split(np.concatenate(found), [num_tokens])
             rows = PackedRows(
-                tokens[:num_tokens], data.seq_len, data.eos_token_id, data.cross_document_attention
+                tokens, data.seq_len, data.eos_token_id, data.cross_document_attention
             )
-            seeds = (data.seed, data.rank, start["block"])
-            order = np.random.default_rng(seeds).permutation(num_rows).tolist()
+            rng = np.random.default_rng((data.seed, data.rank, start["block"]))
+            order = rng.permutation(num_rows).tolist()
             for at in range(first, num_rows, micro):
                 state = {STATE: start | {"read": at // micro + 1}, ROWS: []}
                 yield rows.__getitems__(order[at : at + micro]) | state
-            rest, block, first = tokens[num_tokens - 1 :].tolist(), start["block"] + 1, 0
-            start |= {"texts": texts.state_dict(), "rest": rest, "block": block, "read": 0}
+            # a block's last token is the next block's first
+            start |= {"texts": texts.state_dict(), "rest": [tokens[-1].item(), *rest.tolist()]}
+            start |= {"block": start["block"] + 1, "read": 0}
+            first = 0
 
     def _tokens(self, records: Iterator[dict[str, Any]]) -> list[np.ndarray]:
         """Returns the tokens of the documents that are not held out, EOS after each."""
@@ -174,12 +169,8 @@ class StreamedRows(IterableDataset):
         return [document.ids for document in encoded]
 
 
-def own_state(states: list[dict[str, Any]], trainer: Any) -> dict[str, Any]:
-    """Returns this rank's state of a checkpoint, which has one per rank.
-
-    Raises:
-        InputError: there are not as many ranks as then.
-    """
+def own_state(states: list[State], trainer: L.Trainer) -> State:
+    """Returns this rank's state of a checkpoint; refuses a checkpoint of more or fewer ranks."""
     if len(states) != trainer.world_size:
         raise InputError(
             f"the checkpoint has the stream's state of {len(states)} ranks, and there are"

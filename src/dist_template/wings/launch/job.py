@@ -8,10 +8,9 @@ import sys
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ...cluster.launch import RUN_ID
-from ...cluster.site import Site, host_name
+from ...cluster.launch import Variable
+from ...cluster.site import Site
 from ...errors import InputError, reason, require
 from ...project import Project
 
@@ -20,7 +19,7 @@ PORTS = range(20_000, 30_000)  # below those that Linux assigns to clients
 
 @dataclass(frozen=True)
 class Job:
-    """What a target renders and starts: `verb` of `package` with `flags`, on nodes of equal size.
+    """Job that a target renders and starts: `verb` of `package` with `flags`, on equal nodes.
 
     Args:
         run: The run's folder.
@@ -40,7 +39,7 @@ class Job:
     devices: int
     hosts: list[str]
     accelerator: str
-    data: Any
+    data: object
     folder: Path = field(default_factory=Path.cwd)
     python: str = sys.executable
 
@@ -70,19 +69,14 @@ class Job:
         return [self.verb, *self.flags, *sizes]
 
     @property
-    def command(self) -> list[str]:
-        """The command of one process."""
-        return [self.python, "-m", self.package, *self.arguments]
-
-    @property
     def environment(self) -> dict[str, str]:
         """Environment variables of every process."""
-        return {RUN_ID: self.run_id, **self.site.environment}
+        return {Variable.RUN_ID: self.run_id, **self.site.environment}
 
     def require_data(self) -> None:
         """Raises InputError without prepared data; where nodes share this machine's disks."""
-        if self.verb != "prepare" and hasattr(self.data, "require"):
-            self.data.require()
+        if self.verb != "prepare" and (require_data := getattr(self.data, "require", None)):
+            require_data()
 
 
 def exports(environment: dict[str, str]) -> str:
@@ -98,55 +92,49 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     Raises:
         InputError: the configuration cannot be run there.
     """
-    from ...cli import config_file
-    from ...cli.fit import describe as read
+    from ...cli.config_file import check
+    from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine, proven, violations
     from ..rehearse.command import model_config
 
     known = "fit" if verb == "prepare" else verb
-    config_file.check([known, *flags])
-    cli = read([known, *flags, "--trainer.logger=false"], project)
-    settings, site = cli.config_init[known], cli.config_init[known].cluster
-    trainer, slots = vars(settings.trainer), _slots(site)
-    nodes = 1 if verb == "prepare" else site.nodes or len(slots) or trainer["num_nodes"]
-    if on_hosts and slots and nodes > len(slots):
-        raise InputError(f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all")
-    hosts = list(slots)[:nodes]
-    of_hosts = [slots[host] for host in hosts]
-    devices = 1 if verb == "prepare" else _devices(of_hosts, site, trainer)
+    check([known, *flags])
+    arguments = [known, *flags, "--trainer.logger=false"]
+    cli = WithoutTrainer(project, arguments, run=True)
+    settings = cli.config_init[known]
+    site: Site = settings.cluster
+    trainer, data, slots = vars(settings.trainer), cli.datamodule, _slots(site)
+    hosts = [*slots]
+    if verb == "prepare":
+        nodes = devices = 1
+    else:
+        nodes = site.nodes or len(slots) or trainer["num_nodes"]
+        if on_hosts and slots and nodes > len(slots):
+            raise InputError(
+                f"cluster.nodes is {nodes}, and {len(slots)} hosts are named; name all"
+            )
+        sizes = [slots[host] for host in hosts[:nodes]]
+        if len(set(sizes)) > 1:
+            raise InputError(f"the hosts have {sizes} slots; include as many of each")
+        given = site.devices_per_node or (sizes or [None])[0] or trainer["devices"]
+        if not str(given).isdigit() or int(given) < 1:
+            why = "give cluster.devices_per_node, the devices of one node"
+            raise InputError(f"trainer.devices is {given!r}; {why}")
+        devices = int(given)
     machine = Machine.described({**trainer, "devices": devices, "num_nodes": nodes})
-    asynchronous = settings.last_checkpoint.asynchronous
-    setup = (machine, trainer, cli.model, cli.datamodule, model_config(cli), verb == "fit")
-    if verb != "prepare" and (found := violations(*setup, saves_asynchronously=asynchronous)):
-        raise InputError(found[0])
+    config = model_config(cli)
+    if verb != "prepare":
+        asynchronous = settings.last_checkpoint.asynchronous
+        setup = (machine, trainer, cli.model, data, config, verb == "fit")
+        if found := violations(*setup, saves_asynchronously=asynchronous):
+            raise InputError(found[0])
     if verb == "fit":
         where = trainer["strategy"], machine.world_size, project.folder.parent
-        for note in proven.notes(model_config(cli), cli.model, cli.datamodule, *where):
+        for note in proven.notes(config, cli.model, data, *where):
             print(note, flush=True)
-    if verb == "fit" and site.memory_bytes:
-        _compare_memory(cli, machine, site.memory_bytes)
-    sizes = (nodes, devices, hosts if on_hosts else [], machine.accelerator)
-    return Job(project.package, verb, flags, site, cli.run.absolute(), *sizes, cli.datamodule)
-
-
-def _compare_memory(cli: Any, machine: Any, memory: int) -> None:
-    """Warns if a device has less than `plan` counts, which no GPU has calibrated."""
-    from ...parallel import sharding_of
-    from ...parallel.candidates import Candidate
-    from ..plan import estimate, planner
-
-    trainer = vars(cli.config_init.fit.trainer)
-    candidate = Candidate("", "", {}, sharding_of(trainer["strategy"]))
-    where = estimate.Machine(machine.num_nodes, machine.devices, memory, 0, 0, 0, 0)
-    try:
-        made = planner.Planner(cli.model, data := cli.datamodule, trainer, machine)
-        sizes = (data.micro_batch_size, cli.model.blocks.checkpointing)
-        needed = made.option(candidate, where, *sizes).total()
-        if needed > memory:
-            text = f"`plan` counts {needed / 1e9:.1f} GB for a device, which has {memory / 1e9:.1f}"
-            print(f"warning: {text} (cluster.device_memory)", flush=True)
-    except Exception as error:
-        print(f"cluster.device_memory is not checked: {reason(error)}", flush=True)
+    hosts = hosts[:nodes] if on_hosts else []
+    run, accelerator = cli.run.absolute(), machine.accelerator
+    return Job(project.package, verb, flags, site, run, nodes, devices, hosts, accelerator, data)
 
 
 def _slots(site: Site) -> dict[str, int | None]:
@@ -158,10 +146,13 @@ def _slots(site: Site) -> dict[str, int | None]:
         lines = Path(site.hostfile).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"{where} cannot be read: {error.strerror}") from error
-    for line in filter(None, (line.partition("#")[0].strip() for line in lines)):
+    for text in lines:
+        line = text.partition("#")[0].strip()
+        if not line:
+            continue
         if not (known := re.fullmatch(r"(\S+)\s+slots=([1-9]\d*)", line)):
             raise InputError(f"{where} has {line!r}; write `name slots=N` for each node")
-        host_name(known[1], where)
+        Site.check_host(known[1], where)
         if known[1] in found:
             raise InputError(f"{where} has {known[1]} twice; remove one of its lines")
         found[known[1]] = int(known[2])
@@ -175,17 +166,6 @@ def _slots(site: Site) -> dict[str, int | None]:
     except ValueError as error:
         raise InputError(f"cluster.include or exclude: {reason(error)}") from error
     return {host: len(chosen) for host, chosen in active.items()}
-
-
-def _devices(slots: list[int | None], site: Site, trainer: dict[str, Any]) -> int:
-    """Returns the processes of each node."""
-    if len(set(slots)) > 1:
-        raise InputError(f"the hosts have {slots} slots; include as many of each")
-    given = site.devices_per_node or (slots or [None])[0] or trainer["devices"]
-    if not str(given).isdigit() or int(given) < 1:
-        why = "give cluster.devices_per_node, the devices of one node"
-        raise InputError(f"trainer.devices is {given!r}; {why}")
-    return int(given)
 
 
 def project_file(name: str) -> str:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...observe.diagnosis.rules.resources import FULL
 from ...parallel.candidates import Candidate
 from ...parallel.facts import STATE, Facts
+from ..diagnose.rules.resources import FULL
 
 FRAGMENTATION = 0.1  # of activations, logits and buffers
 CONTEXT = 1.5e9  # bytes of CUDA's context, kernels, cuBLAS and NCCL

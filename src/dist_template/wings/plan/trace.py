@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.fake import LiveBytes, fake_tensors
+from ...compat.torch import LiveBytes, fake_tensors
+from ...compat.transformers import cast_experts
 from ...errors import InputError
 from ...model.flops import Size, find_experts, text_config
-from ...model.head import without_head
-from ...model.kernels import BOUNDS, cast_experts
-from ...model.quantize import quantize
 from ...parallel.blocks import BlockConfig, find_blocks, wrap_blocks
 from ...parallel.facts import Facts
+from ...text.model.head import without_head
+from ...text.model.kernels import BOUNDS
+from ...text.model.quantize import quantize
 
 
 class Traced:
@@ -44,10 +45,8 @@ class Traced:
         self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0)
         self.data.vocab_size = _vocab_size(module, data)
         adapter = getattr(module, "adapter", None)
-        module.adapter = adapter and replace(adapter, quantize=None)  # traced as if unpacked
         with torch.device("meta"):
-            self.model: Any = module.build_with_adapters(self.data)
-        module.adapter = adapter
+            self.model: Any = module.build_network(self.data, quantized=False)
         self._blocks = find_blocks(self.model)
         if not self._blocks or not hasattr(self.model, "tp_plan"):
             raise InputError(

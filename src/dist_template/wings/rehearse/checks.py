@@ -9,26 +9,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...errors import InputError
-from .compare import GRADIENT, first_difference, gradients, relative_difference, replicas, samples
-from .one_process import (
-    every_gradient,
-    labels_are_next_tokens,
-    no_later_token,
-    no_other_document,
-    no_seed_in_a_step,
-    other_hash_seed,
-    tied_weights,
-)
+from . import compare
+from .forward_hooks import with_location
+from .interventions import NEXT
 from .record import RunRecord
 from .report import NOT_POSSIBLE, NotEqual, NotOffered, Result, Verdict
-from .root_cause import disagreement, lost_at_the_end, trace, trace_resumed
-from .runs import RunFailed, Runs
+from .runs import HASH_SEED, RunFailed, Runs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOSS, GRAD_NORM, LOGITS, EVALUATION = 1e-5, 1e-4, 1e-5, 1e-4  # relative differences, in fp32
 
@@ -45,12 +40,11 @@ class Check:
         """Runs the trainings that no earlier check has run, compares, and returns the result."""
         started = time.perf_counter()
         verdict: Verdict = "pass"
-        where = cause = ""
+        got = where = cause = ""
         try:
             if runs.hung:
-                got, verdict = f"{runs.hung!r} hung, see above", "not run"
-            else:
-                got = self.compare(runs)
+                raise NotEqual(f"{runs.hung!r} hung, see above", "", verdict="not run")
+            got = self.compare(runs)
         except NotEqual as found:
             got, where, cause, verdict = found.got, found.where, found.cause, found.verdict
         except RunFailed as failure:
@@ -64,12 +58,108 @@ class Check:
         return Result(self.name, self.expected, got, verdict, where, seconds, cause)
 
 
+# ---- one process: what its step reads, predicts, trains and draws ------------------------------
+
+
+def no_other_document(runs: Runs) -> str:
+    why = "no row of the first batches has two documents, or data.cross_document_attention is true"
+    return _no_leakage(runs, "documents", why, "passes the document boundaries")
+
+
+def no_later_token(runs: Runs) -> str:
+    why = "forward does not return one row of logits for each token"
+    return _no_leakage(runs, "future", why, "shows a token what comes after it")
+
+
+def _no_leakage(runs: Runs, name: str, why_not: str, what: str) -> str:
+    key, places = runs.one.tensors("leakage").get(name), runs.one.places
+    if key is None:
+        raise NotOffered(why_not)
+    if key:
+        forward = f"forward ({places.get('forward', '?')}) {what}"
+        cause = f"the first change is in {with_location(key, places)}; {forward}"
+        raise NotEqual("outputs change", cause)
+    return "no output changes"
+
+
+def labels_are_next(runs: Runs) -> str:
+    shifts, places = runs.one.tensors("shifts"), runs.one.places
+    step = f"training_step, {places.get('training_step', '?')}"
+    if shifts.get("loss", NEXT) == NEXT and (masked := shifts.get("masked")):
+        what = f"the loss counts {masked} tokens of the first micro-batch whose label is -100"
+        raise NotEqual("masked labels count", f"{what}: exclude them ({step})")
+    if "loss" not in shifts:
+        raise NotOffered("no module returns logits of whole rows, or they predict no next token")
+    shift = shifts["loss"]
+    if shift == NEXT:
+        return "its loss predicts token t+1"
+    where = f"batch['labels'] hold it already (transform, {places.get('transform', '?')})"
+    if shifts.get("batch") != shift:
+        more = shift - shifts.get("batch", 0)
+        where = f"the loss ({step}) shifts what batch['labels'] hold by {more} more: shift once"
+    raise NotEqual(f"it predicts token t{shift:+d}", where)
+
+
+def every_gradient(runs: Runs) -> str:
+    one, missing = runs.one, runs.one.tensors("missing")
+    frozen = "if intended, freeze it with requires_grad_(False)"
+    unreached = [name for name, has_run in missing.items() if has_run]
+    if unreached:
+        what = f"{unreached[0]} gets no gradient though the forward of its module runs"
+        why = "its output is detached, or the loss does not use it"
+        cause = f"{what} ({one.owner(unreached[0])}): {why}; {frozen}"
+        raise NotEqual(f"{len(unreached)} parameters get none", cause)
+    if missing:
+        why = f"their modules are never called, first {next(iter(missing))}"
+        raise NotOffered(why, f"{len(missing)} get none")
+    found = one.tensors("gradients")
+    for name, gradient in found.items():
+        before, after = one.start.get(name), one.end.get(name)
+        if before is not None and after is not None and gradient.any() and before.equal(after):
+            optimizer = f"configure_optimizers, {one.places.get('configure_optimizers', '?')}"
+            what = f"{name} gets gradients ({one.owner(name)}), and no step changes it"
+            cause = f"{what}: give it to the optimizer ({optimizer}); {frozen}"
+            raise NotEqual("a parameter never changes", cause)
+    return f"{len(found)} parameters"
+
+
+def tied_weights(runs: Runs) -> str:
+    for run in (runs.one, runs.strategy):
+        if untied := run.tensors("untied"):
+            what = f"{untied} of {run.folder.name!r} are two tensors after training"
+            builders = ("build_model", "configure_model")
+            code = "; ".join(f"{name}, {run.places.get(name, '?')}" for name in builders)
+            why = f"look for code that replaces one of them ({code})"
+            raise NotEqual("two tensors", f"tie_word_embeddings is true, and {what}: {why}")
+    return "in one process and under the strategy"
+
+
+def no_seed_in_a_step(runs: Runs) -> str:
+    for function, where in runs.one.tensors("seeds").items():
+        what = f"{where} calls {function} in the training step, so that dropout and everything else"
+        cure = "seed once, with seed_everything, or use a torch.Generator"
+        cause = f"{what} that is random repeats: {cure}"
+        raise NotEqual("every step draws the same numbers", cause)
+    return "none does"
+
+
+def other_hash_seed(runs: Runs) -> str:
+    one, other = runs.one, runs.other_hash
+    first = compare.first_difference(one.start, other.start) or compare.samples(one, other)
+    if first or one.loss != other.loss:
+        what = f"with PYTHONHASHSEED {HASH_SEED}, which ranks do not share, "
+        what += compare.trace(one, other)
+        why = "something is ordered by hash() or a set (sort it), or reads a pid or a time"
+        raise NotEqual("another training", f"{what}: {why}")
+    return f"{len(other.loss)} losses bit-identical"
+
+
 # ---- the same training on several processes --------------------------------------------------
 
 
 def starting_weights(runs: Runs) -> str:
     for other in (runs.ddp, runs.strategy):
-        if name := first_difference(runs.one.start, other.start):
+        if name := compare.first_difference(runs.one.start, other.start):
             cause = f"the starting weights differ first in {name}; {other.owner(name)}"
             raise NotEqual(f"{other.folder.name} differs from one", cause)
     return f"{len(runs.one.start)} tensors, bit-identical"
@@ -85,7 +175,7 @@ def each_sample_once(runs: Runs) -> str:
             if row in seen and runs.small.is_text:  # the generated text has no row twice
                 raise NotEqual("a sample twice", f"{where} repeats a sample of {seen[row]}{order}")
             seen[row] = where
-    if where := samples(runs.one, trained):
+    if where := compare.samples(runs.one, trained):
         raise NotEqual("other samples than one process", where + order)
     return f"{len(seen)} samples, {'none twice' if runs.small.is_text else 'in the same order'}"
 
@@ -110,14 +200,15 @@ def _same_curve(expected: RunRecord, got: RunRecord, series: str, tolerance: flo
     want, have = getattr(expected, series), getattr(got, series)
     if not have:
         raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
-    difference, each = relative_difference(want, have)
+    difference, each = compare.relative_difference(want, have)
     if difference > tolerance:
         _refuse_draws(expected)
         step = _first_above(each, tolerance)
         instead = want.get(step, float("nan"))
         where = f"from step {step} on ({have[step]:.6g} instead of {instead:.6g})"
-        raise NotEqual(f"{difference:.1e}", trace(expected, got), where)
-    return f"{difference:.1e} over {len(each)} steps" + ", dropout off" * bool(expected.draws)
+        raise NotEqual(f"{difference:.1e}", compare.trace(expected, got), where)
+    note = ", dropout off" if expected.tensors("draws") else ""
+    return f"{difference:.1e} over {len(each)} steps{note}"
 
 
 def _first_above(differences: dict[int, float], tolerance: float) -> int:
@@ -126,7 +217,7 @@ def _first_above(differences: dict[int, float], tolerance: float) -> int:
 
 def _refuse_draws(record: RunRecord) -> None:
     """Raises NotOffered if forward draws random numbers other than dropout, which is off."""
-    for name, what in record.draws.items():
+    for name, what in record.tensors("draws").items():
         if what != "dropout":
             forward = f"the forward of {name or 'the module'} ({record.places.get(name, '?')})"
             why = "draws random numbers other than torch's dropout, which differ between ranks"
@@ -134,17 +225,20 @@ def _refuse_draws(record: RunRecord) -> None:
 
 
 def each_gradient(runs: Runs) -> str:
-    differing, total = gradients(runs.one, runs.strategy), len(runs.one.gradients)
+    differing, total = (
+        compare.gradients(runs.one, runs.strategy),
+        len(runs.one.tensors("gradients")),
+    )
     if differing:
         _refuse_draws(runs.one)
         got = f"{len(differing)} of {total} parameters differ"
-        raise NotEqual(got, trace(runs.one, runs.strategy), "in step 1")
+        raise NotEqual(got, compare.trace(runs.one, runs.strategy), "in step 1")
     return f"{total} parameters"
 
 
 def shared_tensors(runs: Runs) -> str:
-    if found := replicas(runs.strategy):
-        raise NotEqual("ranks differ", disagreement(runs.strategy, found))
+    if found := compare.replicas(runs.strategy):
+        raise NotEqual("ranks differ", compare.disagreement(runs.strategy, found))
     return f"{runs.small.processes} ranks agree after each step"
 
 
@@ -156,17 +250,16 @@ def evaluation(runs: Runs) -> str:
         cause = f"an evaluation drops out ({where}): leave model.train() to Lightning, and give"
         raise NotEqual("dropout", f"{cause} training=self.training to functions that drop out")
     for other, means in ((runs.big, "batches"), (runs.strategy, "ranks")):
-        if not relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
+        if not compare.relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
             raise NotOffered("the weights that it evaluates differ, see above")
         for step, metrics in sorted(other.eval().items()):
             for name, value in want.get(step, {}).items():
                 num += 1
                 have = metrics.get(name, float("nan"))
-                if relative_difference({step: value}, {step: have})[0] <= EVALUATION:
+                if compare.relative_difference({step: value}, {step: have})[0] <= EVALUATION:
                     continue
-                where = (
-                    f"step {step} of {other.folder.name!r} has {name} {have:.6g}, not {value:.6g}"
-                )
+                run = other.folder.name
+                where = f"step {step} of {run!r} has {name} {have:.6g}, not {value:.6g}"
                 cause = f"the same rows in other {means} have another result: add up values and"
                 cause += f" counts over all {means} and divide once, at the end"
                 raise NotEqual(f"{name} differs", f"{cause} (validation_step, {place})", where)
@@ -184,12 +277,12 @@ def kill_and_resume(runs: Runs) -> str:
     if first != runs.kept_step + 1:
         killed = f"killed after step {last} with a checkpoint of step {runs.kept_step}"
         raise NotEqual("another step", f"{killed}, it resumed with step {first}")
-    difference, each = relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
+    difference, each = compare.relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
     if difference > 0:
-        cause = trace_resumed(runs.uninterrupted, runs.resumed)
+        cause = compare.trace_resumed(runs.uninterrupted, runs.resumed)
         where = f"from step {_first_above(each, 0)} on"
         raise NotEqual(f"losses differ by {difference:.1e}", cause, where)
-    if lost := lost_at_the_end(runs.uninterrupted, runs.resumed):
+    if lost := compare.lost_at_the_end(runs.uninterrupted, runs.resumed):
         raise NotEqual("losses agree, other state does not", lost)
     return f"steps {first}-{max(each)} bit-identical"
 
@@ -199,11 +292,11 @@ def resume_on_fewer(runs: Runs) -> str:
         fewer = runs.fewer
     except InputError as error:
         raise NotOffered(str(error)) from error
-    difference, each = relative_difference(runs.strategy.loss, fewer.loss)
+    difference, each = compare.relative_difference(runs.strategy.loss, fewer.loss)
     if difference > LOSS:
         _refuse_draws(runs.strategy)
         where = f"from step {_first_above(each, LOSS)} on"
-        raise NotEqual(f"{difference:.1e}", trace_resumed(runs.strategy, fewer), where)
+        raise NotEqual(f"{difference:.1e}", compare.trace_resumed(runs.strategy, fewer), where)
     return f"{difference:.1e}, {runs.small.processes} to {fewer.size} processes"
 
 
@@ -217,7 +310,7 @@ def exported_logits(runs: Runs) -> str:
     batch, want = trained.tensors("logits") or ({}, None)
     if want is None or model is None:
         return "weights equal; logits not compared: it is not a transformers model"
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    inputs = {name: batch[name] for name in {"input_ids", "position_ids"} & batch.keys()}
     with torch.no_grad():
         got = model(**inputs, use_cache=False).logits
     difference = ((got - want).abs().max() / want.abs().max()).item()
@@ -228,7 +321,7 @@ def exported_logits(runs: Runs) -> str:
     return f"weights equal, logits within {difference:.1e}"
 
 
-def _read_exported(folder: Path) -> tuple[dict[str, Tensor], Any]:
+def _read_exported(folder: Path) -> tuple[dict[str, Tensor], PreTrainedModel | None]:
     """Returns the exported weights, and the model if it is transformers'."""
     if not (folder / "config.json").exists():
         from safetensors.torch import load_file
@@ -239,16 +332,14 @@ def _read_exported(folder: Path) -> tuple[dict[str, Tensor], Any]:
 
     disable_progress_bar()  # it would be printed between the results
     options = {"dtype": torch.float32, "trust_remote_code": False}
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     return model.state_dict(), model
 
 
 CHECKS = (
     Check("a document sees itself alone", "other documents change nothing", no_other_document),
     Check("no token sees a later one", "later tokens change nothing", no_later_token),
-    Check(
-        "the label of a token is the next", "its loss predicts token t+1", labels_are_next_tokens
-    ),
+    Check("the label of a token is the next", "its loss predicts token t+1", labels_are_next),
     Check("every parameter gets a gradient", "all that are trained", every_gradient),
     Check("tied weights are one tensor", "as the architecture says", tied_weights),
     Check("no generator starts again", "no step seeds one", no_seed_in_a_step),
@@ -258,7 +349,11 @@ CHECKS = (
     Check("accumulation = one big batch", f"loss within {LOSS:.0e}", accumulation),
     Check("loss curve = one process", f"within {LOSS:.0e}", loss_curve),
     Check("gradient norm = one process", f"within {GRAD_NORM:.0e}", gradient_norm),
-    Check("each gradient = one process", f"within {GRADIENT:.0e} of the largest", each_gradient),
+    Check(
+        "each gradient = one process",
+        f"within {compare.GRADIENT:.0e} of the largest",
+        each_gradient,
+    ),
     Check("ranks agree on what they share", "equal parameters, buffers", shared_tensors),
     Check("evaluation = one big batch", f"within {EVALUATION:.0e}", evaluation),
     Check("kill and resume = uninterrupted", "bit-identical losses", kill_and_resume),

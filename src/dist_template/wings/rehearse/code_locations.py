@@ -5,25 +5,29 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+
+from torch import nn
 
 from ...project import is_users
 
 
-def of_function(function: Any) -> str:
-    """Returns file:line of a function, method or wrapped function; "" for one in C."""
+def of_function(function: Callable | None) -> str:
+    """Returns file:line of a function, method or wrapped function; "" for None or one in C."""
+    if function is None:
+        return ""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return f"{_short(code.co_filename)}:{code.co_firstlineno}" if code else ""
 
 
-def of_module(module: Any) -> str:
-    """Returns a module's class, and file:line of its `forward` unless that is torch's own."""
-    location = of_function(module.forward)
-    is_torch = type(module).__module__.startswith("torch.")
-    return type(module).__name__ + ("" if is_torch else f", {location}")
+def of_module(module: nn.Module) -> str:
+    """Returns a module's class, and file:line of its `forward` unless the class is torch's."""
+    kind = type(module)
+    if kind.__module__.startswith("torch."):
+        return kind.__name__
+    return f"{kind.__name__}, {of_function(module.forward)}"
 
 
 def of_class(kind: type) -> str:
@@ -36,10 +40,12 @@ def of_class(kind: type) -> str:
 
 
 def of_stack(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Returns file:line of the last of `frames` that is in the user's code; "" if none is."""
-    named = ((frame.f_code.co_filename, line) for frame, line in frames)
-    own = [f"{_short(file)}:{line}" for file, line in named if is_users(file)]
-    return own[-1] if own else ""
+    """Returns file:line of the last of `frames` that is in the user's code; "" without one."""
+    found = ""
+    for frame, line in frames:
+        if is_users(frame.f_code.co_filename):
+            found = f"{_short(frame.f_code.co_filename)}:{line}"
+    return found
 
 
 def of_caller(frame: FrameType | None = None) -> str:

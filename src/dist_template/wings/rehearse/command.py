@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...cluster.launch import RUN_ID
+from ...cluster.launch import Variable
 from ...errors import Exit, InputError
 from ...project import Project
 from .. import sizes
 from ..ranges import in_range
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ...cli.fit import CLI
     from .report import Result
     from .runs import Runs
 
@@ -28,28 +31,25 @@ MIN_STEPS = 6  # the kill needs steps before and after it
 def main(argv: list[str], project: Project, prelude: Callable[[], None] | None = None) -> None:
     """Checks the sizes of a configuration without running it, then trains it small.
 
-    Args:
-        argv: The verb and its flags.
-        project: Its module and data are trained.
-        prelude: Called in each process before anything else; tests inject faults with it.
+    `prelude` is called in each process before anything else; tests inject faults with it.
 
     Raises:
         InputError: the configuration cannot be read or made small.
         SystemExit: with 1, if a check fails.
     """
-    own, flags = own_flags().parse_known_args(argv[1:])
+    options, flags = rehearse_flags().parse_known_args(argv[1:])
     from . import source_order
     from .checks import CHECKS
     from .report import Report
     from .runs import RunFailed
 
     names = [REAL_SIZES, source_order.NAME, *(check.name for check in CHECKS)]
-    if not any(own.only in name for name in names):
-        raise InputError(f"--only {own.only!r} matches no check of: {', '.join(names)}")
-    folder = Path(own.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
+    if not any(options.only in name for name in names):
+        raise InputError(f"--only {options.only!r} matches no check of: {', '.join(names)}")
+    folder = Path(options.output or f"runs/rehearsals/{time.strftime('%Y%m%d-%H%M%S')}")
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder")
-    cli, config, runs = make_small(own, flags, folder, project, prelude)
+    cli, config, runs = make_small(options, flags, folder, project, prelude)
     small = runs.small
 
     for note in small.notes:
@@ -57,9 +57,10 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     title = f"rehearsal of {' '.join(flags)} on {small.processes} processes"
     report = Report(title, {"processes": small.processes, "notes": small.notes})
     report.add(_check_real_sizes(cli, config))
-    if own.keep_data and own.only in source_order.NAME and hasattr(cli.datamodule, "source"):
-        report.add(source_order.check(cli.datamodule.source))
-    checks = [check for check in CHECKS if own.only in check.name]
+    source = getattr(cli.datamodule, "source", None)
+    if options.keep_data and source is not None and options.only in source_order.NAME:
+        report.add(source_order.check(source))
+    checks = [check for check in CHECKS if options.only in check.name]
     try:
         if checks:
             runs.prepare()
@@ -70,27 +71,27 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     report.end(folder)
     if not report.ok:
         sys.exit(Exit.FAILED)
-    if not own.only:
+    if not options.only:
         _remember(cli, config, project)
 
 
-def _remember(cli: Any, model_config: Any, project: Project) -> None:
+def _remember(cli: CLI, model_config: PretrainedConfig | None, project: Project) -> None:
     """Notes in the project that the model is proven under the strategy, so that `fit` is silent."""
     from ...cli.limits import Machine
-    from ...model import proof
+    from ...model.proof import axes_of, remember
 
     try:
         trainer = vars(cli.config_init.trainer)
         world_size = Machine.described(trainer).world_size
-        axes = proof.axes_of(trainer["strategy"], world_size, cli.model)
+        axes = axes_of(trainer["strategy"], world_size, cli.model)
     except InputError:
         return  # the check of the real sizes has reported it
-    if model_config is not None and axes:
-        proof.remember(model_config, axes, project.folder.parent)
-        print(f"{project.folder.parent / proof.FILE} has it")
+    if file := remember(model_config, axes, project.folder.parent):
+        print(f"{file} has it")
 
 
-def own_flags() -> argparse.ArgumentParser:
+def rehearse_flags() -> argparse.ArgumentParser:
+    """Returns the parser of the flags that are not keys of `fit`."""
     exit_codes = " Exit code: 0 all checks hold, 1 a check failed, 2 bad input."
     parser = sizes.parser("rehearse", str(__doc__), exit_codes)
     processes = "CPU processes (default: the minimum for the strategy)"
@@ -109,44 +110,37 @@ def own_flags() -> argparse.ArgumentParser:
 
 
 def make_small(
-    own: argparse.Namespace,
+    options: argparse.Namespace,
     flags: list[str],
     folder: Path,
     project: Project,
     prelude: Callable[[], None] | None = None,
-) -> tuple[Any, Any, Runs]:
+) -> tuple[CLI, PretrainedConfig | None, Runs]:
     """Returns the configuration's objects, the full-size model's configuration, and the trainings.
 
-    Raises:
-        InputError: it cannot be read or made small.
+    Raises InputError if the configuration cannot be read or made small.
     """
-    from .runs import Runs
-    from .shrink_config import shrink
-
-    cli = _parse([*flags, *sizes.as_flags(own)], project)
-    config = model_config(cli)
-    shrinks = (own.steps, own.processes, own.keep_data)
-    small = shrink(cli.given, config, folder, *shrinks)
-    return cli, config, Runs(small, folder, project, prelude, own.timeout)
-
-
-def _parse(flags: list[str], project: Project) -> Any:
-    """Returns the configuration's objects, with `given`, its keys and values."""
     import yaml
 
     from ...cli.fit import WithoutTrainer
+    from .runs import Runs
+    from .shrink_config import shrink
 
-    class Given(WithoutTrainer):
+    class Resolved(WithoutTrainer):
         def before_instantiate_classes(self) -> None:
             self.config.trainer.logger = False
-            self.given = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
+            self.resolved = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
             super().before_instantiate_classes()
 
-    os.environ.pop(RUN_ID, None)
-    return Given(project, flags, run=False)
+    os.environ.pop(Variable.RUN_ID, None)
+    cli = Resolved(project, [*flags, *sizes.as_flags(options)], run=False)
+    config = model_config(cli)
+    how = (options.steps, options.processes, options.keep_data)
+    small = shrink(cli.resolved, config, folder, *how)
+    return cli, config, Runs(small, folder, project, prelude, options.timeout)
 
 
-def model_config(cli: Any) -> Any:
+def model_config(cli: CLI) -> PretrainedConfig | None:
     """Returns the transformers configuration at full size; None for another kind of model."""
     data, build = cli.datamodule, getattr(cli.model, "build_config", None)
     if build is None or not hasattr(data, "seq_len"):
@@ -156,7 +150,7 @@ def model_config(cli: Any) -> Any:
     return build(SimpleNamespace(vocab_size=vocab_size, eos_token_id=0, seq_len=data.seq_len))
 
 
-def _check_real_sizes(cli: Any, model_config: Any) -> Result:
+def _check_real_sizes(cli: CLI, model_config: PretrainedConfig | None) -> Result:
     """Checks which settings cannot work together on the real machine."""
     from ...cli.limits import Machine, violations
     from .report import Result
@@ -170,9 +164,8 @@ def _check_real_sizes(cli: Any, model_config: Any) -> Result:
         return Result(REAL_SIZES, expected, "not checked", "limit", where)
     asynchronous = cli.config_init.last_checkpoint.asynchronous
     setup = (machine, trainer, cli.model, cli.datamodule, model_config)
-    found = violations(*setup, saves_asynchronously=asynchronous)
+    cause = "; ".join(violations(*setup, saves_asynchronously=asynchronous))
     seconds = time.perf_counter() - started
-    if found:
-        cause = "; ".join(found)
+    if cause:
         return Result(REAL_SIZES, expected, "as listed below", "FAIL", "", seconds, cause)
     return Result(REAL_SIZES, expected, f"{machine.world_size} ranks", "pass", "", seconds)

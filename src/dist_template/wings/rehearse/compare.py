@@ -1,76 +1,293 @@
-"""Compares two trainings: losses, tensors, gradients, samples, replicas."""
+"""Compares two trainings, and names the first difference and the code to inspect.
+
+`trace` compares two trainings that start equal, in the order of execution: starting weights,
+samples, labels, buffers, forward passes, hooks that scale gradients, gradients, learning rates.
+`trace_resumed` compares an uninterrupted training with a resumed one: samples, random state,
+weights and buffers, optimizer, Python attributes, learning rates. Below them is what they compare.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from .forward_hooks import EXPERTS, describe
-from .record import RunRecord
+from .forward_hooks import EXPERTS, with_location
+from .record import ForwardPass, RunRecord
 
 FORWARD = GRADIENT = 1e-4  # relative to a tensor's largest value; another order of sums gives 1e-6
 NOISE = 1e-3  # relative to the largest gradient: smaller ones are rounding errors of a true zero
+FACTOR = 1e-3  # tolerated relative difference of the factor by which a hook scales the gradients
+LOSS = "check the loss and its division"
+NOT_SAVED = "make it a buffer, or save it in on_save_checkpoint"
 Curve = Mapping[int, float]  # {step: value}
 Tensors = Mapping[str, Tensor]
 
 
-def relative_difference(expected: Curve, got: Curve) -> tuple[float, dict[int, float]]:
-    """Returns the largest relative difference, and that of each step of `got`.
+def trace(expected: RunRecord, got: RunRecord) -> str:
+    """Describes the first difference between two trainings that should be equal."""
+    if name := first_difference(expected.start, got.start):
+        return f"the starting weights differ first in {name}"
+    if text := samples(expected, got):
+        return f"{text}; the order comes from {got.places.get('order', 'the loader')}"
+    if text := labels(expected, got):
+        return f"{text}: inspect what makes them (transform, {got.places.get('transform', '?')})"
+    differing = replicas(got)
+    if differing and differing[0] == 0:
+        return disagreement(got, differing)
+    for _, each in (*expected.forward_passes(), *got.forward_passes()):
+        if name := each["changed"]:
+            why = "between the micro-batches of a step: inspect hooks that run for each of them"
+            return f"{name} changes {why} (on_train_batch_start, on_train_batch_end)"
+    if text := forward_pass(expected, got):
+        return text
+    if text := _other_factor(expected, got, with_clipping=False):
+        return text
+    changed = first_difference(expected.tensors("buffers"), got.tensors("buffers"), FORWARD)
+    if text := _first_gradient(expected, got):
+        if not (changed and LOSS in text):
+            return text
+    elif text := _other_factor(expected, got, with_clipping=True):
+        return text
+    if differing:
+        return disagreement(got, differing)
+    if changed:
+        why = f"it depends on the rank's own data ({got.owner(changed)})"
+        return f"buffer {changed} differs after the first step: {why}"
+    rates = expected.after(1, "rates", 0)
+    for rank in range(got.size):
+        if (other_rates := got.after(1, "rates", rank)) != rates:
+            what = f"{rates}, {other_rates} on rank {rank}"
+            return f"learning rates differ after the first step: {what}"
+    return (
+        "outputs, gradients and learning rate of the first step agree, the update differs: inspect"
+        f" {got.places.get('optimizer', '?')}"
+    )
 
-    It is infinite for a step that `expected` lacks.
+
+def disagreement(record: RunRecord, found: tuple[int, str, int, int]) -> str:
+    """Explains a tensor that differs between ranks that replicate it, as `replicas` returns it."""
+    step, name, rank, other = found
+    owner = record.owner(name)
+    when = f"after step {step}" if step else "before the first step"
+    what = f"{name} on rank {rank} differs from rank {other}'s {when}"
+    if record.is_buffer(name):
+        return (
+            f"buffer {what}: each rank computes it from its own data: all-reduce it, or compute it"
+            f" from data that all ranks have ({owner})"
+        )
+    if not step:
+        return f"{what}: it differs from what rank 0 built ({owner})"
+    if step == 1 and replicas(record, "gradients"):
+        return f"{what}: its gradient is not reduced over these ranks ({owner})"
+    why = "something other than the optimizer changes it"
+    return f"{what} though its gradients agree: {why} ({owner})"
+
+
+def _other_factor(expected: RunRecord, got: RunRecord, with_clipping: bool) -> str:
+    """Describes the first hook with another factor than expected; "" without one.
+
+    Clipping depends on the norm: where gradients differ, its factor differs as a consequence.
+    """
+    factors = expected.tensors("factors")
+    for hook, (factor, location) in got.tensors("factors").items():
+        want, _ = factors.get(hook, (1.0, ""))
+        if abs(factor - want) > FACTOR * want and (with_clipping or "clipping" not in hook):
+            where = f" ({location})" if location else ""
+            what = f"multiplies the gradients, which agree after backward, by {factor:.4g}"
+            return f"{hook}{where} {what} instead of {want:.4g}"
+    return ""
+
+
+def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
+    """Describes the first gradient in backward order that differs; "" if all agree."""
+    differing, want = gradients(expected, got), expected.tensors("gradients")
+    total = len(want)
+    if not differing:
+        return ""
+    if len(differing) == total:
+        have = got.tensors("gradients")
+        norms = {name: tensor.double().norm().item() for name, tensor in want.items()}
+        factors: list[float] = []
+        for name in want.keys() & have.keys():
+            if norms[name] > NOISE * max(norms.values()):
+                factors.append(have[name].double().norm().item() / norms[name])
+        is_common = factors and max(factors) - min(factors) < 1e-3 * max(factors)
+        how = f"are {factors[0]:.4g} times as large" if is_common else "differ"
+        return (
+            f"outputs agree and all gradients {how}: {LOSS} by"
+            " batch['tokens_per_micro_batch'], the counted tokens of the global batch"
+            f" (training_step, {got.places.get('training_step', 'module.py')})"
+        )
+    _, first_pass = expected.forward_passes()[0]
+    order = {name: number for number, name in enumerate(first_pass["tensors"])}
+    # The module that comes last in forward is the first in backward.
+    name = max(differing, key=lambda each: order.get(each.rpartition(".")[0], -1))
+    how = f"{name} ({differing[name]}; {got.owner(name)})"
+    if len(differing) == 1:
+        return f"the first gradients differ in 1 of {total} parameters: {how}"
+    several = f"{len(differing)} of {total} parameters"
+    return f"the first gradients differ in {several}; backward first reaches {how}"
+
+
+# ---- after a resume ----------------------------------------------------------------------------
+
+
+def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
+    """Describes which state of the uninterrupted training the resumed one lacks."""
+    first, places = min(resumed.loss, default=0), resumed.places
+    before = first - 1  # the step of the checkpoint
+    same_ranks = uninterrupted.size == resumed.size
+    if text := samples(uninterrupted, resumed):
+        data, order = places.get("datamodule", "?"), places.get("order", "?")
+        lost = "do not continue after the checkpoint's last sample"
+        return f"{text}: the data ({data}; order: {order}) {lost}"
+    for name, what in uninterrupted.tensors("draws").items() if same_ranks else ():
+        for rank in range(uninterrupted.size):
+            if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
+                where = f"{what} in {name} ({uninterrupted.places.get(name, '?')})"
+                state = f"rank {rank} resumes step {first} with another random state"
+                return f"{state}, used by {where}"
+    for want, have in _states(uninterrupted, resumed, before, "tensors"):
+        for name, value in have.items():
+            is_comparable = same_ranks or want.get(name, "?")[0] == value[0] == ""
+            if name in want and want[name] != value and is_comparable:
+                text = f"is not restored as it was after step {before}"
+                return f"{_with_kind(resumed, name)} {text} ({resumed.owner(name)})"
+    if same_ranks and (text := _lost(uninterrupted, resumed, before, "optimizer")):
+        optimizer = places.get("optimizer", "?")
+        return f"the optimizer ({optimizer}) does not restore its state of {text}"
+    if text := _lost(uninterrupted, resumed, before, "python"):
+        return f"no checkpoint holds {text}: {NOT_SAVED}"
+    for step in range(before, max(resumed.loss)):
+        expected, got = uninterrupted.after(step, "rates", 0), resumed.after(step, "rates", 0)
+        if expected != got and len(expected) == len(got):
+            rates = f"{got[0]:.4g} instead of {expected[0]:.4g}"
+            why = "the schedule's state is not restored"
+            return f"the learning rate of step {step + 1} is {rates}: {why}"
+    return (
+        "samples, random state, weights, optimizer, Python attributes and learning rate are"
+        " restored: the state that is not restored is in none of them"
+    )
+
+
+def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
+    """Describes a tensor, such as an average, that differs after a resume with equal losses."""
+    last = max(uninterrupted.loss, default=0)
+    for want, have in _states(uninterrupted, resumed, last, "tensors"):
+        for name, value in want.items():
+            if value != have.get(name):
+                why = "it is not persistent"
+                if name in uninterrupted.end:
+                    why = "it changes after the checkpoint is written, as in on_train_batch_end:"
+                    why += " change it in optimizer_step"
+                what = f"{_with_kind(resumed, name)} ends with another value after a resume"
+                return f"{what}: {why} ({resumed.owner(name)})"
+    if text := _lost(uninterrupted, resumed, last, "python", "tensor"):
+        return f"no checkpoint holds {text}: {NOT_SAVED}"
+    return ""
+
+
+def _states(one: RunRecord, other: RunRecord, step: int, kind: str) -> list[tuple[dict, dict]]:
+    """Pairs each rank's records of two runs; if world sizes differ, the merged records."""
+    ranks = range(one.size) if one.size == other.size else [None]
+    return [(one.after(step, kind, rank), other.after(step, kind, rank)) for rank in ranks]
+
+
+def _with_kind(record: RunRecord, name: str) -> str:
+    return f"buffer {name}" if record.is_buffer(name) else name
+
+
+def _lost(
+    uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = ""
+) -> str:
+    """Names state that changed during training and differs after the resume, or returns ""."""
+    lost: dict[str, tuple[str, str | None]] = {}  # name: value, value after the resume
+    starts = _states(uninterrupted, resumed, 0, kind)
+    states = _states(uninterrupted, resumed, step, kind)
+    for (want, have), (start, _) in zip(states, starts, strict=True):
+        for name, value in want.items():
+            if value.startswith(prefix) and value not in (have.get(name), start.get(name)):
+                lost.setdefault(name, (value, have.get(name)))
+    if not lost:
+        return ""
+    text, (value, other) = next(iter(lost.items()))
+    owner = resumed.owner(text)
+    if len(value) < 12:  # a number, not a hash
+        text += f" ({other} instead of {value})"
+    if kind == "python" and owner != "?":
+        text += f" of {owner}"
+    return text if len(lost) == 1 else f"{text} and {len(lost) - 1} more"
+
+
+# ---- what is compared ---------------------------------------------------------------------------
+
+
+def relative_difference(expected: Curve, got: Curve) -> tuple[float, dict[int, float]]:
+    """Returns (largest relative difference, relative difference by step of `got`).
+
+    It is infinite for a step that `expected` lacks, and for NaN.
     """
     each: dict[int, float] = {}
     for step, value in got.items():
-        each[step] = _relative(expected.get(step, float("nan")), value)
+        want = expected.get(step, float("nan"))
+        difference = 0.0 if want == value else abs(value - want) / max(abs(want), 1e-12)
+        each[step] = difference if difference == difference else float("inf")
     return max(each.values(), default=float("inf")), each
-
-
-def _relative(expected: float, got: float) -> float:
-    if expected == got:
-        return 0.0
-    difference = abs(got - expected) / max(abs(expected), 1e-12)
-    return difference if difference == difference else float("inf")  # NaN differs from all
 
 
 def first_difference(expected: Tensors, got: Tensors, tolerance: float = 0.0) -> str:
     """Returns the first tensor with a relative difference above `tolerance`, or ""."""
-    return next((f"{name} ({how})" for name, how in _differing(expected, got, tolerance)), "")
+    for name, how in differences(expected, got, tolerance).items():
+        return f"{name} ({how})"
+    return ""
 
 
-def _differing(
+def differences(
     expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0
-) -> Iterator[tuple[str, str]]:
-    """Yields (name, how it differs) of each tensor that differs."""
+) -> dict[str, str]:
+    """Returns {name: how it differs}; `tolerance` is relative to a tensor's largest value, or to
+    `floor` if that is larger."""
+    found: dict[str, str] = {}
     for name, tensor in expected.items():
         if name not in got:
-            yield name, "missing"
+            found[name] = "missing"
         elif got[name].shape != tensor.shape:
-            yield name, f"{list(got[name].shape)} instead of {list(tensor.shape)}"
+            found[name] = f"{list(got[name].shape)} instead of {list(tensor.shape)}"
         else:
             difference = _largest(got[name].double() - tensor.double())
             if not difference <= tolerance * max(_largest(tensor), floor):
-                yield name, f"max |difference| {difference:.1e}"
-    yield from ((name, "unexpected") for name in got if name not in expected)
+                found[name] = f"max |difference| {difference:.1e}"
+    for name in got:
+        if name not in expected:
+            found[name] = "unexpected"
+    return found
 
 
 def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
+def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
+    """Returns {parameter: how it differs} of the gradients of the first step."""
+    want, have = expected.tensors("gradients"), got.tensors("gradients")
+    floor = NOISE * max(map(_largest, want.values()), default=0.0)
+    common = {name: have[name] for name in want if name in have}
+    return differences(want, common, GRADIENT, floor)
+
+
 def samples(expected: RunRecord, got: RunRecord) -> str:
-    """Describes the first step at which `got` lacks samples of `expected`; "" if there is none."""
+    """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
     known = {row for rows in want.values() for row, _ in rows}
     for step in sorted(have):
+        trained = Counter(row for row, _ in have[step])
         belong = Counter(row for row, _ in want.get(step, []))
-        missing = belong - Counter(row for row, _ in have[step])
+        missing = (belong - trained).total()
         if missing:
-            num, total = sum(missing.values()), sum(belong.values())
-            text = f"step {step} lacks {num} of the {total} samples that belong to it"
-            if not known.issuperset(row for row, _ in have[step]):
+            text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
+            if not known.issuperset(trained):
                 place = got.places.get("transform", "?")
                 text += f", and has tokens of no known sample (transform, {place})"
             return text
@@ -78,14 +295,14 @@ def samples(expected: RunRecord, got: RunRecord) -> str:
 
 
 def labels(expected: RunRecord, got: RunRecord) -> str:
-    """Describes a sample of the first step whose labels are not those of `expected`, or ""."""
+    """Describes a sample of the first step whose labels differ from `expected`'s, or ""."""
     known: dict[str, str] = {}
-    for run in (expected, got):
-        for rank in range(run.size):
-            for each in run.forward_passes(rank):
-                for row, label in zip(each["rows"], each["labels"], strict=False):
-                    if known.setdefault(row, label) != label and run is got:
-                        return f"a sample of rank {rank} has other labels in step 1"
+    for _, each in expected.forward_passes():
+        known |= zip(each["rows"], each["labels"], strict=False)
+    for rank, each in got.forward_passes():
+        for row, label in zip(each["rows"], each["labels"], strict=False):
+            if known.setdefault(row, label) != label:
+                return f"a sample of rank {rank} has other labels in step 1"
     return ""
 
 
@@ -94,16 +311,17 @@ def replicas(record: RunRecord, kind: str = "step") -> tuple[int, str, int, int]
 
     `kind` is step (parameters and buffers after each step) or gradients (of the first step).
     """
-    ranks: list[dict[int, Any]] = []
+    steps: dict[int, dict[str, dict[int, tuple[str, str]]]] = {}  # {step: {tensor: {rank: …}}}
     for rank in range(record.size):
-        events = record.events(kind, rank)
-        ranks.append({event.get("step", 1): event["tensors"] for event in events})
-    for step in sorted(ranks[0]):
-        for name in dict.fromkeys(name for steps in ranks for name in steps.get(step, {})):
-            holders: dict[str, tuple[int, str]] = {}  # part -> (rank, hash)
-            for rank, steps in enumerate(ranks):
-                part, value = steps.get(step, {}).get(name, ("?", ""))
-                other, known = holders.setdefault(part, (rank, value))
+        for event in record.events(kind, rank):
+            tensors = steps.setdefault(event.get("step", 1), {})
+            for name, shard_and_hash in event["tensors"].items():
+                tensors.setdefault(name, {})[rank] = shard_and_hash
+    for step in sorted(steps):
+        for name, hashes in steps[step].items():
+            first: dict[str, tuple[int, str]] = {}  # shard: the first rank that has it, hash
+            for rank, (shard, value) in hashes.items():
+                other, known = first.setdefault(shard, (rank, value))
                 if known != value:
                     return step, name, rank, other
     return None
@@ -114,17 +332,16 @@ def forward_pass(expected: RunRecord, got: RunRecord) -> str:
 
     Micro-batches are matched by their sequences.
     """
-    wanted = [each for rank in range(expected.size) for each in expected.forward_passes(rank)]
-    for rank in range(got.size):
-        for have in got.forward_passes(rank):
-            for want in wanted:
-                if key := _first_different_output(want, have):
-                    where = describe(key, got.places)
-                    return f"the forward pass of rank {rank} differs first in {where}"
+    wanted = expected.forward_passes()
+    for rank, have in got.forward_passes():
+        for _, want in wanted:
+            if key := _first_different_output(want, have):
+                where = with_location(key, got.places)
+                return f"the forward pass of rank {rank} differs first in {where}"
     return ""
 
 
-def _first_different_output(expected: dict[str, Any], got: dict[str, Any]) -> str:
+def _first_different_output(expected: ForwardPass, got: ForwardPass) -> str:
     """Returns the first tensor of a forward pass that differs; "" if none does, or the rows differ.
 
     A rank's tokens of each sequence are compared with the part of it that is nearest. Tensors that
@@ -144,28 +361,8 @@ def _first_different_output(expected: dict[str, Any], got: dict[str, Any]) -> st
         shape = (rows * per_row, *have.shape[1:])
         if parts[0].shape != shape or len(have) != other_rows * per_row:
             continue
-        num = common * per_row
-        difference = min(_largest(part[:num].double() - have[:num].double()) for part in parts)
-        if not difference <= FORWARD * _largest(want):
+        compared = slice(common * per_row)
+        nearest = min(_largest(part[compared].double() - have[compared].double()) for part in parts)
+        if not nearest <= FORWARD * _largest(want):
             return key
     return ""
-
-
-def gradients(expected: RunRecord, got: RunRecord) -> dict[str, str]:
-    """Returns {parameter: how it differs} of the gradients of the first step."""
-    want, have = expected.gradients, got.gradients
-    floor = NOISE * max(map(_largest, want.values()), default=0.0)
-    common = {name: have[name] for name in want if name in have}
-    return dict(_differing(want, common, GRADIENT, floor))
-
-
-def gradient_factor(expected: RunRecord, got: RunRecord) -> float | None:
-    """Returns the common factor between the gradients of the first step; None if there is none."""
-    want, have = expected.gradients, got.gradients
-    norms = {name: tensor.double().norm().item() for name, tensor in want.items() if name in have}
-    factors: list[float] = []
-    for name, norm in norms.items():
-        if norm > NOISE * max(norms.values()):
-            factors.append(have[name].double().norm().item() / norm)
-    is_common = factors and max(factors) - min(factors) < 1e-3 * max(factors)
-    return factors[0] if is_common else None

@@ -1,7 +1,17 @@
-"""Records outputs and gradients of the first step, to find what makes losses differ."""
+"""Callback: records the first optimizer step, to find what makes losses differ.
+
+In the order of a step:
+
+1. micro-batch   hashes of its rows and labels; a parameter that changed since the last micro-batch
+2. forward       input and output of every module; which modules draw random numbers
+3. backward      the norm of all gradients, before and after each hook that could scale them
+4. gradients     each of them, unsharded, before clipping
+5. end           buffers; after the training, what the trained module computes and never used
+"""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,32 +21,34 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
+from ...compat.randomness import turn_dropout_off
 from ...parallel import run_strategy
 from ...parallel.pipeline.division import RemoteModule
 from ...parallel.run_strategy import Layers
 from ...weights import from_all_ranks
 from . import code_locations
 from .forward_hooks import ForwardCall, ForwardHooks, full
-from .gradient_hooks import gradient_of
+from .record import ForwardPass
 from .recorder import fingerprint, labels_in, samples_in
 
-DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
-DROPOUTS += ("alpha_dropout", "feature_alpha_dropout")
-STEPS = ("training_step", "forward", "validation_step", "build_model", "configure_model")
-STEPS += ("configure_optimizers",)
+METHODS = ("training_step", "forward", "validation_step", "build_model", "configure_model")
+METHODS += ("configure_optimizers",)
+SCALING_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 
-class Details(Callback):
-    """Saves forward passes and gradients of the first step, and the trained model's logits.
+class FirstStep(Callback):
+    """Records forward passes and gradients of the first step, and the trained model's logits.
 
-    forward<rank>.pt   per micro-batch: rows and labels (a hash of each sample's), tensors (see
-                       `ForwardHooks`), changed: a parameter with another value than before, or ""
-    places.pt          {module: class and file:line}; also of training_step, forward, datamodule,
+    forward<rank>.pt   a `ForwardPass` for each micro-batch
+    places.pt          {module: class and file:line}; also of METHODS, transform, datamodule,
                        optimizer, order
     draws.pt           {module: "dropout", or another use of the random generator in its forward}
+    factors.pt         {hook: (factor by which it scales the gradients, file:line)}, as executed
     gradients.pt       {parameter: unsharded gradient} after the first backward, before clipping
     buffers.pt         {buffer: value} after the first step
     untied.pt          names of an embedding and a head that the architecture ties and that are two
@@ -44,113 +56,193 @@ class Details(Callback):
     missing.pt         {parameter that never gets a gradient: whether its module's forward ran}
     logits.pt          (batch, logits) of the trained module
 
-    Rank 0 writes all but the first, in a pipeline with those of all stages. An error in the first
-    forward pass gets a note with its module.
-
-    Args:
-        folder: Destination.
-        dropout_is_off: Replaces dropout by the identity, because random masks differ between ranks.
+    Rank 0 writes all but the first, in a pipeline with the entries of all stages.
+    `dropout_is_off` replaces dropout by the identity, because random masks differ between ranks.
     """
 
     def __init__(self, folder: Path, dropout_is_off: bool = False) -> None:
         self.folder = folder
         self.dropout_is_off = dropout_is_off
-        self._hooks: _Draws | None = None
-        self._passes: list[dict[str, Any]] = []
-        self._batch: Any = None
-        self._in_evaluation = ""
+        self._hooks: _StepHooks | None = None  # until the first step has ended
+        self._batch: object = None
+        self._weights: dict[str, str] = {}  # hashes, before the last micro-batch
+        self._factors: dict[str, tuple[float, str]] = {}
         self._missing: dict[str, bool] = {}
-        self._weights: dict[str, str] = {}
+        self._evaluation_dropout = ""
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._trainer, self._module = trainer, pl_module
+
+        def note() -> None:
+            if trainer.evaluating and not self._evaluation_dropout:
+                self._evaluation_dropout = code_locations.of_caller() or "a callback"
+            if self._hooks:
+                self._hooks.note("dropout")
+
         if self.dropout_is_off:
-            _turn_dropout_off(lambda: self._note_dropout(trainer))
+            turn_dropout_off(note)
 
-    def _note_dropout(self, trainer: L.Trainer) -> None:
-        if trainer.evaluating and not self._in_evaluation:
-            self._in_evaluation = code_locations.of_caller() or "a callback"
-        if self._hooks:
-            self._hooks.note("dropout")
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for owner in [*trainer.callbacks, pl_module]:  # ty: ignore[missing-attribute]
+            if type(owner).__module__.startswith(f"{__package__}."):
+                continue
+            base = Callback if isinstance(owner, Callback) else L.LightningModule
+            for name in SCALING_HOOKS:
+                if hasattr(base, name) and is_overridden(name, owner, base):
+                    label = f"{type(owner).__name__}.{name}"
+                    setattr(owner, name, self._measured(getattr(owner, name), label))
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         layers = run_strategy(trainer.strategy).layers
         self._group = layers.group
-        self._hooks = _Draws(pl_module, self._passes, layers)
+        self._hooks = _StepHooks(pl_module, layers)
         self._call = ForwardCall(pl_module)
-        data: Any = trainer.datamodule  # ty: ignore[missing-attribute]
-        order = getattr(trainer.train_dataloader, "batch_sampler", None)
-        modules = [(n, m) for n, m in pl_module.named_modules() if not isinstance(m, RemoteModule)]
-        places = {name: code_locations.of_module(module) for name, module in modules}
-        for name in STEPS:
+
+        places: dict[str, str] = {}
+        for name, module in pl_module.named_modules():
+            if not isinstance(module, RemoteModule):
+                places[name] = code_locations.of_module(module)
+        for name in METHODS:
             if hasattr(pl_module, name):
                 places[name] = code_locations.of_function(getattr(pl_module, name))
+        data = trainer.datamodule  # ty: ignore[missing-attribute]
         places["transform"] = code_locations.of_function(getattr(data, "transform", None))
-        owners = {"datamodule": data, "optimizer": trainer.optimizers[0], "order": order}
-        for name, owner in owners.items():
-            places[name] = code_locations.of_class(type(owner))
-        self._save(trainer, "places", places)
+        places["datamodule"] = code_locations.of_class(type(data))
+        places["optimizer"] = code_locations.of_class(type(trainer.optimizers[0]))
+        order = getattr(trainer.train_dataloader, "batch_sampler", None)
+        places["order"] = code_locations.of_class(type(order))
+        self._save("places", places)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        if self._hooks and self._hooks.inside:
-            module = self._hooks.inside[-1] or "the module"
-            exception.add_note(f"in the forward pass of {module}")
+    # ---- the first step ----------------------------------------------------------------------
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        self._batch = batch if self._batch is None else self._batch
+        if self._batch is None:
+            self._batch = batch
         if self._hooks:
-            rows, labels = samples_in(batch), labels_in(batch)
-            self._hooks.begin([*map(fingerprint, rows)], [*map(fingerprint, labels)])
             weights = {name: fingerprint(each) for name, each in pl_module.named_parameters()}
-            before = self._weights or weights
-            self._passes[-1]["changed"] = next((n for n in weights if before[n] != weights[n]), "")
-            self._weights = weights
+            before, self._weights = self._weights or weights, weights
+            changed = next((name for name in weights if before[name] != weights[name]), "")
+            self._hooks.start_micro_batch(batch, changed)
 
-    def on_before_backward(self, trainer: L.Trainer, pl_module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, *_: object, **__: object) -> None:
         if self._hooks:
-            self._hooks.changed()
+            self._hooks.on_boundary()
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
-        trained = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        if self._hooks:
-            gradients: dict[str, Tensor] = {}
-            for name, parameter in trained.items():
-                gradient = gradient_of(parameter)
-                if gradient is None:
-                    owner = name.rpartition(".")[0]
-                    self._missing[name] = any(owner in each["tensors"] for each in self._passes)
-                else:
+    def _measured(self, hook: Callable, label: str) -> Callable:
+        """Returns `hook`, which in the first step also records by how much it scales gradients."""
+
+        @functools.wraps(hook)
+        def measured(*args: object, **kwargs: object) -> object:
+            if self._hooks is None or accumulates(self._trainer):
+                return hook(*args, **kwargs)
+            before = self._gradient_norm()
+            result = hook(*args, **kwargs)
+            factor = self._gradient_norm() / before if before else 1.0
+            self._factors[label] = (factor, code_locations.of_function(hook))
+            return result
+
+        return measured
+
+    def _gradient_norm(self) -> float:
+        """Returns the norm of all gradients over all ranks. Collective if they are sharded."""
+        layers = run_strategy(self._trainer.strategy).layers
+        if layers.group is not None:
+            norm = layers.norm([*self._module.parameters()])
+            return 0.0 if norm is None else norm.item()
+        total = 0.0
+        for parameter in self._module.parameters():
+            gradient = _full_gradient(parameter) if parameter.requires_grad else None
+            if gradient is not None:
+                total += gradient.double().pow(2).sum().item()
+        return total**0.5
+
+    def on_before_optimizer_step(self, *_: object, **__: object) -> None:
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            if self._hooks and parameter.requires_grad:
+                gradient, owner = _full_gradient(parameter), name.rpartition(".")[0]
+                if gradient is not None:
                     gradients[name] = gradient
-            self._save(trainer, "gradients", gradients)
-        self._missing = {n: ran for n, ran in self._missing.items() if trained[n].grad is None}
+                else:
+                    passes = self._hooks.passes
+                    self._missing[name] = any(owner in each["tensors"] for each in passes)
+            if parameter.grad is not None:
+                self._missing.pop(name, None)
+        if self._hooks:
+            self._save("gradients", gradients)
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
         if self._hooks and trainer.global_step and not accumulates(trainer):
             self._hooks.remove()
-            torch.save(self._passes, self.folder / f"forward{trainer.global_rank}.pt")
-            self._save(trainer, "draws", self._hooks.draws)
-            buffers = {name: full(buffer) for name, buffer in pl_module.named_buffers()}
-            self._save(trainer, "buffers", buffers)
+            torch.save(self._hooks.passes, self.folder / f"forward{trainer.global_rank}.pt")
+            buffers = {name: full(buffer) for name, buffer in self._module.named_buffers()}
+            self._save("buffers", buffers)
+            self._save("draws", self._hooks.draws)
+            self._save("factors", self._factors)
             self._hooks = None
 
+    # ---- the trained module ------------------------------------------------------------------
+
     @torch.no_grad()
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._save(trainer, "dropout", self._in_evaluation)
-        self._save(trainer, "missing", self._missing)
-        self._save(trainer, "untied", _untied(pl_module))
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._save("dropout", self._evaluation_dropout)
+        self._save("missing", self._missing)
+        self._save("untied", _untied(pl_module))
         pl_module.eval()
         logits = self._call.repeat(pl_module)
         pl_module.train()
         if isinstance(logits, Tensor):  # other outputs of `forward` are not compared
-            self._save(trainer, "logits", (self._batch, full(logits)))
+            self._save("logits", (self._batch, full(logits)))
 
-    def _save(self, trainer: L.Trainer, name: str, value: Any) -> None:
+    def _save(self, name: str, value: object) -> None:
         if self._group and isinstance(value, dict):
-            stages = from_all_ranks(value, self._group)
-            value = {key: part[key] for part in reversed(stages) for key in part}
-        if trainer.is_global_zero:
+            merged: dict[str, object] = {}
+            for stage in reversed(from_all_ranks(value, self._group)):
+                merged |= stage
+            value = merged
+        if self._trainer.is_global_zero:
             torch.save(value, self.folder / f"{name}.pt")
+
+
+class _StepHooks(ForwardHooks):
+    """Keeps the tensors of each micro-batch, and which modules advance the random generators."""
+
+    def __init__(self, root: nn.Module, layers: Layers) -> None:
+        self.passes: list[ForwardPass] = []
+        self.draws: dict[str, str] = {}
+        self._layers = layers
+        super().__init__(root)
+
+    def start_micro_batch(self, batch: object, changed: str) -> None:
+        self.tensors, self.running = {}, []
+        rows, labels = [*map(fingerprint, samples_in(batch))], [*map(fingerprint, labels_in(batch))]
+        tensors = self.tensors
+        self.passes.append({"rows": rows, "labels": labels, "tensors": tensors, "changed": changed})
+        self._state = _random_state()
+
+    def _record(self, key: str, tensor: Tensor) -> None:
+        # In a pipeline all micro-batches run after the last one's start.
+        number = self._layers.micro_batch_of_pass(len(self.passes) - 1)
+        if number is not None:
+            self.tensors = self.passes[number]["tensors"]
+            super()._record(key, tensor)
+
+    def note(self, what: str) -> None:
+        self.draws.setdefault(self.running[-1] if self.running else "training_step", what)
+
+    def on_boundary(self) -> None:
+        state = _random_state()
+        if state != self._state:
+            self._state = state
+            self.note("another random number")
+
+
+def _random_state() -> tuple[str, ...]:
+    """Returns the state of the generators that code uses without naming one."""
+    python, of_numpy = repr(random.getstate()), repr(np.random.get_state())
+    return fingerprint(torch.get_rng_state()), of_numpy, python
 
 
 def _untied(module: nn.Module) -> str:
@@ -166,67 +258,7 @@ def _untied(module: nn.Module) -> str:
     return ""
 
 
-class _Draws(ForwardHooks):
-    """Also records which modules advance the random generator in their own code."""
-
-    def __init__(self, root: nn.Module, passes: list[dict[str, Any]], layers: Layers) -> None:
-        self.draws: dict[str, str] = {}
-        self.passes, self._layers = passes, layers
-        super().__init__(root)
-
-    def begin(self, rows: list[str], labels: list[str]) -> None:
-        """Called at the start of a micro-batch."""
-        self.tensors, self.inside = {}, []
-        self.passes.append({"rows": rows, "labels": labels, "tensors": self.tensors})
-        self._state = _random_state()
-
-    def _keep(self, key: str, value: Any) -> None:
-        # In a pipeline all micro-batches run after the last one's start.
-        number = self._layers.micro_batch_of_pass(len(self.passes) - 1)
-        if number is not None:
-            self.tensors = self.passes[number]["tensors"]
-            super()._keep(key, value)
-
-    def note(self, what: str) -> None:
-        self.draws.setdefault(self.inside[-1] if self.inside else "training_step", what)
-
-    def changed(self) -> None:
-        state = _random_state()
-        if state != self._state:
-            self._state = state
-            self.note("another random number")
-
-
-def _random_state() -> tuple[str, ...]:
-    """Of the generators that code uses without naming one: torch's, numpy's, Python's."""
-    states = (random.getstate(), np.random.get_state())
-    return fingerprint(torch.get_rng_state()), *map(repr, states)
-
-
-def _turn_dropout_off(note: Callable[[], Any]) -> None:
-    """Replaces torch's dropout functions in this process, which runs one training."""
-
-    def identity(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if training and p:
-            note()
-        return input
-
-    functional: Any = torch.nn.functional
-    for name in DROPOUTS:
-        setattr(functional, name, identity)
-    attention = functional.scaled_dot_product_attention
-
-    def without_dropout(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **options: Any,
-    ) -> Tensor:
-        if dropout_p:
-            note()
-        return attention(query, key, value, attn_mask, 0.0, *args, **options)
-
-    functional.scaled_dot_product_attention = without_dropout
+def _full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Returns the unsharded gradient; None for a parameter without one. Collective."""
+    gradient = gradient_of(parameter)
+    return None if gradient is None else full(gradient)

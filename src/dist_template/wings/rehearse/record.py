@@ -1,34 +1,58 @@
-"""Reads what `recorder.py` wrote, for checks and tests."""
+"""A command on N ranks: what each of them gets (`Job`), and reads what they recorded (`RunRecord`).
+
+recorder.py and first_step.py write the files.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ...errors import another_rank_is_gone
-from ...project import is_users
+from ...project import Project, is_users
 
-Event = dict[str, Any]
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
+Event = dict[str, Any]  # a line of JSON, see recorder.py
+
+
+class ForwardPass(TypedDict):
+    """A micro-batch of the first step."""
+
+    rows: list[str]  # a hash of each sample
+    labels: list[str]  # a hash of each sample's labels
+    tensors: dict[str, Tensor]  # see ForwardHooks
+    changed: str  # a parameter with another value than in the micro-batch before, or ""
+
+
+@dataclass
+class Job:
+    """One rank's work, sent to the worker by pickle; see `Workers.run`."""
+
+    argv: list[str]
+    project: Project
+    record: Path
+    callbacks: Sequence[Callback] = ()
+    prelude: Callable[[], None] | None = None
+    timeout_s: float | None = 300.0
+    idle_s: float = 0.0
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of one command on N ranks.
-
-    Args:
-        folder: Folder of its files.
-        answers: {rank: how it ended}: "done", an error, "refused: …" (bad input), "killed: …",
-            "hung: …".
-    """
+    """The record of one command on N ranks."""
 
     folder: Path
-    answers: dict[int, str]
+    answers: dict[int, str]  # "done", an error, "refused: …" (bad input), "killed: …", "hung: …"
 
     @property
     def size(self) -> int:
@@ -37,14 +61,25 @@ class RunRecord:
 
     @property
     def ok(self) -> bool:
-        return all(answer == "done" for answer in self.answers.values())
+        return set(self.answers.values()) == {"done"}
+
+    @property
+    def failed_rank(self) -> int:
+        """The rank whose failure caused the others; 0 if none failed."""
+        failed = [rank for rank, answer in sorted(self.answers.items()) if answer != "done"]
+        for rank in failed:
+            answer = self.answers[rank]
+            is_stopped = answer.startswith("stopped:") or "gloo" in answer
+            if not (is_stopped or another_rank_is_gone(answer)):
+                return rank
+        return (failed or [0])[0]
 
     @property
     def error(self) -> str:
-        """The error that caused the others, with its rank; "" if there is none."""
-        if self.ok:
-            return ""
+        """The error of `failed_rank`, with the rank; "" if no rank failed."""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
+        if answer == "done":
+            return ""
         if self.hung:
             return answer.removeprefix("hung: ")
         if answer.startswith("killed:"):
@@ -56,44 +91,23 @@ class RunRecord:
         """Whether the ranks stopped making progress."""
         return self.answers[self.failed_rank].startswith("hung: ")
 
-    def last_line(self, rank: int) -> str:
-        """Returns the last line that the rank printed; for a crash in C, where it happened."""
-        lines = [line.strip() for line in self.log(rank).splitlines() if line.strip()]
-        for number, line in enumerate(lines):
-            if line.startswith("Fatal Python error"):
-                stack = [each for each in lines[number:] if each.startswith('File "')]
-                own = [each for each in stack if is_users(each.split('"')[1])]
-                return f"{line}, {[*own, *stack, 'outside of Python'][0]}"
-        return lines[-1] if lines else "it printed nothing"
-
-    @property
-    def failed_rank(self) -> int:
-        """The rank that failed first; 0 if none did."""
-        wrong = [rank for rank, answer in sorted(self.answers.items()) if answer != "done"]
-        causes = [rank for rank in wrong if not _is_consequence(self.answers[rank])]
-        return [*causes, *wrong, 0][0]
-
-    @property
-    def refusal(self) -> str:
-        """The message if the command was refused as bad input, otherwise ""."""
-        answer = self.answers[self.failed_rank]
-        return answer.removeprefix("refused: ") if answer.startswith("refused: ") else ""
-
     @property
     def was_killed(self) -> bool:
         return all(answer.startswith("killed: exit code -9") for answer in self.answers.values())
 
-    def check(self) -> RunRecord:
-        """Returns this record if the command succeeded.
+    @property
+    def refusal(self) -> str:
+        """The message if the command was refused as bad input, otherwise ""."""
+        kind, _, message = self.answers[self.failed_rank].partition("refused: ")
+        return message if not kind else ""
 
-        Raises:
-            RuntimeError: it failed; with the error and the end of that rank's log.
-        """
+    def check(self) -> RunRecord:
+        """Returns this record; raises RuntimeError with the end of a log if the command failed."""
         if self.ok:
             return self
-        path = self.log_path(self.failed_rank)
-        log = self.log(self.failed_rank)
-        raise RuntimeError(f"{self.error}\n--- the end of {path}\n{log[-4000:]}")
+        rank = self.failed_rank
+        end = f"--- the end of {self.log_path(rank)}\n{self.log(rank)[-4000:]}"
+        raise RuntimeError(f"{self.error}\n{end}")
 
     def log_path(self, rank: int = 0) -> Path:
         return self.folder / f"rank{rank}.log"
@@ -102,11 +116,29 @@ class RunRecord:
         """Returns the rank's output."""
         return self.log_path(rank).read_text(encoding="utf-8", errors="replace")
 
+    def last_line(self, rank: int) -> str:
+        """Returns the last line that the rank printed; for a crash in C, where it happened."""
+        lines = [line.strip() for line in self.log(rank).splitlines() if line.strip()]
+        lines = lines or ["it printed nothing"]
+        for number, line in enumerate(lines):
+            if line.startswith("Fatal Python error"):
+                stack = [each for each in lines[number:] if each.startswith('File "')]
+                stack.sort(key=lambda each: not is_users(each.split('"')[1]))
+                return f"{line}, {(stack or ['outside of Python'])[0]}"
+        return lines[-1]
+
+    # ---- each step, on each rank -----------------------------------------------------------
+
     @cached_property
     def ranks(self) -> list[list[Event]]:
         """The events of every rank, in order of time."""
-        paths = [self.folder / f"rank{rank}.jsonl" for rank in sorted(self.answers)]
-        return [_read(path) if path.exists() else [] for path in paths]
+        found: list[list[Event]] = []
+        for rank in sorted(self.answers):
+            path = self.folder / f"rank{rank}.jsonl"
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            complete = text.rpartition("\n")[0]  # a killed rank may leave an incomplete line
+            found.append([*map(json.loads, complete.splitlines())])
+        return found
 
     def events(self, kind: str, rank: int = 0) -> list[Event]:
         return [event for event in self.ranks[rank] if event["event"] == kind]
@@ -135,15 +167,14 @@ class RunRecord:
     def rows(self) -> dict[int, list[tuple[str, int]]]:
         """Returns {step: (hash, rank) of each sequence}; ranks that share a batch count once."""
         rows: dict[int, list[tuple[str, int]]] = {}
-        seen: set[int] = set()
+        first: dict[int, int] = {}  # data-parallel rank: the first rank that has it
         for rank in range(self.size):
             started = self.events("run", rank)
             dp_rank = started[-1]["dp_rank"] if started else rank
-            if dp_rank in seen:
-                continue
-            seen.add(dp_rank)
-            for event in self.events("rows", rank):
-                rows.setdefault(event["step"], []).extend((row, rank) for row in event["rows"])
+            if first.setdefault(dp_rank, rank) == rank:
+                for event in self.events("rows", rank):
+                    found = rows.setdefault(event["step"], [])
+                    found += [(row, rank) for row in event["rows"]]
         return rows
 
     def random(self, rank: int) -> dict[int, str]:
@@ -153,48 +184,28 @@ class RunRecord:
     def after(self, step: int, kind: str, rank: int | None) -> Any:
         """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}.
 
-        Rank None: of all ranks, each entry from the first rank that has it; stages of a pipeline
-        have different ones.
+        Rank None: each entry from the first rank that has it; stages of a pipeline differ.
         """
         if rank is None:
-            states = [self.after(step, kind, each) for each in reversed(range(self.size))]
-            return {name: value for state in states for name, value in state.items()}
-        events = self.events("step", rank)
-        found = next((event[kind] for event in events if event["step"] == step), {})
-        return events[0][kind] | found if found and kind == "python" else found
+            merged: dict[str, object] = {}
+            for each in reversed(range(self.size)):
+                merged |= self.after(step, kind, each)
+            return merged
+        return next((e[kind] for e in self.events("step", rank) if e["step"] == step), {})
 
-    @property
-    def buffers(self) -> set[str]:
-        """The names of the buffers among the recorded tensors."""
-        return {name for rank in self.ranks for e in rank for name in e.get("buffers", ())}
-
-    @cached_property
-    def places(self) -> dict[str, str]:
-        """{module: class and file:line}; see `first_step.Details`."""
-        return self.tensors("places") or {}
-
-    def owner(self, tensor: str) -> str:
-        """Returns class and file:line of the module that owns a parameter or buffer."""
-        return self.places.get(tensor.split(" ")[0].rpartition(".")[0], "?")
+    # ---- tensors -----------------------------------------------------------------------------
 
     def tensors(self, name: str) -> Any:
-        """Returns the content of `name`.pt; None if it was not written."""
+        """Returns the content of `name`.pt, see `FirstStep`; {} if it was not written."""
         path = self.folder / f"{name}.pt"
-        return torch.load(path, weights_only=True) if path.exists() else None
+        return torch.load(path, weights_only=True) if path.exists() else {}
 
-    def forward_passes(self, rank: int) -> list[dict[str, Any]]:
-        """Returns {rows, tensors} of each micro-batch of the rank's first step."""
-        return self.tensors(f"forward{rank}") or []
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """Unsharded gradients of the first step, before clipping."""
-        return self.tensors("gradients") or {}
-
-    @property
-    def draws(self) -> dict[str, str]:
-        """{module: "dropout", or another random number that its forward draws}."""
-        return self.tensors("draws") or {}
+    def forward_passes(self) -> list[tuple[int, ForwardPass]]:
+        """Returns (rank, forward pass) of each micro-batch of the first step."""
+        found: list[tuple[int, ForwardPass]] = []
+        for rank in range(self.size):
+            found += [(rank, each) for each in self.tensors(f"forward{rank}")]
+        return found
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
@@ -206,13 +217,14 @@ class RunRecord:
         """Unsharded weights after the last step."""
         return torch.load(self.folder / "end.pt", weights_only=True)
 
+    @cached_property
+    def places(self) -> dict[str, str]:
+        """{module: class and file:line}."""
+        return self.tensors("places")
 
-def _read(path: Path) -> list[Event]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    # A killed rank may leave an incomplete line.
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    def owner(self, tensor: str) -> str:
+        """Returns class and file:line of the module that owns a parameter or buffer."""
+        return self.places.get(tensor.split(" ")[0].rpartition(".")[0], "?")
 
-
-def _is_consequence(text: str) -> bool:
-    """Returns whether an error only follows from the failure of another rank."""
-    return text.startswith("stopped:") or "gloo" in text or another_rank_is_gone(text)
+    def is_buffer(self, tensor: str) -> bool:
+        return any(tensor in event.get("buffers", ()) for rank in self.ranks for event in rank)

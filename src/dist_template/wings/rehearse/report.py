@@ -3,76 +3,56 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ...table import in_columns
-
+# limit: the strategy or model does not support the check; not run: its training failed before.
+# Neither counts as a failure.
 Verdict = Literal["pass", "FAIL", "limit", "not run"]
 WIDTHS = (7, 36, 6, 0)  # verdict, check, seconds, what was found
 NOT_POSSIBLE = "not possible here"
 
 
+@dataclass(eq=False)
 class NotEqual(Exception):
-    """A check failed.
+    """A check failed; fields as in `Result`."""
 
-    Args:
-        got: What was found.
-        cause: The first difference and the code to inspect; several checks may have the same.
-        where: The step, if it is known.
-    """
-
+    got: str
+    cause: str
+    where: str = ""
     verdict: Verdict = "FAIL"
-
-    def __init__(self, got: str, cause: str, where: str = "") -> None:
-        super().__init__(got)
-        self.got = got
-        self.cause = cause
-        self.where = where
 
 
 class NotOffered(NotEqual):
     """The strategy or the model does not support what the check needs."""
 
-    verdict = "limit"
-
     def __init__(self, why: str, got: str = NOT_POSSIBLE) -> None:
-        super().__init__(got, cause="", where=why)
+        super().__init__(got, cause="", where=why, verdict="limit")
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one check.
+    """The result of one check."""
 
-    Args:
-        check: The check's name.
-        expected: What must hold.
-        got: What was found.
-        verdict: `limit`: this strategy or model does not support it. `not run`: it needs a training
-            that failed. Neither counts as a failure.
-        where: The step or rank where it does not hold.
-        time_s: Seconds, including the trainings that it started.
-        cause: The first difference, and the code, parameter or buffer to inspect.
-    """
-
-    check: str
-    expected: str
-    got: str
+    check: str  # its name
+    expected: str  # what must hold
+    got: str  # what was found
     verdict: Verdict
-    where: str = ""
-    time_s: float = 0.0
-    cause: str = ""
+    where: str = ""  # the step or rank where it does not hold
+    time_s: float = 0.0  # with the trainings that it started
+    cause: str = ""  # the first difference, and the code, parameter or buffer to inspect
 
     @property
     def sentence(self) -> str:
-        return ": ".join(part for part in (self.where, self.cause) if part)
+        return ": ".join(filter(None, (self.where, self.cause)))
 
 
-@dataclass
 class Report:
     """Prints results as they come.
 
@@ -81,24 +61,26 @@ class Report:
         facts: Further entries of the JSON: sizes, notes.
     """
 
-    title: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, title: str, facts: Mapping[str, object] | None = None) -> None:
+        self.title = title
+        self.facts = facts or {}
+        self.results: list[Result] = []
         self._started = time.perf_counter()
-        print(f"{self.title}\n", flush=True)
+        print(f"{title}\n", flush=True)
 
     def add(self, result: Result) -> None:
         seconds, found = f"{result.time_s:.1f} s", f"{result.got} ({result.expected})"
-        print(in_columns((result.verdict, result.check, seconds, found), WIDTHS), flush=True)
-        known = [other.check for other in self.results if other.cause == result.cause]
+        cells = result.verdict, result.check, seconds, found
+        print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip())
+        sentence = result.sentence
+        for earlier in self.results:
+            if result.cause and earlier.cause == result.cause:
+                sentence = sentence.replace(result.cause, f"the cause given for {earlier.check!r}")
+                break
         self.results.append(result)
-        if result.cause and known:
-            result = replace(result, cause=f"the cause given for {known[0]!r}")
-        if result.sentence:
-            lines = textwrap.wrap(result.sentence, 111)
-            print("    -> " + "\n       ".join(lines), flush=True)
+        for number, line in enumerate(textwrap.wrap(sentence, 111)):
+            print(f"{'       ' if number else '    -> '}{line}")
+        sys.stdout.flush()
 
     @property
     def ok(self) -> bool:
@@ -116,8 +98,5 @@ class Report:
         print(f"\n{summary}; {seconds:.0f} s; logs and configurations are in {folder}")
         checks = [asdict(result) for result in self.results]
         found = {"title": self.title, "ok": self.ok, **self.facts, "checks": checks}
-        text = json.dumps(found, indent=2) + "\n"
-        folder.mkdir(
-            parents=True, exist_ok=True
-        )  # the two checks of wings/rehearse/command.py train nothing
-        (folder / "rehearsal.json").write_text(text, encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)  # checks without a training have not made it
+        (folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n", "utf-8")

@@ -17,35 +17,27 @@ ranks. Each training has a folder with its `config.yaml`, with which `fit` repea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 from lightning.pytorch import Callback
 
-from ...checkpoint import manifest
+from ...checkpoint.manifest import SavedCheckpoint
 from ...parallel import sharding_of
 from ...project import Project
-from .first_step import Details
-from .gradient_hooks import GradientHooks
-from .interventions import KillAt, RaggedLabels
-from .leakage import LeakageTest
+from .first_step import FirstStep
+from .interventions import KillAt, LeakageTest, RaggedLabels, StepProbe
 from .record import RunRecord
-from .shrink_config import Small, checkpoint_step
-from .step_probes import LabelProbe, SeedProbe
+from .shrink_config import Config, Small, checkpoint_step
 from .workers import Workers
 
 HASH_SEED = "1"  # one that a process draws for itself is this once in 2**32
 
 
 class RunFailed(Exception):
-    """A training did not end as expected.
-
-    Args:
-        name: The training.
-        record: Its record.
-        is_known: An earlier check has reported the failure.
-    """
+    """The training `name` did not end as expected; `is_known`: an earlier check reported it."""
 
     def __init__(self, name: str, record: RunRecord, is_known: bool = False) -> None:
         log = record.log_path(record.failed_rank)
@@ -55,55 +47,37 @@ class RunFailed(Exception):
         self.is_known = is_known
 
 
+@dataclass(eq=False)
 class Runs:
-    """Runs trainings on demand and keeps their records.
+    """Runs trainings on demand and keeps their records."""
 
-    Args:
-        small: The small configuration.
-        folder: Each training gets a folder in it.
-        project: Its module and data are trained.
-        prelude: Called in each process before anything else.
-        idle_s: Seconds without progress after which a training counts as hung.
-        known: Records of trainings that need not run again.
-    """
+    small: Small
+    folder: Path  # each training gets a folder in it
+    project: Project
+    prelude: Callable[[], None] | None = None  # called in each process before anything else
+    idle_s: float = 60.0  # seconds without progress after which a training counts as hung
+    known: dict[str, RunRecord] = field(default_factory=dict)  # trainings that have run
+    hung: str = ""  # name of the training that hung
+    failed: set[str] = field(default_factory=set)  # trainings that a check has reported
 
-    def __init__(
-        self,
-        small: Small,
-        folder: Path,
-        project: Project,
-        prelude: Callable[[], None] | None = None,
-        idle_s: float = 60.0,
-        known: dict[str, RunRecord] | None = None,
-    ) -> None:
-        self.small = small
-        self.folder = folder.absolute()
-        self.project = project
-        self.prelude = prelude
-        self.idle_s = idle_s
-        self.kept_step = checkpoint_step(small.steps)
-        self.hung = ""  # name of the training that hung
-        self._records: dict[str, RunRecord] = known or {}
-        self._failed: set[str] = set()
+    def __post_init__(self) -> None:
+        self.folder = self.folder.absolute()
+        self.kept_step = checkpoint_step(self.small.steps)
 
     def prepare(self) -> None:
-        """Tokenizes the text.
-
-        Raises:
-            RunFailed: it failed.
-        """
+        """Tokenizes the text; raises RunFailed."""
         self._tool("prepare", f"--config={self._write('prepare', self.small.config)}")
 
     @property
     def one(self) -> RunRecord:
-        probes = [probe(self.folder / "one") for probe in (LeakageTest, LabelProbe, SeedProbe)]
-        return self._run("one", 1, self._single(), probes)
+        folder = self.folder / "one"
+        return self._run("one", 1, self._single(), [LeakageTest(folder), StepProbe(folder)])
 
     @property
     def other_hash(self) -> RunRecord:
         return self._run("other_hash", 1, self._single(), hash_seed=HASH_SEED)
 
-    def _single(self) -> dict[str, Any]:
+    def _single(self) -> Config:
         """Returns the training of one process, whose loss has all logits at once, for its probe."""
         config = self.small.variant(1, "auto")
         if config["model"].get("loss_chunk"):
@@ -126,14 +100,14 @@ class Runs:
 
     @property
     def uninterrupted(self) -> RunRecord:
-        if not (self.small.dropouts or self.strategy.draws):
+        if not (self.small.dropouts or self.strategy.tensors("draws")):
             return self.strategy
         return self._run_with_dropout("uninterrupted")
 
     @property
     def killed(self) -> RunRecord:
-        one_step_before_the_next_checkpoint = 2 * self.kept_step - 1
-        return self._run_with_dropout("killed", [KillAt(one_step_before_the_next_checkpoint)])
+        before_next_checkpoint = 2 * self.kept_step - 1
+        return self._run_with_dropout("killed", [KillAt(before_next_checkpoint)])
 
     @property
     def resumed(self) -> RunRecord:
@@ -142,7 +116,8 @@ class Runs:
 
     @property
     def fewer(self) -> RunRecord:
-        checkpoint = self.strategy.run / "checkpoints" / manifest.name(self.kept_step)
+        saved = SavedCheckpoint.all_in(self.strategy.run / "checkpoints")
+        checkpoint = next(each.path for each in saved if each.step == self.kept_step)
         small = self.small
         spec, half = small.strategy, sharding_of(small.strategy).halved(small.processes)
         num, data_parallel = half.processes, half.data_parallel
@@ -152,11 +127,7 @@ class Runs:
         return self._run("fewer", num, config, checkpoint=str(checkpoint))
 
     def export(self) -> Path:
-        """Exports the trained model and returns its folder.
-
-        Raises:
-            RunFailed: the export failed or is not supported.
-        """
+        """Exports the trained model and returns its folder; raises RunFailed."""
         trained, output = self.strategy, self.folder / "exported"
         flags = [f"--config={trained.folder / 'config.yaml'}", f"--output={output}"]
         if self.small.config["model"].get("adapter"):
@@ -182,37 +153,31 @@ class Runs:
         self,
         name: str,
         num: int,
-        config: dict[str, Any],
+        config: Config,
         callbacks: Sequence[Callback] = (),
         checkpoint: str | None = None,
         has_dropout: bool = False,
         hash_seed: str | None = None,
     ) -> RunRecord:
-        if name not in self._records:
+        if name not in self.known:
             # `last` is searched among the runs of one name.
             config["run"]["name"] = "killed" if checkpoint == "last" else name
             argv = ["fit", f"--config={self._write(name, config)}"]
             argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
             folder = self.folder / name
-            recorders = [Details(folder, not has_dropout), GradientHooks(folder)]
+            callbacks = [RaggedLabels(), *callbacks, FirstStep(folder, not has_dropout)]
             with Workers(num, self.project, hash_seed) as workers:
-                self._records[name] = workers.run(
-                    argv,
-                    folder,
-                    callbacks=[RaggedLabels(), *callbacks, *recorders],
-                    prelude=self.prelude,
-                    timeout_s=None,
-                    idle_s=self.idle_s,
-                )
-        record = self._records[name]
+                run = partial(workers.run, callbacks=callbacks, prelude=self.prelude)
+                self.known[name] = run(argv, folder, timeout_s=None, idle_s=self.idle_s)
+        record = self.known[name]
         if not (record.was_killed if name == "killed" else record.ok):
             self.hung = name if record.hung else self.hung
-            is_known = name in self._failed
-            self._failed.add(name)
+            is_known = name in self.failed
+            self.failed.add(name)
             raise RunFailed(name, record, is_known)
         return record
 
-    def _write(self, name: str, config: dict[str, Any]) -> Path:
+    def _write(self, name: str, config: Config) -> Path:
         path = self.folder / name / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")

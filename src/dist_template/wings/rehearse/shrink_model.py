@@ -9,8 +9,12 @@ expert parallelism. Fields have transformers' standard names, which a configurat
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Fields = dict[str, Any]  # of a transformers configuration
 NUM_EXPERTS = 4
 SIZES = {  # field: maximum; fields that a configuration lacks are skipped
     "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
@@ -35,67 +39,71 @@ NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "trans
 DROPOUTS = ("dropout", "_pdrop", "dropout_prob", "dropout_rate")
 
 
-def shrink_architecture(config: Any, seq_len: int, min_layers: int = 2) -> dict[str, Any]:
+def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int = 2) -> Fields:
     """Returns the fields of a small architecture with the structure of `config`."""
     known = {field.name for field in dataclasses.fields(config)}
-    fields = {k: v for k, v in config.to_diff_dict().items() if k in known and k not in NOT_KEPT}
-    small: dict[str, Any] = {
-        name: min(getattr(config, name), size) for name, size in SIZES.items() if _has(config, name)
-    }
-    small |= _heads(config) | _experts(config) | _layers(config, max(2, min_layers))
-    if _has(config, "sliding_window"):
-        small["sliding_window"] = min(config.sliding_window, max(1, seq_len // 4))
-    if _has(config, "max_position_embeddings"):
+    small: Fields = {}
+    for name, largest in SIZES.items():
+        if size := _size(config, name):
+            small[name] = min(size, largest)
+    small |= _heads(config) | _layers(config, max(2, min_layers))
+    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
+        if size := _size(config, name):
+            small[name] = min(size, NUM_EXPERTS)
+    if (groups := _size(config, "n_group")) > 1:
+        small |= {"n_group": 2, "topk_group": 1 if config.topk_group < groups else 2}
+    if window := _size(config, "sliding_window"):
+        small["sliding_window"] = min(window, max(1, seq_len // 4))
+    if _size(config, "max_position_embeddings"):
         small["max_position_embeddings"] = seq_len
+    fields: Fields = {"model_type": config.model_type}
+    for name, value in config.to_diff_dict().items():
+        if name in known and name not in NOT_KEPT:
+            fields[name] = value
     for name, value in small.items():
         native = {config.attribute_map.get(name, name), name} & known
         fields |= dict.fromkeys(native, value)
     if "pad_token_id" in known:
         fields["pad_token_id"] = None  # it may exceed the small vocabulary; rows have no padding
-    return {"model_type": config.model_type, **fields}
+    return fields
 
 
-def dropouts(config: Any) -> list[str]:
+def dropouts(config: PretrainedConfig) -> list[str]:
     """Returns the fields of `config` that are dropout probabilities."""
-    names = [field.name for field in dataclasses.fields(config) if field.name.endswith(DROPOUTS)]
-    return [name for name in names if isinstance(getattr(config, name), int | float)]
+    found: list[str] = []
+    for name in (field.name for field in dataclasses.fields(config)):
+        if name.endswith(DROPOUTS) and isinstance(getattr(config, name), int | float):
+            found.append(name)
+    return found
 
 
-def _has(config: Any, name: str) -> bool:
+def _size(config: PretrainedConfig, name: str) -> int:
+    """Returns the value of a field that is a positive whole number; 0 for any other."""
     value = getattr(config, name, None)
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return max(value, 0) if is_number else 0
 
 
-def _heads(config: Any) -> dict[str, int]:
+def _heads(config: PretrainedConfig) -> dict[str, int]:
     """Returns enough heads for tensor parallelism of size 2, in groups of 2 if they are grouped."""
-    if not _has(config, "num_attention_heads"):
+    heads, given_groups = _size(config, "num_attention_heads"), _size(config, "num_key_value_heads")
+    if not heads:
         return {}
-    heads = config.num_attention_heads
-    groups = config.num_key_value_heads if _has(config, "num_key_value_heads") else heads
+    groups = given_groups or heads
     small_groups = min(groups, 2)
     heads_per_group = min(max(heads // groups, 1), 2)
     found = {"num_attention_heads": max(small_groups * heads_per_group, min(heads, 2))}
-    if _has(config, "num_key_value_heads"):
+    if given_groups:
         found["num_key_value_heads"] = small_groups
     return found
 
 
-def _experts(config: Any) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
-        if _has(config, name):
-            found[name] = min(getattr(config, name), NUM_EXPERTS)
-    if _has(config, "n_group") and config.n_group > 1:
-        found |= {"n_group": 2, "topk_group": 1 if config.topk_group < config.n_group else 2}
-    return found
-
-
-def _layers(config: Any, least: int) -> dict[str, Any]:
+def _layers(config: PretrainedConfig, least: int) -> Fields:
     """Returns one layer of each kind, in order, and at least `least` layers."""
-    if not _has(config, "num_hidden_layers"):
+    depth = _size(config, "num_hidden_layers")
+    if not depth:
         return {}
-    depth = config.num_hidden_layers
-    per_layer: dict[str, list[Any]] = {}
+    per_layer: dict[str, list] = {}  # such as layer_types
     some_layers: dict[str, list[int]] = {}  # such as Llama-4's moe_layers
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -107,25 +115,29 @@ def _layers(config: Any, least: int) -> dict[str, Any]:
             per_layer[field.name] = value
     num_dense = getattr(config, "first_k_dense_replace", None)
     step = getattr(config, "decoder_sparse_step", None) or 1
-    dense = {i for i in range(depth) if (i + 1) % step}
-    dense |= set(getattr(config, "mlp_only_layers", None) or [])
+    dense = {*range(depth)} - {*range(step - 1, depth, step)}
+    dense |= {*(getattr(config, "mlp_only_layers", None) or ())}
 
-    kinds: dict[Any, int] = {}
-    for i in range(depth):
-        kind = [values[i] for values in per_layer.values()]
-        kind += [i in numbers for numbers in (*some_layers.values(), dense, range(num_dense or 0))]
-        kinds.setdefault((*kind,), i)
-    kept = sorted(kinds.values())
-    kept += [i for i in range(depth - 1, 0, -1) if i not in kept][: max(0, least - len(kept))]
-    kept = sorted(kept)
+    first: dict[tuple, int] = {}  # kind of layer: its first layer
+    for layer in range(depth):
+        kind = [values[layer] for values in per_layer.values()]
+        for numbers in (*some_layers.values(), dense, range(num_dense or 0)):
+            kind.append(layer in numbers)
+        first.setdefault((*kind,), layer)
+    kept = set(first.values())
+    for layer in range(depth - 1, 0, -1):
+        if len(kept) < least:
+            kept.add(layer)
+    numbering = {layer: number for number, layer in enumerate(sorted(kept))}
 
-    found: dict[str, Any] = {"num_hidden_layers": len(kept)}
-    found |= {name: [values[i] for i in kept] for name, values in per_layer.items()}
+    found: Fields = {"num_hidden_layers": len(kept)}
+    for name, values in per_layer.items():
+        found[name] = [values[layer] for layer in numbering]
     for name, numbers in some_layers.items():
-        found[name] = [index for index, i in enumerate(kept) if i in numbers]
+        found[name] = [numbering[layer] for layer in numbers if layer in kept]
     if num_dense is not None:
-        found["first_k_dense_replace"] = sum(i < num_dense for i in kept)
+        found["first_k_dense_replace"] = len(kept & {*range(num_dense)})
     if hasattr(config, "mlp_only_layers"):
-        found["mlp_only_layers"] = [index for index, i in enumerate(kept) if i in dense]
+        found["mlp_only_layers"] = [numbering[layer] for layer in sorted(kept & dense)]
         found["decoder_sparse_step"] = 1
     return found

@@ -16,7 +16,8 @@ import warnings
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TextIO
 
 # Before torch and DeepSpeed are imported: no GPU, one thread per rank, no compiled kernels.
 os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
@@ -27,16 +28,15 @@ os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is fo
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
 
-from ...cli.defaults import ALWAYS_ON  # noqa: E402
+from ...cli.defaults import always_on  # noqa: E402
 from ...cli.fit import CLI  # noqa: E402
-from ...cli.main import LIBRARY, VERBS  # noqa: E402
-from ...cluster import signals  # noqa: E402
+from ...cli.verbs import verbs  # noqa: E402
 from ...cluster.messages import MESSAGES  # noqa: E402
+from ...cluster.signals import listen  # noqa: E402
 from ...cluster.watchdog import WATCHDOG  # noqa: E402
-from ...errors import InputError, first_line  # noqa: E402
+from ...errors import InputError, reason  # noqa: E402
 from . import code_locations  # noqa: E402
-from .job import Job  # noqa: E402
-from .record import RunRecord  # noqa: E402
+from .record import Job, RunRecord  # noqa: E402
 from .recorder import Recorder  # noqa: E402
 
 # Modules that most trainings import lazily.
@@ -51,9 +51,9 @@ for _slow in (
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.optimization",
-    f"{LIBRARY}.text.datamodule",
-    f"{LIBRARY}.text.module",
-    *(f"{LIBRARY}.{path.rpartition('.')[0]}" for path in ALWAYS_ON.values()),
+    "dist_template.text.datamodule",
+    "dist_template.text.module",
+    *(callback.module for callback in always_on().values()),
 ):
     with warnings.catch_warnings(), contextlib.suppress(ImportError):  # deepspeed is an extra
         warnings.simplefilter("ignore")
@@ -75,11 +75,13 @@ def serve(connection: Connection, job: Job) -> None:
         os.dup2(log.fileno(), 1)  # for the output of C++ libraries
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
-        signals.listen()
+        listen()
         _in_background(_exit_with_parent)
         faulthandler.enable(log, all_threads=False)  # logs the Python stack of a crash in C
         if job.timeout_s is not None:  # the watchdog uses faulthandler's own timer
-            _in_background(_dump_stacks_after, max(1.0, job.timeout_s - 3), log)
+            timer = threading.Timer(job.timeout_s - 3, faulthandler.dump_traceback, [log])
+            timer.daemon = True
+            timer.start()
         if job.idle_s:
             WATCHDOG.beat()
             _in_background(_report_idleness, connection, job.idle_s, log)
@@ -91,7 +93,7 @@ def serve(connection: Connection, job: Job) -> None:
     os._exit(0)  # exit handlers of libraries could wait for ranks that have exited
 
 
-def _in_background(function: Callable[..., None], *args: Any) -> None:
+def _in_background(function: Callable[..., None], *args: object) -> None:
     threading.Thread(target=function, args=args, daemon=True).start()
 
 
@@ -101,20 +103,14 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
 
-def _dump_stacks_after(seconds: float, log: Any) -> None:
-    time.sleep(seconds)
-    faulthandler.dump_traceback(log)
-
-
-def _report_idleness(connection: Connection, idle_s: float, log: Any) -> None:
+def _report_idleness(connection: Connection, idle_s: float, log: TextIO) -> None:
     """Sends the main thread's status when it makes no progress; the parent then ends all ranks."""
     while WATCHDOG.idle_s < idle_s:
         time.sleep(idle_s / 100)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    own = code_locations.of_caller(frame)
-    status = WATCHDOG.status()
-    if own and own.rpartition(":")[0].rpartition("/")[2] not in status["line"]:
-        status["line"] += f", called from {own}"
+    status, users = WATCHDOG.status(), code_locations.of_caller(frame)
+    if users and Path(users.rpartition(":")[0]).name not in status["line"]:
+        status["line"] += f", called from {users}"
     faulthandler.dump_traceback(log)
     connection.send(status)
 
@@ -128,20 +124,18 @@ def _attempt(job: Job, rank: int) -> str:
         if job.argv[0] in ("fit", "validate", "test", "predict"):
             _RecordedCLI(job, rank)
         else:
-            module = importlib.import_module(f"{LIBRARY}.{VERBS[job.argv[0]][0]}")
-            module.main(job.argv, job.project)
+            verbs()[job.argv[0]].load()(job.argv, job.project)
         return "done"
     except SystemExit as stop:  # the parser has printed the reason
-        if stop.code in (0, None):
-            return "done"
-        return f"refused: {RunRecord(job.record, {}).last_line(rank)}"
+        refusal = f"refused: {RunRecord(job.record, {}).last_line(rank)}"
+        return refusal if stop.code else "done"
     except BaseException as error:
         traceback.print_exc()
-        kind = "refused" if isinstance(error, InputError) else type(error).__name__
+        if isinstance(error, InputError):
+            return f"refused: {reason(error)}"
         line = code_locations.of_stack(traceback.walk_tb(error.__traceback__))
-        where = f" ({line})" if line and kind != "refused" else ""
-        notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        return f"{kind}: {first_line(error)}{where}{notes}"
+        where = f" ({line})" if line else ""
+        return f"{type(error).__name__}: {reason(error)}{where}"
     finally:
         WATCHDOG.stop()
         MESSAGES.flush()
@@ -154,7 +148,7 @@ class _RecordedCLI(CLI):
         self.job, self.rank = job, rank
         super().__init__(job.project, job.argv, run=True)
 
-    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+    def instantiate_trainer(self, **kwargs: object) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
         recorder = Recorder(self.job.record, self.rank, self.run)
         trainer.callbacks += [recorder, *self.job.callbacks]  # ty: ignore[missing-attribute]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import Any
 
 from ...project import Project
 from .. import sizes
@@ -17,23 +16,19 @@ def main(argv: list[str], project: Project) -> None:
     Raises:
         InputError: the strategy is not ZeroStrategy, or its file conflicts with other keys.
     """
-    own, flags = sizes.parser("deepspeed-config", str(__doc__)).parse_known_args(argv[1:])
+    given, flags = sizes.parser("deepspeed-config", str(__doc__)).parse_known_args(argv[1:])
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout
+        import torch
+
         from ...cli.fit import parse
+        from ...cli.limits.machine import Machine, Setup
+        from ...parallel.zero import complete_config
 
-        config = _complete_config(parse([argv[0], *flags, *sizes.as_flags(own)], project))
+        cli = parse([argv[0], *flags, *sizes.as_flags(given)], project)
+        trainer = vars(cli.config_init.trainer)
+        machine = Machine.described(trainer, default=max(1, torch.accelerator.device_count()))
+        if hasattr(cli.datamodule, "check"):
+            cli.datamodule.check(machine.world_size)
+        setup = Setup(machine, trainer, cli.model, cli.datamodule, model_config=None, trains=True)
+        config = complete_config(trainer["strategy"], setup)
     print(json.dumps(config, indent=2))
-
-
-def _complete_config(cli: Any) -> dict[str, Any]:
-    import torch
-
-    from ...cli.limits.machine import Machine, Setup
-    from ...parallel.zero import complete_config
-
-    trainer = vars(cli.config_init.trainer)
-    machine = Machine.described(trainer, default=max(1, torch.accelerator.device_count()))
-    if hasattr(cli.datamodule, "check"):
-        cli.datamodule.check(machine.world_size)
-    setup = Setup(machine, trainer, cli.model, cli.datamodule, model_config=None, trains=True)
-    return complete_config(trainer["strategy"], setup)

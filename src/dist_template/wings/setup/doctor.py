@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from packaging.utils import canonicalize_name
 
-from ...cluster.environment import comparable, driver, free_port, normalized, packages
+from ...cluster.environment import comparable, driver, packages
 from ...errors import Exit
 from ...project import Flags, Project
 from ...records import GIB
+from ..values import free_port
 
 Findings = Iterator[tuple[str, str, str]]
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -58,38 +60,39 @@ def main(argv: list[str], project: Project) -> None:
     parser = Flags("doctor", description=__doc__)
     as_json = "findings and environment as JSON, to compare machines"
     parser.add_argument("--json", action="store_true", help=as_json)
-    own, flags = parser.parse_known_args(argv[1:])
-    where = _read(flags, project) if flags else Where(project.folder.parent)
-    findings = [(name, *finding) for name, check in CHECKS.items() for finding in check(where)]
-    if own.json:
-        keys = ("check", "verdict", "found", "todo")
-        listed = [dict(zip(keys, finding, strict=True)) for finding in findings]
-        print(json.dumps({"findings": listed, "environment": comparable()}, indent=2))
-    else:
-        for name, verdict, found, todo in findings:
-            print(f"{verdict:<8} {name:<14} {found}" + (f"\n{'':<23} -> {todo}" if todo else ""))
-    if any(verdict == PROBLEM for _, verdict, *_ in findings):
+    given, flags = parser.parse_known_args(argv[1:])
+    where = read(flags, project) if flags else Where(project.folder.parent)
+    findings = []
+    for check, function in CHECKS.items():
+        for verdict, found, todo in function(where):
+            findings.append({"check": check, "verdict": verdict, "found": found, "todo": todo})
+            if not given.json:
+                cure = f"\n{'':<23} -> {todo}" if todo else ""
+                print(f"{verdict:<8} {check:<14} {found}{cure}")
+    if given.json:
+        print(json.dumps({"findings": findings, "environment": comparable()}, indent=2))
+    if any(finding["verdict"] == PROBLEM for finding in findings):
         sys.exit(Exit.FAILED)
 
 
-def _read(flags: list[str], project: Project) -> Where:
+def read(flags: list[str], project: Project) -> Where:
+    """Returns what a configuration uses."""
     from ...cli.fit import parse
 
     cli = parse(["doctor", *flags], project)
-    data, root = cli.datamodule, Path(cli.config_init.run.root)
-    cache = Path(getattr(data, "cache_dir", Where.cache))
-    trainer = cli.config.trainer
+    data, trainer = cli.datamodule, cli.config.trainer
     chosen = [str(getattr(trainer.strategy, "class_path", trainer.strategy)).rpartition(".")[2]]
     for name, value in vars(getattr(trainer.strategy, "init_args", None) or Namespace()).items():
-        if name == "stage" or re.fullmatch("(fsdp|dp_replicate|tp|ep|cp|pp)_size", name):
+        if re.fullmatch("stage|(fsdp|dp_replicate|tp|ep|cp|pp)_size", name):
             chosen.append(f"{name}={value}")
     chosen.append(f"on {trainer.num_nodes} x {trainer.devices} devices, {trainer.precision or 32}")
+    root, cache = Path(cli.config_init.run.root), Path(getattr(data, "cache_dir", Where.cache))
     workers = getattr(data, "num_workers", 0)
     return Where(project.folder.parent, root, cache, workers, " ".join(chosen))
 
 
 def check_versions(where: Where) -> Findings:
-    """What a bug report needs first, in two lines."""
+    """Reports versions, machine and strategy: two lines that a bug report needs first."""
     names = ("dist-template", "torch", "lightning", "transformers", "deepspeed")
     versions = [f"{name} {packages().get(name, 'missing')}" for name in names]
     yield OK, f"{', '.join(versions)}, Python {platform.python_version()}", ""
@@ -99,16 +102,15 @@ def check_versions(where: Where) -> Findings:
 
 
 def check_packages(where: Where) -> Findings:
-    """The installed versions are those of constraints.txt; any build of torch is accepted."""
+    """The installed versions equal constraints.txt; any build of torch is accepted."""
     lock = where.project / LOCK
     if not lock.exists():
         yield WARNING, f"there is no {lock}", "run it in a checkout of the project"
         return
     pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", lock.read_text(encoding="utf-8"), re.MULTILINE))
-    installed = packages()
-    wrong: list[str] = []
+    installed, wrong = packages(), []
     for name, version in pins.items():
-        has = installed.get(normalized(name), "missing").split("+")[0]
+        has = installed.get(canonicalize_name(name), "missing").split("+")[0]
         if has != version:
             wrong.append(f"{name} {has} (locked: {version})")
     if wrong:
@@ -122,10 +124,10 @@ def check_blocked(where: Where) -> Findings:
     """No version is installed that requirements/blocked.txt names: malicious or withdrawn ones."""
     from packaging.specifiers import SpecifierSet
 
-    path, found = where.project / BLOCKED, packages()
+    path, installed = where.project / BLOCKED, packages()
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     for name, rule, advisory in re.findall(r"^([\w.-]+)(\S+)\s+# (.*)$", text, re.MULTILINE):
-        version = found.get(normalized(name))
+        version = installed.get(canonicalize_name(name))
         if version and not SpecifierSet(rule).contains(version, prereleases=True):
             todo = "remove this environment, change your passwords and tokens, then make setup"
             yield PROBLEM, f"{name} {version} is blocked: {advisory}", todo
@@ -147,11 +149,8 @@ def check_gpus(where: Where) -> Findings:
     else:
         number = torch.cuda.device_count() or "no"
         yield OK, f"torch {torch.__version__}, driver {version or 'none'}, {number} GPU(s)", ""
-    if shutil.which("nvidia-smi"):
-        yield from _ask_nvidia_smi()
-
-
-def _ask_nvidia_smi() -> Findings:
+    if not shutil.which("nvidia-smi"):
+        return
     columns = "--query-gpu=index,name,ecc.errors.uncorrected.volatile.total,memory.used"
     query = ["nvidia-smi", columns, "--format=csv,noheader,nounits"]
     try:
@@ -165,15 +164,15 @@ def _ask_nvidia_smi() -> Findings:
         yield PROBLEM, found, "reboot the node, or exclude it"
         return
     for line in done.stdout.strip().splitlines():
-        index, name, errors, used_mib = (part.strip() for part in line.split(","))
-        gpu = f"GPU {index}, {name}"
+        index, name, errors, used_mib = line.split(", ")
         if errors.isdigit() and int(errors):  # "[N/A]" where there is no ECC
-            found = f"{gpu}: {errors} uncorrected memory errors"
+            found = f"GPU {index}, {name}: {errors} uncorrected memory errors"
             yield PROBLEM, found, "reset the GPU; if they return, exclude it"
         elif used_mib.isdigit() and int(used_mib) > 1024:
-            yield WARNING, f"{gpu}: {used_mib} MiB are in use", "nvidia-smi lists the processes"
+            found = f"GPU {index}, {name}: {used_mib} MiB are in use"
+            yield WARNING, found, "nvidia-smi lists the processes"
         else:
-            yield OK, gpu, ""
+            yield OK, f"GPU {index}, {name}", ""
 
 
 def check_disks(where: Where) -> Findings:
@@ -181,7 +180,9 @@ def check_disks(where: Where) -> Findings:
     folders = {"run.root": where.root, "data.cache_dir": where.cache}
     folders["TMPDIR"] = Path(tempfile.gettempdir())
     for key, path in folders.items():
-        folder = _existing(path)
+        folder = path.absolute()
+        while not folder.exists():
+            folder = folder.parent
         try:
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b"x")
@@ -190,12 +191,12 @@ def check_disks(where: Where) -> Findings:
             yield PROBLEM, f"{key} {path}: {error.strerror}", todo
             continue
         free, inodes = shutil.disk_usage(folder).free / GIB, os.statvfs(folder)
-        few = inodes.f_files > 0 and inodes.f_favail < 1000  # some file systems do not count inodes
         found = f"{key} {path}: {free:.1f} GiB free"
-        found += f", {inodes.f_favail} inodes" if few else ""
         todo = f"free space, or set another {key}; checkpoints take 12 bytes per parameter"
-        if few or free < SCARCE_GIB:
-            yield PROBLEM if few or free < TOO_LITTLE_GIB else WARNING, found, todo
+        if inodes.f_files > 0 and inodes.f_favail < 1000:  # some file systems do not count inodes
+            yield PROBLEM, f"{found}, {inodes.f_favail} inodes", todo
+        elif free < SCARCE_GIB:
+            yield PROBLEM if free < TOO_LITTLE_GIB else WARNING, found, todo
         else:
             yield OK, found, ""
 
@@ -208,21 +209,21 @@ def check_shared_memory(where: Where) -> Findings:
         yield OK, "not used: data.num_workers is 0, and there are not several GPUs", ""
         return
     size = shutil.disk_usage(SHARED_MEMORY).total / GIB if SHARED_MEMORY.is_dir() else 0
-    found = f"{SHARED_MEMORY} has {size:.2f} GiB"
+    found, todo = f"{SHARED_MEMORY} has {size:.2f} GiB", ""
     if size < SHARED_GIB:
-        yield PROBLEM, found, "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm"
-    else:
-        yield OK, found, ""
+        todo = "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm"
+    yield PROBLEM if todo else OK, found, todo
 
 
 def check_open_files(where: Where) -> Findings:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"open files: {soft if soft >= 0 else 'no limit'}"  # -1 is no limit
-    if 0 <= soft < OPEN_FILES:
+    if soft < 0:
+        yield OK, "open files: no limit", ""
+    elif soft < OPEN_FILES:
         most = 65536 if hard < 0 else min(hard, 65536)
-        yield WARNING, found, f"ulimit -n {most}"
+        yield WARNING, f"open files: {soft}", f"ulimit -n {most}"
     else:
-        yield OK, found, ""
+        yield OK, f"open files: {soft}", ""
 
 
 def check_all_reduce(where: Where) -> Findings:
@@ -231,29 +232,30 @@ def check_all_reduce(where: Where) -> Findings:
 
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     code = f"from {__name__} import reduce_once; reduce_once(%d, {free_port()}, {backend!r})"
-    started = time.monotonic()
+    started, ranks, why = time.monotonic(), [], ""
     with tempfile.TemporaryFile("w+") as log:
-        ranks: list[subprocess.Popen[str]] = []
         for rank in range(2):
             argv = [sys.executable, "-c", code % rank]
             ranks.append(subprocess.Popen(argv, stdout=log, stderr=log, text=True))
         try:
             codes = [rank.wait(max(0.1, started + TIMEOUT_S - time.monotonic())) for rank in ranks]
-            why = f"exit codes {codes}" if any(codes) else ""
+            if any(codes):
+                why = f"exit codes {codes}; "
         except subprocess.TimeoutExpired:
-            why = f"not finished after {TIMEOUT_S:g} s"
+            why = f"not finished after {TIMEOUT_S:g} s; "
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
         log.seek(0)
-        printed = [line for line in log.read().splitlines() if line.strip()]
-    last, what = (printed or ["no output"])[-1], f"{backend} between two processes"
+        printed = ["no output", *log.read().split("\n")]
+    last = [line for line in printed if line.strip()][-1]
+    found = f"{backend} between two processes: {why}{last}"
     if why:
         todo = "check firewall and loopback; set another GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-        yield PROBLEM, f"{what}: {why}; {last}", todo
-        return
-    yield OK, f"{what}: {last}; {time.monotonic() - started:.1f} s including start-up", ""
+        yield PROBLEM, found, todo
+    else:
+        yield OK, f"{found}; {time.monotonic() - started:.1f} s including start-up", ""
 
 
 def reduce_once(rank: int, port: int, backend: str) -> None:
@@ -274,11 +276,6 @@ def reduce_once(rank: int, port: int, backend: str) -> None:
     if rank == 0:  # unbuffered lines of both would be one
         print(f"4 MB in {1000 * (time.perf_counter() - started):.1f} ms", flush=True)
     dist.destroy_process_group()
-
-
-def _existing(path: Path) -> Path:
-    """Returns `path`, or the nearest folder above it that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 CHECKS: dict[str, Callable[[Where], Findings]] = {

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 
-from ...cli.fit import parse
+from ...cli.config_file import check
 from ...project import Project
 
-SHOWN = 3  # documents of the train split
+NUM_SHOWN = 3  # documents of the train split
 
 
 def main(argv: list[str], project: Project) -> None:
     """Writes the token cache of a configuration and prints a summary; an existing one is checked.
+    Prints the first documents as the model reads them, with marks around what is trained on.
 
     Raises:
         InputError: the data is missing, empty or unreadable, the disk is full, or another `prepare`
             runs.
     """
+    check(argv)
+    from ...cli.fit import parse  # imports torch
+
     data = parse(argv, project).datamodule
     corpus = getattr(data, "prepare", data.prepare_data)()  # Lightning's hook has no token cache
-    if corpus is not None and corpus.is_whole("train"):
-        _show(corpus)
-
-
-def _show(corpus: Any) -> None:
-    """Prints the first documents as the model reads them, with marks around what is trained on."""
+    if corpus is None or not corpus.is_whole("train"):
+        return
     start, end = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
     print(f"the first of the train split; {start}trained on{end}:")
     tokens, counted = corpus.tokens("train"), corpus.counted("train")
     starts = corpus.starts("train")
-    for first, last in list(zip(starts, starts[1:], strict=False))[:SHOWN]:
+    for first, last in list(zip(starts, starts[1:], strict=False))[:NUM_SHOWN]:
         edges = np.flatnonzero(np.diff(counted[first:last])) + first + 1
         for a, b in zip([first, *edges], [*edges, last], strict=True):
             text = corpus.tokenizer.decode(tokens[a:b])

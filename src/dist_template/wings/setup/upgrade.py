@@ -13,16 +13,18 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import url2pathname
 
-from ...errors import InputError, first_line, require
+from ...errors import InputError, reason, require
 from ...project import Flags, Project
 
 RECORD = ".cruft.json"  # in cruft's format; the template's hook post_gen_project.py writes it
 TRUSTED = "dist-template.trusted"  # in git's configuration: an address whose hooks may run
 RELEASE = re.compile(r"v\d+\.\d+\.\d+")
+Record = dict[str, Any]  # template: its address; commit; checkout; context.cookiecutter: answers
 Version = tuple[str, str]  # a tag or commit, by which the library is pinned, and its commit
 
 
@@ -34,13 +36,12 @@ def main(argv: list[str], project: Project) -> None:
     hooks = "run the template's hooks, programs of its address, on this machine without asking"
     flags.add_argument("--trust", action="store_true", help=hooks)
     given = flags.parse_args(argv[1:])
-    to = given.to
     require("cookiecutter", "upgrade")
     root = project.folder.absolute().parent
-    record = _tracked(root)
+    record = read_record(root)
     _check_trust(root, record["template"], given.trust)
     with tempfile.TemporaryDirectory(prefix="upgrade-") as name:
-        old, new = _versions(record, to, Path(name))
+        old, new = _versions(record, given.to, Path(name))
         if old == new:
             print(f"nothing to upgrade: {record['template']} has nothing newer than {old[0]}")
             return
@@ -60,7 +61,7 @@ def main(argv: list[str], project: Project) -> None:
     )
 
 
-def _tracked(root: Path) -> dict[str, Any]:
+def read_record(root: Path) -> Record:
     """Returns the record of a project without uncommitted changes. Raises InputError otherwise."""
     try:
         record = json.loads((root / RECORD).read_text(encoding="utf-8"))
@@ -68,7 +69,7 @@ def _tracked(root: Path) -> dict[str, Any]:
             raise ValueError("it has no template or no answers")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         what = f"{root / RECORD}, the record of the template's version and the answers,"
-        raise InputError(f"{what} cannot be read: {first_line(error)}") from error
+        raise InputError(f"{what} cannot be read: {reason(error)}") from error
     if not _git(root, "ls-tree", "--name-only", "HEAD", RECORD, check=False):
         how = "run `git init`, `git add --all` and `git commit` there"
         raise InputError(f"{root} is not committed to git, which merges the upgrade: {how}")
@@ -85,7 +86,7 @@ def _check_trust(root: Path, address: str, is_given: bool) -> None:
     configuration, which no commit contains.
 
     Raises:
-        InputError: they may not, or nobody can be asked.
+        InputError: they may not, or there is no terminal to ask on.
     """
     print(f"the template is {address}", flush=True)
     if is_given or _git(root, "config", "--local", TRUSTED, check=False) == address:
@@ -99,7 +100,7 @@ def _check_trust(root: Path, address: str, is_given: bool) -> None:
     raise InputError(f"upgrade runs the hooks of {address}, which {RECORD} names: {why} there")
 
 
-def _versions(record: dict[str, Any], to: str | None, folder: Path) -> tuple[Version, Version]:
+def _versions(record: Record, to: str | None, folder: Path) -> tuple[Version, Version]:
     """Clones the template into `folder`; returns the recorded and the new version."""
     address, recorded, clone = record["template"], record.get("commit"), folder / "template"
     if address.endswith(".zip"):
@@ -112,32 +113,38 @@ def _versions(record: dict[str, Any], to: str | None, folder: Path) -> tuple[Ver
     _git(folder, "clone", "--quiet", "--", address, str(clone))
     tags = _git(clone, "tag", "--list", "--sort=-version:refname").split()
     # the library of a template's folder is the folder's own, whatever is tagged
-    releases = [] if Path(address).is_dir() else [tag for tag in tags if RELEASE.fullmatch(tag)]
+    releases = []
+    if not Path(address).is_dir():
+        releases = [*filter(RELEASE.fullmatch, tags)]
     commits, goal = [], to or (releases or ["HEAD"])[0]
-    for name in (recorded, goal):
-        places = (f"{place}{name}^{{commit}}" for place in ("", "origin/"))
-        found = [_git(clone, "rev-parse", "--verify", "-q", place, check=False) for place in places]
-        if not any(found):
-            where = f"give a tag, branch or commit of it in {RECORD if name == recorded else 'TO'}"
+    for name, key in ((recorded, RECORD), (goal, "TO")):
+        found = ""
+        for place in (name, f"origin/{name}"):
+            verify = ["rev-parse", "--verify", "-q", f"{place}^{{commit}}"]
+            found = found or _git(clone, *verify, check=False)
+        if not found:
+            where = f"give a tag, branch or commit of it in {key}"
             raise InputError(f"the template {address} has no {name}: {where}")
-        commits.append(found[0] or found[1])
+        commits.append(found)
     old = (record.get("checkout") or recorded, commits[0])
     if not to and _git(clone, "merge-base", *commits, check=False) == commits[1]:
         return old, old
     return old, (goal if goal in tags else commits[1], commits[1])
 
 
-def _commit(root: Path, record: dict[str, Any], version: Version, out: Path, *parent: str) -> str:
+def _commit(root: Path, record: Record, version: Version, out: Path, *parent: str) -> str:
     """Renders a version; returns a commit of it, on no branch. Raises InputError if it fails."""
-    (name, commit), template, origin = version, str(out.parent / "template"), []
+    (name, commit), answers = version, []
     if commit:
+        template = str(out.parent / "template")
         _git(Path(template), "checkout", "--quiet", "--detach", commit)
-        origin = [f"_origin={record['template']}"]
+        answers.append(f"_origin={record['template']}")
     else:
         template = url2pathname(name.removeprefix("file://")) if "file:" in name else name
-    answers = [f"{key}={value}" for key, value in record["context"]["cookiecutter"].items()]
+    for key, value in record["context"]["cookiecutter"].items():
+        answers.append(f"{key}={value}")
     quiet = ["--no-input", "--default-config", "--checkout", name, "--output-dir", f"{out}/new"]
-    command = [sys.executable, "-m", "cookiecutter", *quiet, "--", template, *origin, *answers]
+    command = [sys.executable, "-m", "cookiecutter", *quiet, "--", template, *answers]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         why = " ".join(done.stderr.strip().splitlines()[-1:])
@@ -152,10 +159,14 @@ def _commit(root: Path, record: dict[str, Any], version: Version, out: Path, *pa
     return _git(root, "commit-tree", tree, *parent, "-m", f"Upgrade to {name} of the template")
 
 
-def _git(where: Path, *arguments: str, check: bool = True, env: Any = ()) -> str:
+def _git(
+    where: Path, *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
+) -> str:
     """Returns what git prints in the folder `where`, or "" if it fails without `check`."""
     command = ["git", "-C", str(where), *arguments]
-    done = subprocess.run(command, env=os.environ | dict(env), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, **(env or {})}, capture_output=True, text=True
+    )
     if check and done.returncode:
         raise InputError(f"`git {' '.join(arguments[:-1])}` fails: {' '.join(done.stderr.split())}")
     return "" if done.returncode else done.stdout.strip()

@@ -1,61 +1,88 @@
-"""A sweep's trials, which are optuna's; processes share them by a journal in a file."""
+"""A sweep's trials: optuna's, in a journal that processes share, and `fit` in processes of its own.
+
+A callback ends the trials that are worse than others at the same step.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optuna
+from lightning import LightningModule, Trainer
+from lightning.pytorch import Callback
+from optuna import distributions, pruners
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import FrozenTrial, TrialState
+
+from ...cluster.launch import Variable
 from ...cluster.run_lock import RunLock
-from ...errors import InputError
-from ...table import shown
+from ...cluster.signals import STOP, end_with_parent
+from ...errors import Ended, Exit, InputError
+from ...observe.history.run import History, last_write, read_run
+from ...project import Project
+from ...weights import from_all_ranks
+from ..values import shown
 
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "BruteForceSampler"}
+KILLS = 3  # after so many a trial has failed
 
 
 class Sweep:
     """The sweep in `folder`: journal.log, and the run of each trial in trial-0000, trial-0001, …
 
-    `definition`: space, flags of fit, sampler, pruner, metric; None: those of the journal.
+    `definition`: space, flags of fit, sampler, pruner, metric; None: the journal's.
     """
 
     def __init__(self, folder: Path, definition: dict[str, Any] | None = None) -> None:
-        import optuna
-        from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-
         warnings.filterwarnings("ignore", "BruteForceSampler is experimental")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.folder, self._optuna, path = folder, optuna, str(folder / "journal.log")
+        self.folder, journal = folder, folder / "journal.log"
         self._turn = JournalFileOpenLock(str(folder / "next"))
-        lock = JournalFileOpenLock(path)
-        _check_journal(Path(path), lock)
-        backend = JournalFileBackend(path, lock)
-        self._where: Any = {"storage": optuna.storages.JournalStorage(backend), "study_name": ""}
+        lock = JournalFileOpenLock(str(journal))
+        if journal.exists():
+            lock.acquire()  # optuna writes under it
+            try:
+                _drop_damaged_entry(journal)
+            finally:
+                lock.release()
+        backend = JournalFileBackend(str(journal), lock)
+        self._storage = optuna.storages.JournalStorage(backend)
         if definition:
-            options: Any = {"direction": f"{definition['mode']}imize", "load_if_exists": True}
-            study = optuna.create_study(**self._where, **options)
+            study = optuna.create_study(
+                storage=self._storage, study_name="", load_if_exists=True,
+                direction="maximize" if definition["mode"] == "max" else "minimize",
+            )  # fmt: skip
             if study.user_attrs.get("definition", definition) != definition:
                 raise InputError(f"{folder} has trials of another space or flags; set --name")
             study.set_user_attr("definition", definition)
-        self.definition = optuna.load_study(**self._where).user_attrs["definition"]
+        study = optuna.load_study(storage=self._storage, study_name="")
+        self.definition: dict[str, Any] = study.user_attrs["definition"]
 
-    def study(self, sampler: Any = None) -> Any:
+    def study(self, sampler: optuna.samplers.BaseSampler | None = None) -> optuna.Study:
         """Returns optuna's study; its pruner counts optimizer steps."""
-        pruners = self._optuna.pruners
         kind, first = self.definition["pruner"], max(1, self.definition["prune_after"])
-        pruner = {"median": pruners.MedianPruner(n_warmup_steps=first), "none": pruners.NopPruner()}
-        pruner["hyperband"] = pruners.HyperbandPruner(first)
-        return self._optuna.load_study(**self._where, sampler=sampler, pruner=pruner[kind])
+        pruner: pruners.BasePruner = pruners.NopPruner()
+        if kind == "median":
+            pruner = pruners.MedianPruner(n_warmup_steps=first)
+        elif kind == "hyperband":
+            pruner = pruners.HyperbandPruner(first)
+        return optuna.load_study(
+            storage=self._storage, study_name="", sampler=sampler, pruner=pruner
+        )
 
-    def trial(self, number: int) -> Any:
+    def trial(self, number: int) -> optuna.Trial:
         """Returns an unfinished trial to add to, in any process."""
-        storage, name = self._where.values()
-        of = storage.get_study_id_from_name(name)
-        which = storage.get_trial_id_from_study_id_trial_number(of, number)
-        return self._optuna.Trial(self.study(), which)
+        study = self._storage.get_study_id_from_name("")
+        trial = self._storage.get_trial_id_from_study_id_trial_number(study, number)
+        return optuna.Trial(self.study(), trial)
 
     def run(self, number: int) -> Path:
         return self.folder / f"trial-{number:04}"
@@ -63,19 +90,21 @@ class Sweep:
     def claim(self, most: int) -> Iterator[int]:
         """Yields unfinished trials that have no process, then new ones up to `most` in all."""
         with (lock := RunLock()):
-            for trial in [one for one in self.study().trials if not one.state.is_finished()]:
-                is_free = lock.take(self.run(trial.number) / "worker") is None
-                if not is_free or self.study().trials[trial.number].state.is_finished():
+            for trial in self.study().trials:
+                number = trial.number
+                if trial.state.is_finished() or lock.take(self.run(number) / "worker") is not None:
+                    continue
+                if self.study().trials[number].state.is_finished():
                     continue
                 if self._has_values(trial):
-                    yield trial.number
+                    yield number
                 else:
-                    self.trial(trial.number).set_user_attr("end", "killed before it had values")
-                    self.study().tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
-            while (number := self._new(lock, most)) is not None:
-                yield number
+                    self.trial(number).set_user_attr("end", "killed before it had values")
+                    self.study().tell(number, state=TrialState.FAIL)
+            while (new := self._new(lock, most)) is not None:
+                yield new
 
-    def _has_values(self, trial: Any) -> bool:
+    def _has_values(self, trial: FrozenTrial) -> bool:
         return trial.params.keys() == self.definition["space"].keys()
 
     def _new(self, lock: RunLock, most: int) -> int | None:
@@ -86,52 +115,110 @@ class Sweep:
                 return None
             lock.take(self.run(number) / "worker")
             space = {key: distribution(entry) for key, entry in self.definition["space"].items()}
-            kind = getattr(self._optuna.samplers, SAMPLERS[self.definition["sampler"]])
-            self.study(kind(seed=number)).ask(space)
+            sampler = getattr(optuna.samplers, SAMPLERS[self.definition["sampler"]])
+            self.study(sampler(seed=number)).ask(space)
             return number
         finally:
             self._turn.release()
 
 
-def _check_journal(journal: Path, lock: Any) -> None:
-    """Drops a damaged last entry, as a kill leaves it; raises InputError if it is an earlier one.
+def _drop_damaged_entry(journal: Path) -> None:
+    """Drops a last entry that a kill has cut; raises InputError if an earlier one is damaged.
 
     optuna writes the next entry behind it, and then refuses the whole journal."""
-    if not journal.exists():
-        return
-    lock.acquire()  # optuna writes under it
-    try:
-        lines = journal.read_bytes().splitlines(keepends=True)
-        damaged = [number for number, line in enumerate(lines) if not _is_entry(line)]
-        if damaged == [len(lines) - 1]:
-            os.truncate(journal, sum(map(len, lines[:-1])))
-    finally:
-        lock.release()
-    if damaged and damaged[0] < len(lines) - 1:
-        cure = "restore the file, or set another --name"
-        raise InputError(f"{journal}:{damaged[0] + 1} is damaged: it is no entry; {cure}")
-    if damaged:
-        print(f"{journal}: its last entry was cut by a kill and is dropped; it is done again")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:  # codes of optuna 5
+            is_entry = json.loads(line)["op_code"] in range(11) and line.endswith(b"\n")
+        except (ValueError, KeyError, TypeError):
+            is_entry = False
+        if not is_entry and number < len(lines):
+            cure = "restore the file, or set another --name"
+            raise InputError(f"{journal}:{number} is damaged: it is no entry; {cure}")
+        if not is_entry:
+            os.truncate(journal, journal.stat().st_size - len(line))
+            print(f"{journal}: its last entry was cut by a kill and is dropped; it is done again")
 
 
-def _is_entry(line: bytes) -> bool:
-    try:  # codes of optuna 4
-        return json.loads(line)["op_code"] in range(11) and line.endswith(b"\n")
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def distribution(entry: dict[str, list[Any]]) -> Any:
+def distribution(entry: dict[str, list[Any]]) -> distributions.BaseDistribution:
     """Returns optuna's distribution of {kind: values}, an entry of the file of --space."""
-    from optuna import distributions as kinds
-
     ((kind, values),) = entry.items()
     if kind == "choice":
-        return kinds.CategoricalDistribution([*values])
+        return distributions.CategoricalDistribution([*values])
     if kind == "int":
-        return kinds.IntDistribution(*map(int, values), log=False)
-    return kinds.FloatDistribution(*map(float, values), log={"float": False, "log": True}[kind])
+        return distributions.IntDistribution(*map(int, values), log=False)
+    is_log = {"float": False, "log": True}[kind]
+    return distributions.FloatDistribution(*map(float, values), log=is_log)
 
 
-def flags_of(values: dict[str, Any]) -> list[str]:
+def flags_of(values: dict[str, object]) -> list[str]:
     return [f"--{key}={shown(value)}" for key, value in values.items()]
+
+
+def run(sweep: Sweep, number: int, project: Project) -> None:
+    """Trains a trial, from its checkpoint if it has one; raises Ended if it was stopped."""
+    study, given, folder = sweep.study(), sweep.definition, sweep.run(number)
+    values = flags_of(study.trials[number].params)
+    print(f"trial {number}: {' '.join(values)}", flush=True)
+    callback = {"class_path": f"{__name__}.Pruning", "init_args": {"run": "{run}"}}
+    more = [f"--run.name={given['name']}", f"--trainer.callbacks+={shown(callback)}"]
+    argv = [sys.executable, "-m", project.package, "fit", *given["flags"], *values, *more]
+    code = start(argv, folder)
+    if (stopped := Exit.of_all([code])) in (Exit.REQUEUE, Exit.INTERRUPTED):
+        # a trial may be killed each time, if it needs more than the host's memory
+        kills = study.trials[number].user_attrs.get("kills", 0) + (code != stopped)
+        sweep.trial(number).set_user_attr("kills", kills)
+        if kills < KILLS:
+            raise Ended(stopped, f"trial {number} was stopped; the same command resumes the sweep")
+    has_run = last_write(folder) is not None  # it may have failed before it wrote anything
+    history = read_run(folder) if has_run else History(folder)
+    found = history.metrics[given["metric"]].finite()
+    pruned = study.trials[number].user_attrs.get("pruned")
+    state, value = TrialState.FAIL, None
+    if not code and pruned:
+        state, end = TrialState.PRUNED, f"pruned at step {pruned}"
+    elif not code and len(found):
+        state, value, end = TrialState.COMPLETE, found.last, f"{given['metric']} {found.last:.4f}"
+    else:
+        lines = (folder / "output.txt").read_text("utf-8", "replace").strip().split("\n")
+        errors = [line for line in lines if line.startswith("error: ")]
+        end = f"failed with code {code}: {(errors or lines)[-1]}"
+    sweep.trial(number).set_user_attr("end", end)
+    study.tell(number, value, state=state)
+    print(f"trial {number}: {end}", flush=True)
+
+
+def start(argv: list[str], folder: Path) -> int:
+    """Runs a command without Slurm's variables and forwards SIGTERM and SIGUSR1 to it."""
+    variables = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    variables[Variable.RUN_ID] = folder.name
+    with (folder / "output.txt").open("a") as output:
+        process = subprocess.Popen(
+            argv, env=variables, stdout=output, stderr=output, preexec_fn=end_with_parent
+        )
+    for each in STOP:
+        signal.signal(each, lambda number, frame: process.send_signal(number))
+    return process.wait()
+
+
+class Pruning(Callback):
+    """Ends a trial, on all ranks after the same step, if it is worse there than other trials.
+
+    Args:
+        run: The trial's folder.
+    """
+
+    def __init__(self, run: str) -> None:
+        self.run = Path(run)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        step, stops = trainer.global_step, False
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        if trainer.is_global_zero:
+            sweep = Sweep(self.run.parent)
+            trial = sweep.trial(int(self.run.name.removeprefix("trial-")))
+            trial.report(float(trainer.callback_metrics[sweep.definition["metric"]]), step)
+            if stops := trial.should_prune() and step < trainer.estimated_stepping_batches:
+                trial.set_user_attr("pruned", step)
+        trainer.should_stop = from_all_ranks(stops)[0] or trainer.should_stop

@@ -1,42 +1,96 @@
-"""Launchers and schedulers: each is a module with the functions of `Target`."""
+"""Targets of `launch`: launchers and schedulers, found by the entry points of GROUP."""
 
 from __future__ import annotations
 
-from importlib import import_module
+import subprocess
+from abc import ABC, abstractmethod
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TypedDict
 
+from ....errors import InputError, reason
+from ....plugins import registered
 from ..job import Job
 
-ON_HOSTS = ("torchrun", "deepspeed", "accelerate", "ssh")  # they start the nodes in `cluster`
-TARGETS = (*ON_HOSTS, "slurm", "kubernetes", "ray")
+GROUP = "dist_template.launch_targets"
 
 
-class Target(Protocol):
+class Record(TypedDict):
+    """The content of a run's launch.json."""
+
+    on: str  # the target's name
+    id: str  # the scheduler's identifier of the job; "" from a launcher
+    hosts: list[str]
+    ssh: str
+
+
+class Target(ABC):
     """A launcher or scheduler. `folder` is RUN/launch, `record` the content of its launch.json."""
 
+    on_hosts = False  # True: it starts the nodes that `cluster` names; False: a scheduler does
+    flags = Namespace()  # the values of the flags that `add_flags` adds
+
+    def add_flags(self, parser: ArgumentParser) -> None:  # noqa: B027  (most targets have none)
+        """Adds the target's own flags to the parser of `launch --on NAME`."""
+
+    @abstractmethod
     def render(self, job: Job) -> dict[str, str]:
         """Returns the files by name. Raises InputError if the target cannot run the job."""
 
+    @abstractmethod
     def commands(self, job: Job) -> list[list[str]]:
         """Returns the commands by which `submit` starts the job, after its checks."""
 
+    @abstractmethod
     def submit(self, job: Job, folder: Path) -> str:
         """Returns the scheduler's identifier of the job; "" from a launcher, when all has ended.
 
         Raises InputError if the job is refused, and Ended with another code than 0."""
 
-    def is_active(self, record: dict[str, Any], folder: Path) -> bool:
-        """Returns whether the launch waits or runs; False if nothing answers about it."""
+    @abstractmethod
+    def is_active(self, record: Record, folder: Path) -> bool:
+        """Returns whether the job waits or runs. InputError counts as False: nothing answers."""
 
-    def status(self, record: dict[str, Any], folder: Path) -> str: ...
+    @abstractmethod
+    def status(self, record: Record, folder: Path) -> str:
+        """Returns the state of the job."""
 
-    def logs(self, record: dict[str, Any], folder: Path) -> str: ...
-
-    def stop(self, record: dict[str, Any], folder: Path) -> str:
+    @abstractmethod
+    def stop(self, record: Record, folder: Path) -> str:
         """Asks the run to save and exit with 75; returns what was done."""
+
+    def logs(self, record: Record, folder: Path) -> str:
+        """Returns the output of the run: by default, of all `*.log` files in the folder."""
+        files = sorted(folder.glob("*.log"))
+        return "\n".join(f"{file}:\n{file.read_text(encoding='utf-8')}" for file in files)
+
+
+def ask(*words: str) -> str:
+    """Returns what a scheduler's command prints.
+
+    Raises:
+        InputError: the command is not installed here, or it fails.
+    """
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        what = f"there is no {words[0]} on this machine"
+        raise InputError(f"{what}; start it where {words[0]} is, or give --dry-run") from error
+    if done.returncode:
+        raise InputError(f"{words[0]} fails: {reason(done.stderr)}")
+    return done.stdout.rstrip()
 
 
 def target(name: str) -> Target:
-    """Imports and returns the target `name`, one of TARGETS."""
-    return cast(Target, import_module(f"{__name__}.{name}"))
+    """Creates the target that is registered as `name`.
+
+    Raises:
+        InputError: no package registers it, or its package cannot be imported.
+    """
+    known = registered(GROUP)
+    if name not in known:
+        raise InputError(f"{name!r} is no target of launch; allowed are {', '.join(known)}")
+    try:
+        return known[name].load()()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise InputError(f"target {name} ({known[name].value}) cannot be used: {error}") from error

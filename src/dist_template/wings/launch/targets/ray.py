@@ -12,22 +12,19 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from ....cluster.launch import LAUNCH
+from ....cluster.launch import Variable
 from ....cluster.signals import end_with_parent
-from ....errors import DECIDED, Exit, require
-from .. import nodes
+from ....errors import Exit, require
 from ..job import Job
-from ..nodes import is_active, logs, status, stop
-
-__all__ = ["command", "commands", "is_active", "logs", "render", "status", "stop", "submit"]
+from ..nodes import OnNodes, script
 
 MAX_RESTARTS = 3  # as in launch/torchrun.sh
-OTHERS_S = 7 * 86_400  # a worker whose process has exited waits for those of the others
+OTHERS_S = 7 * 86_400  # a worker whose process has exited waits for the other workers' processes
 
 
 def command(job: Job, python: str, folder: str) -> str:
@@ -38,29 +35,29 @@ def command(job: Job, python: str, folder: str) -> str:
     return shlex.join([python, "-m", __name__, str(job.nodes * job.devices), device, *process])
 
 
-def render(job: Job) -> dict[str, str]:
-    return nodes.script(replace(job, nodes=1), command(job, job.python, str(job.folder)), {})
-
-
-def commands(job: Job) -> list[list[str]]:
-    return nodes.commands(replace(job, nodes=1))
-
-
-def submit(job: Job, folder: Path) -> str:
+class Ray(OnNodes):
     """Runs the driver here, for the cluster at RAY_ADDRESS, or for this machine without it."""
-    require("ray", "launch --on ray")
-    return nodes.submit(replace(job, nodes=1), folder)
+
+    on_hosts = False
+
+    def render(self, job: Job) -> dict[str, str]:
+        return script(replace(job, nodes=1), command(job, job.python, str(job.folder)))
+
+    def commands(self, job: Job) -> list[list[str]]:
+        return super().commands(replace(job, nodes=1))
+
+    def submit(self, job: Job, folder: Path) -> str:
+        require("ray", "launch --on ray")
+        return super().submit(replace(job, nodes=1), folder)
 
 
 def main(workers: str, device: str, *process: str) -> int:
     """Runs a process in each worker; returns their common exit code."""
     train, torch = import_module("ray.train"), import_module("ray.train.torch")
+    launch = f"ray {socket.gethostname()} {os.getpid()}"
     trainer = torch.TorchTrainer(
         work,
-        train_loop_config={
-            "process": process,
-            "launch": f"ray {socket.gethostname()} {os.getpid()}",
-        },
+        train_loop_config={"process": process, "launch": launch},
         torch_config=torch.TorchConfig(backend="gloo", timeout_s=OTHERS_S),
         scaling_config=train.ScalingConfig(num_workers=int(workers), use_gpu=device == "gpu"),
         run_config=train.RunConfig(failure_config=train.FailureConfig(max_failures=MAX_RESTARTS)),
@@ -68,7 +65,7 @@ def main(workers: str, device: str, *process: str) -> int:
     return trainer.fit().return_value
 
 
-def work(config: dict[str, Any]) -> int:
+def work(config: Mapping[str, str]) -> int:
     """Runs a process in a worker of Ray.
 
     Raises:
@@ -80,14 +77,13 @@ def work(config: dict[str, Any]) -> int:
         probe.bind(("", 0))
         port = [probe.getsockname()[1]]
     dist.broadcast_object_list(port)
-    own = {"MASTER_PORT": str(port[0]), "GROUP_RANK": os.environ["NODE_RANK"]}
-    own |= {LAUNCH: config["launch"], "TORCHELASTIC_RUN_ID": config["launch"]}
+    environment = os.environ | {"MASTER_PORT": str(port[0]), "GROUP_RANK": os.environ["NODE_RANK"]}
+    environment |= {Variable.LAUNCH: config["launch"], "TORCHELASTIC_RUN_ID": config["launch"]}
     # If Ray kills the worker, the process saves and exits (signals.listen).
-    environment = os.environ | own
     started = subprocess.Popen(config["process"], env=environment, preexec_fn=end_with_parent)
-    codes: list[Any] = [None] * dist.get_world_size()
+    codes = [0] * dist.get_world_size()
     dist.all_gather_object(codes, started.wait())
-    if any(codes) and not set(codes) & set(DECIDED):
+    if any(codes) and not Exit.is_deliberate(codes):
         raise RuntimeError(f"the processes exited with {codes}")
     return int(Exit.of_all(codes))
 

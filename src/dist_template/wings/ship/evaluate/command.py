@@ -8,7 +8,7 @@ import re
 from ....errors import Ended, Exit, InputError, require
 from ....project import Flags, Project
 
-BASELINE = "run, checkpoint, folder, hub name, unigram, ngram, compression, start or parent"
+BASELINE = "run, checkpoint, folder, hub name, unigram, start or parent"
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -34,7 +34,7 @@ def main(argv: list[str], project: Project) -> None:
         raise InputError("evaluate starts the processes of a run itself: start it once")
 
     from .evaluation import evaluate
-    from .requirement import failure, parse
+    from .paired import failure, parse
 
     for text in given.require:
         parse(text)
@@ -43,5 +43,6 @@ def main(argv: list[str], project: Project) -> None:
     name = given.name or "-against-".join([given.split, *given.baseline[:1]])
     name = re.sub(r"[^\w.-]+", "_", name).strip("_")
     comparisons = evaluate(given, name, project)
-    if failures := [why for text in given.require if (why := failure(text, comparisons))]:
-        raise Ended(Exit.BAD_INPUT, "; ".join(failures))
+    failures = [failure(text, comparisons) for text in given.require]
+    if any(failures):
+        raise Ended(Exit.BAD_INPUT, "; ".join(filter(None, failures)))

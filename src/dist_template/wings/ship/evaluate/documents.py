@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from lightning import LightningModule, Trainer
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from .... import weights
 from ....errors import InputError
 from ....text.batches.rows import NOT_COUNTED
+from ....weights import from_all_ranks
 from ..export.onnx import OnnxModel
 
 
@@ -31,60 +34,64 @@ class DocumentScores(Callback):
     def __init__(self, path: str, onnx: str | None = None) -> None:
         self.path, self.onnx = path, onnx
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        data = trainer.datamodule
-        if not (hasattr(data, "documents") and hasattr(pl_module, "sums")):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.data: Any = getattr(trainer, "datamodule", None)
+        self.module: Any = pl_module
+        if not (hasattr(self.data, "documents") and hasattr(pl_module, "sums")):
             raise InputError("evaluate measures texts by their likelihood; use `test` for others")
-        if data.source.pairs:
+        if self.data.source.pairs:
             raise InputError(
                 "a run on preferences cannot be evaluated or promoted yet: `export` and `serve`"
                 " take it, and `validate` measures the loss of its pairs"
             )
-        pl_module.loss_kernel = "torch"  # Liger's gives one sum for all tokens
+        self.module.loss_kernel = "torch"  # Liger's gives one sum for all tokens
 
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        split, own = {"validate": "validation"}.get(trainer.state.fn, "test"), pl_module.sums
-        self.documents, self.nats = trainer.datamodule.documents(split), []
-        self.sums = np.zeros((2, len(self.documents.ends)))
-        # rows of tokens that are their own positions: their labels are the labels' positions
-        self.rows = copy.copy((trainer.test_dataloaders or trainer.val_dataloaders).dataset)
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        is_validation, sums = trainer.state.fn == "validate", self.module.sums
+        loader: Any = trainer.val_dataloaders if is_validation else trainer.test_dataloaders
+        self.documents = self.data.documents("validation" if is_validation else "test")
+        self.totals = np.zeros((2, len(self.documents.ends)))  # nats and tokens
+        # Rows of tokens that are their own positions: their labels are the labels' positions.
+        self.rows = copy.copy(loader.dataset)
         self.rows.tokens = np.arange(len(self.rows.tokens))
+        self.nats: list[Tensor] = []
         if self.onnx:
-            pl_module.model.forward = OnnxRows(OnnxModel(Path(self.onnx)))
+            self.module.model.forward = partial(_by_document, OnnxModel(Path(self.onnx)))
 
-        def recorded(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        def record(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
             flat = logits.float().flatten(0, 1)
             self.nats.append(F.cross_entropy(flat, labels.flatten(), reduction="none"))
-            return own(logits, labels)
+            return sums(logits, labels)
 
         # where the module computes its loss, on the same chunks of logits
-        pl_module.sums = pl_module.chunked_loss.sums = recorded
+        self.module.sums = self.module.chunked_loss.sums = record
 
     def on_test_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Tensor | Mapping | None,
+        batch: Any, batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
         nats = torch.cat(self.nats).double().cpu().numpy()  # (B x T,)
         self.nats.clear()
         counted = batch["labels"].flatten().cpu().numpy() != NOT_COUNTED
-        _, positions, _ = self.rows.read(trainer.datamodule.eval_rows)
+        _, positions, _ = self.rows.read(self.data.eval_rows)
         ends = self.documents.ends
         numbers = np.searchsorted(ends, positions.flatten()[counted], side="right")
-        self.sums += [np.bincount(numbers, each, len(ends)) for each in (nats[counted], None)]
+        self.totals[0] += np.bincount(numbers, nats[counted], len(ends))
+        self.totals[1] += np.bincount(numbers, minlength=len(ends))
 
-    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # the ranks of one model-parallel group evaluate the same rows
-        by_rank = dict(weights.from_all_ranks((trainer.datamodule.rank, self.sums)))
+        by_rank = dict(from_all_ranks((self.data.rank, self.totals)))
         if not trainer.is_global_zero:
             return
         import pandas as pd
 
         columns = dict(zip(("sample", "source", "text", "end"), self.documents, strict=True))
-        columns |= zip(("nats", "tokens"), sum(by_rank.values()), strict=True)
-        texts = [text.encode() for text in self.documents.texts]
-        tokenizer = trainer.datamodule.text_tokenizer.backend_tokenizer.to_str().encode()
+        columns["nats"], columns["tokens"] = np.sum([*by_rank.values()], axis=0)
+        tokenizer = self.data.text_tokenizer.backend_tokenizer.to_str().encode()
         columns["tokenizer"] = hashlib.sha256(tokenizer).hexdigest()
-        columns["bytes"] = [len(text) for text in texts]
+        texts = [text.encode() for text in self.documents.texts]
+        columns["bytes"] = list(map(len, texts))
         hashes = [hashlib.sha256(text).hexdigest()[:16] for text in texts]
         pd.DataFrame(columns, pd.Index(hashes, name="hash")).to_parquet(self.path)
 
@@ -92,16 +99,13 @@ class DocumentScores(Callback):
     on_validation_batch_end = on_test_batch_end
 
 
-class OnnxRows:
+def _by_document(
+    model: OnnxModel, input_ids: Tensor, position_ids: Tensor, **_: object
+) -> SimpleNamespace:
     """Runs a graph on packed rows: each document alone, because the graph knows no boundaries."""
-
-    def __init__(self, model: OnnxModel) -> None:
-        self.model = model
-
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
-        rows = []
-        for tokens, positions in zip(input_ids, position_ids, strict=True):
-            starts = [0, *positions[1:].eq(0).nonzero().flatten().add(1).tolist()]
-            parts = tokens[None].tensor_split(starts[1:], dim=1)
-            rows.append(torch.cat([self.model(part).logits for part in parts], dim=1))
-        return SimpleNamespace(logits=torch.cat(rows))
+    rows = []
+    for tokens, positions in zip(input_ids, position_ids, strict=True):
+        starts = positions[1:].eq(0).nonzero().flatten() + 1
+        documents = tokens[None].tensor_split(starts.cpu(), dim=1)
+        rows.append(torch.cat([model(document).logits for document in documents], dim=1))
+    return SimpleNamespace(logits=torch.cat(rows))

@@ -2,6 +2,7 @@
 
 The interval is a bootstrap over samples: the tokens of one document depend on each other. It is
 widened for few samples (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, 4.6.2).
+Requirements on comparisons, for CI: `eval/loss better`, `accuracy not worse by 0.01`.
 
 Shapes: R runs of one configuration, S samples.
 """
@@ -9,16 +10,21 @@ Shapes: R runs of one configuration, S samples.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from ....errors import InputError
 
 RESAMPLES, BATCH_VALUES = 10_000, 2**22
 LEAST = 20  # samples: of fewer, even the widened interval is too short
 LEVEL, POWER = 0.05, 0.8
 SCALED = ("run", "baseline", "difference", "low", "high", "detectable")  # fields with a unit
 ROUNDING = 1e-4  # of the figure: what strategies and kernels may differ by
+REQUIREMENT = re.compile(r"(\S+) (better|not worse by (\d*\.?\d+))")
 NORMAL = 1.959964  # standard errors to each end of a 95 % interval
 
 
@@ -64,6 +70,37 @@ class Comparison:
         self.sentence = f"{self.verdict} with {self.samples:,} samples: {values} ({interval})"
         if self.verdict == "cannot tell":
             self.sentence += f"; they would show a difference of {self.detectable:.4f}"
+
+
+def parse(requirement: str) -> tuple[str, float | None]:
+    """Returns the measure's name, and by how much it may be worse; None: it must be better."""
+    found = REQUIREMENT.fullmatch(requirement.strip())
+    if not found:
+        allowed = "'MEASURE better' or 'MEASURE not worse by 0.01', such as 'eval/loss better'"
+        raise InputError(f"--require {requirement!r} is no requirement: write {allowed}")
+    margin = None
+    if found[3]:
+        margin = float(found[3])
+    return re.sub("^(eval|test)/", "", found[1]), margin
+
+
+def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
+    """Returns why a requirement does not hold, in one sentence; None: it holds.
+
+    Raises:
+        InputError: its measure was not compared, or a task has to be named.
+    """
+    name, margin = parse(requirement)
+    found = [each for each in comparisons if f"/{each.name}".endswith(f"/{name}")]
+    if len(found) != 1:
+        known = ", ".join(each.name for each in comparisons)
+        why = "other tokens cannot be compared" if name == "loss" else "it is not one measure"
+        raise InputError(f"--require {requirement!r}: {why}; give one of {known}")
+    (each,) = found
+    worse = each.high if each.lower_is_better else -each.low
+    if (margin is None and each.verdict == "better") or (margin is not None and worse <= margin):
+        return None
+    return f"required {requirement!r}, but {each.sentence}"
 
 
 def compare(pairs: list[Pair]) -> list[Comparison]:

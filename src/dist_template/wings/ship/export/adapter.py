@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....model.quantize import dequantize, quantize, replace_layers
+from ....text.model.quantize import dequantize, quantize, replace_layers
 
 
 def merge(model: Any) -> None:
@@ -24,21 +24,34 @@ def merge(model: Any) -> None:
     model.delete_adapter("default")
 
 
-def write_adapter(module: Any, data: Any, dtype: torch.dtype, folder: Path) -> nn.Module:
+def write_adapter(module: Any, data: object, dtype: torch.dtype, folder: Path) -> nn.Module:
     """Writes adapter_config.json and adapter_model.safetensors; returns the model without adapters
     with the folder's, loaded by peft."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    model, base = module.model, getattr(module, "pretrained", None)
+    model, tensors = module.model, {}
+    for name, tensor in get_peft_model_state_dict(model, adapter_name="default").items():
+        tensors[name] = tensor.to(dtype)
+    # Modules that were trained besides adapters keep their type: routing depends on it. A router
+    # is one because of its buffer.
+    full = set[str]()
+    for path, child in model.named_modules():
+        state = dict[str, Tensor]()
+        for name, tensor in child.state_dict().items():
+            if "." not in name:
+                state[f"{path}.{name}"] = tensor
+        is_trained = any(p.requires_grad for p in child.parameters(recurse=False))
+        has_buffer = any(f"{path}.{name}" in state for name, _ in child.named_buffers())
+        if ".lora_" not in path and state and (is_trained or has_buffer):
+            tensors |= state
+            full.add(path)
     config = model.peft_config["default"]
-    state = get_peft_model_state_dict(model, adapter_name="default")
-    full = _saved_in_full(model)
-    config.modules_to_save = sorted({name.rpartition(".")[0] for name in full}) or None
-    config.base_model_name_or_path, config.inference_mode = base, True
-    cast = {name: tensor.to(dtype) for name, tensor in state.items()}  # routing depends on the rest
-    tensors = {f"base_model.model.{n}": t.detach().clone() for n, t in (cast | full).items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.modules_to_save = sorted(full) or None
+    config.base_model_name_or_path = getattr(module, "pretrained", None)
+    config.inference_mode = True
+    saved = {f"base_model.model.{n}": t.detach().clone() for n, t in tensors.items()}
+    save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
     torch.manual_seed(torch.initial_seed())
     untrained = module.build_model(data).requires_grad_(False)
@@ -47,14 +60,3 @@ def write_adapter(module: Any, data: Any, dtype: torch.dtype, folder: Path) -> n
     with warnings.catch_warnings():  # peft 0.21 reads a deprecated property of transformers
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         return PeftModel.from_pretrained(untrained, str(folder)).eval()
-
-
-def _saved_in_full(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what training changed besides adapters, module by module: routers have a buffer."""
-    saved: dict[str, Tensor] = {}
-    for path, module in model.named_modules():
-        own = {n: t for n, t in module.state_dict().items() if "." not in n}
-        trained = any(p.requires_grad for p in module.parameters(recurse=False))
-        if ".lora_" not in path and (trained or own.keys() & dict(module.named_buffers()).keys()):
-            saved |= {f"{path}.{name}": tensor for name, tensor in own.items()}
-    return saved

@@ -7,7 +7,7 @@ Shapes: N prompts, T tokens of a prompt, G generated tokens, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,38 +19,47 @@ from ...rehearse.compare import first_difference
 from ...rehearse.forward_hooks import ForwardHooks
 from .trained import Trained
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PROMPTS, LENGTH, GENERATED, AT_ONCE = 100, 24, 8, 20
 OTHER = "the exported folder is not what was trained"
 EXACT = 1e-5  # largest difference of float32 logits, relative to the largest logit and to 1
 CACHED = 1e-3  # the most that the trained model's own cache may add to it
 # Of smaller types: norm of the logits' difference, relative to their norm.
 ROUNDING = {"float16": 0.02, "bfloat16": 0.1, "int8": 0.5}
-CHAT = [{"role": role, "content": f"A message of the {role}."} for role in ("user", "assistant")]
+CHAT = [
+    {"role": "user", "content": "A message of the user."},
+    {"role": "assistant", "content": "A message of the assistant."},
+]
 
 
 def prompts_of(data: Any, number: int = PROMPTS) -> list[str]:
     """Returns excerpts of the validation split, evenly spaced; else data.prompts."""
     corpus = getattr(data, "corpus", None)
-    held_out: Any = corpus.tokens("validation") if corpus else []
-    texts = list(getattr(data, "prompts", None) or [])
-    if len(held_out) > LENGTH:
+    held_out = corpus.tokens("validation") if corpus else np.empty(0)
+    if len(held_out) <= LENGTH:
+        texts = getattr(data, "prompts", None) or []
+    else:
         starts = np.linspace(0, len(held_out) - LENGTH, number).astype(int)
-        windows = [held_out[start : start + LENGTH].tolist() for start in starts]
-        texts = [data.text_tokenizer.decode(one, skip_special_tokens=True) for one in windows]
-    return [text for text in texts if text]
+        windows = np.lib.stride_tricks.sliding_window_view(held_out, LENGTH)[starts].tolist()
+        texts = data.text_tokenizer.batch_decode(windows, skip_special_tokens=True)
+    return list(filter(None, texts))
 
 
 class Gate:
-    """Keeps what a trained model of transformers gives for prompts, and not the model."""
+    """Keeps a trained model's outputs for prompts; the model itself may be freed."""
 
     def __init__(self, trained: Trained) -> None:
         model, self.tokenizer = trained.model, trained.tokenizer
         self.texts = prompts_of(trained.data) if self.tokenizer else []
-        ids = [self.tokenizer.encode(text) for text in self.texts]
         room = getattr(model.config, "max_position_embeddings", None) or LENGTH + GENERATED
+        ids = list(map(self.tokenizer.encode, self.texts)) if self.texts else []
         self.length = max(1, min([room - GENERATED, LENGTH, *map(len, ids)]))
-        random = torch.arange(self.length).repeat(2, 1)
-        prompts = torch.tensor([one[: self.length] for one in ids]) if ids else random
+        if ids:
+            prompts = torch.tensor([each[: self.length] for each in ids])
+        else:
+            prompts = torch.arange(self.length).repeat(2, 1)
         self.tokens, self.logits, self.loss = self._run(model, prompts, cached=False)
         # Recurrent layers compute a prompt and a single token by different algorithms (Qwen3.5).
         cached = self._run(model, self.tokens, cached=True)[1]
@@ -64,33 +73,36 @@ class Gate:
             InputError: it has other tokens, another chat template or type than `dtype`, or other
                 logits; the message names the first layer that differs.
         """
-        model, own, is_exact = exported.model, exported.tokenizer, dtype == "float32"
+        model, tokenizer, is_exact = exported.model, exported.tokenizer, dtype == "float32"
         for text in self.texts:
-            if own.encode(text) != self.tokenizer.encode(text):
+            if tokenizer.encode(text) != self.tokenizer.encode(text):
                 raise InputError(f"{OTHER}: its tokenizer gives other tokens for {text[:30]!r}")
-        if own and (chat := _chat(own)) != _chat(self.tokenizer):
-            instead = f"not {_chat(self.tokenizer)!r}"
-            raise InputError(f"{OTHER}: its chat template gives {chat!r}, {instead}")
+        if tokenizer and (chat := _chat(tokenizer)) != (expected := _chat(self.tokenizer)):
+            raise InputError(f"{OTHER}: its chat template gives {chat!r}, not {expected!r}")
         is_cast = dtype != "int8" and not hasattr(model, "peft_config")
         if is_cast and str(model.dtype) != f"torch.{dtype}":
             raise InputError(f"{OTHER}: its weights are {model.dtype}, and --dtype is {dtype}")
+        first, where = "", "in a graph or model with other layers"
         layers = _layers(model, self.tokens[:1]) if isinstance(model, nn.Module) else {}
-        is_same = layers.keys() == self.layers.keys()  # neither merged nor converted
-        first = first_difference(self.layers, layers, 0.0 if is_exact else 0.5) if is_same else ""
+        if layers.keys() == self.layers.keys():  # neither merged nor converted
+            first = first_difference(self.layers, layers, 0.0 if is_exact else 0.5)
+            where = f"first at {first}" if first else "with its cache, and no layer without one"
         if is_exact and first:
             raise InputError(f"{OTHER}: the first layer that differs is {first}")
         _, logits, loss = self._run(model, self.tokens, cached=True)
-        change, largest = logits - self.logits, max(1.0, self.logits.abs().max().item())
-        most, share = change.abs().max().item(), (change.norm() / self.logits.norm()).item()
-        allowed = max(EXACT * largest, min(2 * self.rounding, CACHED * largest))
-        if not (most <= allowed if is_exact else share <= ROUNDING[dtype]):
-            where = f"first at {first}" if first else "with its cache, and no layer without one"
-            where = where if is_same else "in a graph or model with other layers"
-            raise InputError(f"{OTHER}: its logits differ by up to {most:.1e}, {where}")
+        change, scale = logits - self.logits, max(1.0, self.logits.abs().max().item())
+        largest = change.abs().max().item()
+        if is_exact:
+            allowed = max(EXACT * scale, min(2 * self.rounding, CACHED * scale))
+            is_equal, worse = largest <= allowed, ""
+        else:
+            is_equal = (change.norm() / self.logits.norm()).item() <= ROUNDING[dtype]
+            worse = f", loss {loss - self.loss:+.4f} nats per token"
+        if not is_equal:
+            raise InputError(f"{OTHER}: its logits differ by up to {largest:.1e}, {where}")
         equal = (logits.argmax(-1) == self.tokens[:, self.length :]).float().mean().item()
-        worse = "" if is_exact else f", loss {loss - self.loss:+.4f} nats per token"
         over = f"over {len(logits)} prompts, {equal:.1%} of the greedy tokens equal{worse}"
-        return f"largest difference to the trained model's logits {most:.1e} {over}"
+        return f"largest difference to the trained model's logits {largest:.1e} {over}"
 
     @torch.no_grad()
     def _run(self, model: Any, tokens: Tensor, cached: bool) -> tuple[Tensor, Tensor, float]:
@@ -117,13 +129,14 @@ class Gate:
 
 
 @torch.no_grad()
-def _layers(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+def _layers(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     hooks = ForwardHooks(model)
     model(input_ids=tokens, use_cache=False)
     hooks.remove()
     return hooks.tensors
 
 
-def _chat(tokenizer: Any) -> str | None:
-    has_template = getattr(tokenizer, "chat_template", None)
-    return tokenizer.apply_chat_template(CHAT, tokenize=False) if has_template else None
+def _chat(tokenizer: PreTrainedTokenizerBase) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    return str(tokenizer.apply_chat_template(CHAT, tokenize=False))

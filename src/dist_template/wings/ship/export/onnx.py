@@ -9,18 +9,21 @@ import logging
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ....errors import InputError, reason
 
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # of the extra
 MANIFEST = "export.json"  # transformers' name
 
 
-def write_onnx(model: Any, dtype: str, folder: Path) -> None:
+def write_onnx(model: PreTrainedModel, dtype: str, folder: Path) -> None:
     """Writes model.onnx and its weights into `folder`; int8: linear layers' weights in 8 bits.
 
     Raises:
@@ -62,18 +65,24 @@ class OnnxModel:
         inputs = self.exported.runners["model"].session.get_inputs()
         self.cache = [one.shape for one in inputs if ".past_key_values." in one.name]
 
-    def __call__(self, input_ids: Tensor, past_key_values: Any = None, **given: Any) -> Any:
+    def __call__(
+        self, input_ids: Tensor, past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None, position_ids: Tensor | None = None, **_: object,
+    ) -> Any:  # fmt: skip
         from transformers import DynamicCache
 
         num_rows, length = input_ids.shape
         if past_key_values is None:
-            shapes = [(num_rows, int(heads), 0, int(width)) for _, heads, _, width in self.cache]
-            empty = [torch.zeros(shape, dtype=self.dtype) for shape in shapes]
+            empty = []
+            for _, heads, _, width in self.cache:
+                empty.append(torch.zeros((num_rows, int(heads), 0, int(width)), dtype=self.dtype))
             past_key_values = DynamicCache(list(zip(empty[::2], empty[1::2], strict=True)))
         seen = past_key_values.get_seq_length()
-        known = {
-            "attention_mask": torch.ones((num_rows, seen + length), dtype=torch.long),
-            "position_ids": torch.arange(seen, seen + length).expand(num_rows, -1),
-        }
-        known |= {name: given[name] for name in known if given.get(name) is not None}
-        return self.exported(input_ids=input_ids, past_key_values=past_key_values, **known)
+        if attention_mask is None:
+            attention_mask = torch.ones((num_rows, seen + length), dtype=torch.long)
+        if position_ids is None:
+            position_ids = torch.arange(seen, seen + length).expand(num_rows, -1)
+        return self.exported(
+            input_ids=input_ids, past_key_values=past_key_values, attention_mask=attention_mask,
+            position_ids=position_ids,
+        )  # fmt: skip

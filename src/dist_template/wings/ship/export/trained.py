@@ -9,17 +9,14 @@ from typing import Any
 import torch
 import yaml
 
-from ....checkpoint.commit import agreed
-from ....checkpoint.formats import format_of, read_full
-from ....checkpoint.frozen import exclude_frozen
-from ....checkpoint.manifest import meant
-from ....cli.config_file import read, with_classes_of_the_library
+from ....checkpoint.formats import load_full
+from ....cli.config_file import read
 from ....cli.fit import WithoutTrainer
-from ....cli.run import check_checkpoint, fill_placeholders
+from ....cli.run import is_checkpoint, verified_checkpoint
 from ....errors import InputError, reason, require
 from ....observe.history.run import CONFIG
 from ....project import Project
-from ...diagnose import newest
+from ...diagnose.command import newest
 from .onnx import MANIFEST, PACKAGES, OnnxModel
 
 OF_FIT = ("trainer", "ckpt_path", "weights_only")  # keys that one process without a Trainer ignores
@@ -28,7 +25,7 @@ FILES = ("config.json", "adapter_config.json")  # of folders of transformers and
 
 @dataclass
 class Trained:
-    """A model in evaluation mode on the CPU, and its tokenizer; None if there is none.
+    """A model in evaluation mode on the CPU, and its tokenizer if there is one.
 
     `path` is the checkpoint, the folder, or the name on the hub. The others are None for a folder:
     the run's folder, the LightningModule without a Trainer, and the prepared data module.
@@ -49,16 +46,21 @@ def load_trained(name: str, project: Project, key: str = "MODEL") -> Trained:
     `key` is the flag or argument to name in an error.
 
     Raises:
-        InputError: it is none of them, or it cannot be loaded.
+        InputError: it is something else, or it cannot be loaded.
     """
+    if is_pretrained(name):
+        return from_folder(name, key)
+    flags, checkpoint, run = of_run(name, project, key)
+    path = verified_checkpoint(checkpoint, key)
+    return trained(WithoutTrainer(project, flags, run=False), path, run)
+
+
+def is_pretrained(name: str) -> bool:
+    """Whether `name` is a folder of transformers or peft, or may be a name on the hub."""
     path = Path(name)
     # runs/misspelt is no name on the hub
     is_on_hub = not path.exists() and name.count("/") == 1 and not path.parent.exists()
-    if is_on_hub or any((path / file).is_file() for file in FILES):
-        return from_folder(name, key)
-    flags, checkpoint, run = of_run(name, project, key)
-    check_checkpoint(checkpoint, key)
-    return trained(WithoutTrainer(project, flags, run=False), agreed(checkpoint), run)
+    return is_on_hub or any((path / file).is_file() for file in FILES)
 
 
 def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path]:
@@ -66,24 +68,27 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     or the folder of all, and the run's folder."""
     path = Path(name)
     if not path.exists():
-        allowed = "the folder of a run, a checkpoint, or a Hugging Face folder"
-        raise InputError(f"{key} {name!r} does not exist: give {allowed}")
-    is_checkpoint = bool(meant(path)[1] or format_of(path))
-    run = run_of(path) if is_checkpoint else newest(path)
+        why = "does not exist: give the folder of a run, a checkpoint, or a Hugging Face folder"
+        raise InputError(f"{key} {name!r} {why}")
+    is_folder_of_run = not is_checkpoint(path)
+    run = newest(path) if is_folder_of_run else run_of(path)
     if run is None:
         raise InputError(f"{key} {name!r} is not in a run's folder, with its {CONFIG}")
-    recorded = read(str(run / CONFIG))
-    keys = {key: value for key, value in recorded.items() if key not in OF_FIT}
-    flags = ["--config", yaml.safe_dump(with_classes_of_the_library(keys, project.package))]
-    if not is_checkpoint:
-        path = Path(fill_placeholders(keys["last_checkpoint"]["dirpath"], run))
+    keys = read(str(run / CONFIG), package=project.package)
+    for key in OF_FIT:
+        keys.pop(key, None)
+    flags = ["--config", yaml.safe_dump(keys)]
+    if is_folder_of_run:
+        path = Path(keys["last_checkpoint"]["dirpath"].replace("{run}", str(run)))
     return flags, path, run
 
 
 def run_of(checkpoint: Path) -> Path | None:
     """Returns the folder of the run that wrote a checkpoint."""
-    above = checkpoint.absolute().parents
-    return next((folder for folder in above if (folder / CONFIG).is_file()), None)
+    for folder in checkpoint.absolute().parents:
+        if (folder / CONFIG).is_file():
+            return folder
+    return None
 
 
 def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained:
@@ -98,10 +103,8 @@ def trained(cli: WithoutTrainer, path: Path, run: Path | None = None) -> Trained
     if hasattr(data, "require"):
         data.require()
     torch.manual_seed(torch.initial_seed())  # the base of adapters may be made from scratch
-    module.model = getattr(module, "build_with_adapters", module.build_model)(data)
-    if getattr(module, "frozen_base", None):
-        exclude_frozen(module)
-    module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
+    module.model = getattr(module, "build_network", module.build_model)(data)
+    load_full(path, module)
     tokenizer = getattr(data, "text_tokenizer", None)
     return Trained(module.model.eval(), tokenizer, str(path), run, module, data)
 
@@ -110,14 +113,20 @@ def from_folder(name: str, key: str) -> Trained:
     """Returns the model and tokenizer of a folder of `export` or transformers, or of the hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, safe = Path(name), {"trust_remote_code": False}
-    is_onnx, is_adapter = (folder / MANIFEST).is_file(), (folder / FILES[1]).is_file()
-    for package in PACKAGES if is_onnx else ["peft"] if is_adapter else ():
+    is_onnx, needed = (Path(name) / MANIFEST).is_file(), ()
+    if is_onnx:
+        needed = PACKAGES
+    elif (Path(name) / FILES[1]).is_file():
+        needed = ("peft",)
+    for package in needed:
         require(package, f"{key} {name!r}")
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model = OnnxModel(folder) if is_onnx else load(name, dtype="auto", **safe).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name, **safe)
+        if is_onnx:
+            model = OnnxModel(Path(name))
+        else:
+            model = load(name, dtype="auto", trust_remote_code=False).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, KeyError, SafetensorError and others
         raise InputError(f"{key} {name!r} cannot be loaded: {reason(error)}") from error
     return Trained(model, tokenizer, name)

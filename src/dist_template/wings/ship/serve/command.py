@@ -5,29 +5,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ....cluster import signals
+from ....cluster.signals import STOP
 from ....errors import InputError, reason, require
 from ....project import Flags, Project, program
 from ...ranges import in_range
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..export.trained import Trained
+    from .app import App
+
 NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn")
-FLAGS: dict[str, tuple[Any, ...]] = {  # default, what it is, least and most
-    "host": ("127.0.0.1", "address to listen on; 0.0.0.0: all"),
-    "port": (8000, "port to listen on", 0, 65_535),
-    "name": ("", "the model's name in requests; default: the run's or the folder's"),
-    "max_tokens": (1024, "most tokens of an answer", 1),
-    "max_requests": (32, "requests at once; one more is answered with 429", 1),
-    "max_body": (1 << 20, "most bytes of a request", 1),
-    "timeout_s": (120.0, "seconds for a request, with its wait for others", 0.001, 1e8),
-    "grace_s": (20.0, "seconds for running requests after SIGTERM", 0, 1e8),
-    "api_key_env": ("SERVE_API_KEY", "environment variable with the key that requests present"),
-}
 
 
 def main(argv: list[str], project: Project) -> None:
@@ -38,14 +33,7 @@ def main(argv: list[str], project: Project) -> None:
             extra is missing.
     """
     given = flags(argv[1:])
-    import torch
-
-    has_gpu, key = torch.cuda.is_available(), os.environ.get(given.api_key_env, "")
-    if given.engine == "auto":
-        given.engine = "vllm" if has_gpu and find_spec("vllm") else "transformers"
-    if given.engine == "vllm" and not find_spec("vllm"):
-        raise InputError("--engine vllm needs the package vllm, 0.18 or newer: pip install vllm")
-    for package in NEEDED if given.engine == "transformers" else ():
+    for package in NEEDED:
         require(package, program("serve"))
     try:
         family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
@@ -54,20 +42,20 @@ def main(argv: list[str], project: Project) -> None:
         where = f"--host {given.host} --port {given.port}"
         raise InputError(f"{where} cannot be used: {reason(error)}; give another") from error
     served = _compared(given, project)
-    if given.engine == "vllm":
-        listening.close()
-        command = vllm_command(served.path, given)
-        os.execvpe(command[0], command, os.environ | ({"VLLM_API_KEY": key} if key else {}))
+    import torch
+
     from .app import App
 
-    model = on_device(served.model, "cuda" if has_gpu else "cpu")
+    model = on_device(served.model, "cuda" if torch.cuda.is_available() else "cpu")
     model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
     given.context = getattr(model.config, "max_position_embeddings", sys.maxsize)
-    signals.ignore()  # uvicorn has handlers of its own, and raises what it received again
-    asyncio.run(_serve(App(model, served.tokenizer, key, given), listening, given))
+    key = os.environ.get(given.api_key_env, "")
+    for number in STOP:  # uvicorn has handlers of its own, and raises what it received again
+        signal.signal(number, signal.SIG_IGN)
+    asyncio.run(_serve(App(model, served.tokenizer, key, given), listening))
 
 
-def on_device(model: Any, device: str) -> Any:
+def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
     """Moves `model` to `device`, with parameters in bf16 on a GPU that computes in it."""
     import torch
 
@@ -75,33 +63,35 @@ def on_device(model: Any, device: str) -> Any:
 
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         HalfParameters("bf16-true").convert_module(model)
-    return model.to(device)
+    return model.to(torch.device(device))
 
 
 def flags(argv: list[str]) -> argparse.Namespace:
     """Returns the parsed flags of the verb."""
-    parser = Flags("serve", description=__doc__)
-    parser.add_argument("model", help="a run's folder, a checkpoint, or an exported folder")
-    names, auto = ("auto", "transformers", "vllm"), "auto: vllm if it and a GPU are there"
-    parser.add_argument("--engine", choices=names, default="auto", help=auto)
-    for flag, (default, what, *limits) in FLAGS.items():
-        shown = f"{what} (default: {default})" if default else what
-        kind = in_range(type(default), *limits) if limits else str
-        parser.add_argument(f"--{flag}", type=kind, default=default, help=shown)
-    parser.add_argument("--log_prompts", action="store_true", help="add prompts to the log")
+    parser = Flags(
+        "serve", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add, count = parser.add_argument, in_range(int, 1)
+    add("model", help="a run's folder, a checkpoint, or an exported folder")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
+    add("--port", type=in_range(int, 0, 65_535), default=8000, help="port to listen on")
+    add("--name", help="the model's name in requests, instead of the run's or the folder's")
+    add("--max_tokens", type=count, default=1024, help="most tokens of an answer")
+    requests = "requests at once; one more is answered with 429"
+    add("--max_requests", type=count, default=32, help=requests)
+    add("--max_body", type=count, default=1 << 20, help="most bytes of a request")
+    seconds = "seconds for a request, with its wait for others"
+    add("--timeout_s", type=in_range(float, 0.001, 1e8), default=120.0, help=seconds)
+    grace = "seconds for running requests after SIGTERM"
+    add("--grace_s", type=in_range(float, 0, 1e8), default=20.0, help=grace)
+    variable = "environment variable with the key that requests present"
+    add("--api_key_env", default="SERVE_API_KEY", help=variable)
+    add("--log_prompts", action="store_true", help="add prompts to the log")
     return parser.parse_args(argv)
 
 
-def vllm_command(folder: str, given: argparse.Namespace) -> list[str]:
-    """Returns the command that serves `folder` by vLLM, 0.18 or newer, with the same limits."""
-    flags = {"host": given.host, "port": given.port, "served-model-name": given.name}
-    flags |= {"max-num-seqs": given.max_requests, "shutdown-timeout": round(given.grace_s)}
-    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    return ["vllm", "serve", folder, *words]
-
-
-def _compared(given: argparse.Namespace, project: Project) -> Any:
-    """Returns the model of a folder; that of a run is exported, and compared with the run's."""
+def _compared(given: argparse.Namespace, project: Project) -> Trained:
+    """Loads the model to serve; a run is exported first, and the export is compared with it."""
     from transformers.utils import logging
 
     from ..export import command
@@ -111,7 +101,9 @@ def _compared(given: argparse.Namespace, project: Project) -> Any:
     logging.set_verbosity_error()  # its server warns about each request
     logging.disable_progress_bar()
     trained = served = load_trained(given.model, project)
+    name = Path(served.path).name
     if trained.run:
+        name = trained.run.parent.name
         folder = trained.run / "export" / Path(trained.path).stem
         if not folder.exists():
             command.main(["export", trained.path, f"--output={folder}", "--to=hf"], project)
@@ -119,21 +111,20 @@ def _compared(given: argparse.Namespace, project: Project) -> Any:
         print(f"{folder}: {Gate(trained).check(served, 'float32')}", flush=True)
     if not served.tokenizer or not hasattr(served.model, "generate"):
         raise InputError(f"{served.path} has no tokenizer, or a model that is not of transformers")
-    given.name = given.name or (trained.run.parent if trained.run else Path(served.path)).name
+    given.name = given.name or name
     return served
 
 
-async def _serve(app: Any, listening: socket.socket, given: argparse.Namespace) -> None:
+async def _serve(app: App, listening: socket.socket) -> None:
     """Serves until uvicorn receives SIGTERM or SIGINT; then running requests end."""
     import uvicorn
 
-    from .connections import protocol
-
-    quiet: Any = {"lifespan": "off", "log_level": "warning", "access_log": False}
-    patience = given.grace_s + 5  # app.drain comes before
-    server = uvicorn.Server(
-        uvicorn.Config(app, http=protocol(), timeout_graceful_shutdown=patience, **quiet)
-    )
+    given = app.given
+    config = uvicorn.Config(
+        app, lifespan="off", log_level="warning", access_log=False,
+        timeout_graceful_shutdown=given.grace_s + 5,  # app.drain ends requests before
+    )  # fmt: skip
+    server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     await app.warm_up()
     print(f"{given.name} is ready at http://{given.host}:{given.port}/v1", flush=True)

@@ -1,0 +1,254 @@
+"""The order of samples: a function of the seed and of the number of samples consumed so far, and of
+nothing else.
+
+The rows of the train split, shuffled anew for each epoch, make one endless stream. A global batch
+is its next `global_batch_size` entries, however they are distributed over ranks and micro-batches:
+
+    stream   | 17 3 88 4 | 25 61 9 0 | 71 ...           all rows, then all rows in another order
+    step     |---- 0 ----|---- 1 ----|---- 2 ...        global_batch_size = 4
+    rank     | 0  0  1 1 | 0  0  1 1 |                  2 ranks, micro_batch_size = 2
+    rank     | 0  0  0 0 | 0  0  0 0 |                  1 rank, micro_batch_size = 2, accumulating 2
+
+So a run resumes on another number of ranks with exactly the next samples. With `costs` or
+`speeds`, balance.py distributes each global batch in another way: the same samples form a step, and
+the ranks finish it at the same time.
+
+A jump is an interval [start, end) of the stream that no rank reads; the following samples move up.
+Its samples do not count as consumed, so sample number `consumed` is at `stream_position(consumed,
+jumps)`. callbacks/numerics.py adds jumps over the samples that made training diverge.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import Sampler
+
+from ..compat.lightning import batch_progress
+from ..model.any_module import callbacks_of, metrics_of
+from .equal_work import assign, shared_out
+
+PADDING = -1  # a number that stands for no row: its labels are ignored
+
+Jump = tuple[int, int]
+
+
+@dataclass(eq=False)
+class GlobalOrder(Sampler[list[int]]):
+    """Yields one rank's batches of row indices for training, from the consumed samples on.
+
+    Its length is one epoch's batches; the rows that fill no global batch at its end come first in
+    the next epoch. `consumed` and `jumps` are called when iteration starts, because the checkpoint
+    is loaded after the loader is made. Without a `seed` rows are not shuffled.
+
+    `costs` returns the work of given rows: then ranks get equal work. `speeds`, one number per
+    rank, gives a fast rank more samples in each micro-batch, and more of the work.
+
+    `stream` returns the row at a position of the stream. It replaces the order by epochs.
+    """
+
+    num_rows: int
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int | None = 0
+    consumed: Callable[[], int] = lambda: 0
+    repeat_first_batch: bool = False
+    jumps: Callable[[], list[Jump]] = list
+    costs: Callable[[list[int]], np.ndarray] | None = None
+    speeds: Sequence[float] | None = None
+    stream: Callable[[int], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.accumulation = self.global_batch_size // (self.micro_batch_size * self.world_size)
+
+    def __len__(self) -> int:
+        return self.num_rows // self.global_batch_size * self.accumulation
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.costs or self.speeds:
+            yield from self._balanced()
+            return
+        samples_per_batch = self.micro_batch_size * self.world_size
+        start = self.consumed()
+        for batch in range(len(self)):
+            position = start + batch * samples_per_batch
+            if self.repeat_first_batch:
+                position %= self.global_batch_size
+            yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)
+
+    def _balanced(self) -> Iterator[list[int]]:
+        """Yields this rank's batches where `costs` or `speeds` decide which samples it gets."""
+        start, size = self.consumed(), self.global_batch_size
+        speeds = self.speeds or [1.0] * self.world_size
+        counts = shared_out(self.micro_batch_size * self.world_size, speeds)
+        for step in range(len(self) // self.accumulation):
+            at = start % size if self.repeat_first_batch else start + step * size
+            rows = self._entries(at, size)
+            costs = self.costs(rows) if self.costs else np.ones(size)
+            for batch in assign(costs, self.accumulation, counts, speeds)[self.rank]:
+                yield [rows[sample] for sample in batch]
+
+    def _entries(self, position: int, count: int) -> list[int]:
+        """Returns `count` entries of the stream from `position` on, those in jumps not counted."""
+        jumps = self.jumps()
+        epoch, offset = divmod(position, self.num_rows)
+        if not jumps and not self.stream and offset + count <= self.num_rows:
+            # a fast path with the same result
+            return permutation(self.num_rows, self.seed, epoch)[offset : offset + count].tolist()
+        row_at = self.stream or self._in_epochs
+        numbers = range(position, position + count)
+        return [row_at(stream_position(number, jumps)) for number in numbers]
+
+    def _in_epochs(self, position: int) -> int:
+        epoch, offset = divmod(position, self.num_rows)
+        return int(permutation(self.num_rows, self.seed, epoch)[offset])
+
+
+def stream_position(consumed: int, jumps: Iterable[Jump]) -> int:
+    """Returns the stream position of sample number `consumed`; `jumps` are sorted and disjoint."""
+    position = consumed
+    for start, end in jumps:
+        if position >= start:
+            position += end - start
+    return position
+
+
+def with_jumps(jumps: Iterable[Jump], more: Iterable[Jump]) -> list[Jump]:
+    """Returns all of them sorted and disjoint: those that touch are merged."""
+    merged: list[Jump] = []
+    for start, end in sorted((int(start), int(end)) for start, end in [*jumps, *more]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+@lru_cache(maxsize=2)
+def permutation(num_rows: int, seed: int | None, epoch: int) -> np.ndarray:
+    """Returns the rows (num_rows,) in the order of that epoch."""
+    return np.arange(num_rows) if seed is None else shuffled(num_rows, seed, epoch)
+
+
+def shuffled(num_rows: int, *seeds: int) -> np.ndarray:
+    """Returns the rows in random order. The last row, which may overlap another, stays last."""
+    rows = np.arange(num_rows, dtype=np.uint32 if num_rows < 2**32 else np.uint64)
+    np.random.default_rng(seeds).shuffle(rows[:-1])
+    return rows
+
+
+def eval_batches(
+    sizes: dict[str, int], micro_batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[list[int]]:
+    """Returns a rank's batches for evaluation, of one source each, the sources interleaved.
+
+    Together the ranks read every row exactly once. Padding gives all ranks the same number of full
+    batches.
+    `sizes` are the numbers of rows of each source; row -1 - n is padding of source n.
+    """
+    timed, first = [], 0
+    for number, size in enumerate(sizes.values()):
+        num_batches = -(-size // (micro_batch_size * world_size))
+        for batch in range(num_batches):
+            start = (batch * world_size + rank) * micro_batch_size
+            rows = range(start, start + micro_batch_size)
+            found = [first + row if row < size else PADDING - number for row in rows]
+            timed.append((batch / num_batches, number, found))
+        first += size
+    return [rows for _, _, rows in sorted(timed)]
+
+
+def source_of(sizes: dict[str, int], row: int) -> str:
+    """Returns the source of a row."""
+    number = PADDING - row if row < 0 else bisect(list(accumulate(sizes.values())), row)
+    return [*sizes][number]
+
+
+class ConsumedSamples(Callback):
+    """Counts the samples that were trained on, so that a run resumes with another micro-batch or
+    number of ranks.
+
+    The count follows the trainer's processed batches, because the loader's workers read ahead.
+    """
+
+    def __init__(
+        self, global_batch_size: int, samples_per_batch: int, processed_batches: int
+    ) -> None:
+        self._global_batch_size = global_batch_size
+        self._samples_per_batch = samples_per_batch  # over all ranks
+        self._base = processed_batches * samples_per_batch
+        self._base_batches = processed_batches
+        self._loaded: dict[str, Any] = {}
+        self.jumps: list[Jump] = []
+        self.figures: Callable[[int], dict[str, float]] = lambda position: {}  # further metrics
+
+    @classmethod
+    def attach(
+        cls, trainer: Any, global_batch_size: int, samples_per_batch: int
+    ) -> ConsumedSamples:
+        """Returns a new counter for this `fit`, inserted as the trainer's first callback."""
+        counter = cls(global_batch_size, samples_per_batch, batch_progress(trainer).total.processed)
+        others = [each for each in callbacks_of(trainer) if not isinstance(each, cls)]
+        trainer.callbacks = [counter, *others]
+        return counter
+
+    def value(self, trainer: Trainer) -> int:
+        batches = batch_progress(trainer).total.processed - self._base_batches
+        return self._base + batches * self._samples_per_batch
+
+    def position(self, trainer: Trainer) -> int:
+        """Returns the next sample's position in the stream."""
+        return stream_position(self.value(trainer), self.jumps)
+
+    def before_log_step(self, trainer: Trainer, module: Any) -> None:
+        for name, value in self.figures(self.position(trainer)).items():
+            metrics_of(module).put(name, value)
+
+    def as_state(self, trainer: Trainer) -> dict[str, Any]:
+        return {
+            "consumed_samples": self.value(trainer),
+            "global_batch_size": self._global_batch_size,
+            "samples_per_batch": self._samples_per_batch,
+            "jumps": [list(jump) for jump in self.jumps],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def jump(self, jumps: Iterable[Jump], trainer: Trainer) -> None:
+        """Skips the intervals that are still unread. Call it before the first batch is read."""
+        now = self.position(trainer)
+        self.jumps = with_jumps(self.jumps, (jump for jump in jumps if jump[0] >= now))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restores the count, after the trainer's counters and before the first batch is read."""
+        if not self._loaded:
+            return
+        before = (self._loaded["global_batch_size"], self._loaded["samples_per_batch"])
+        if before != (self._global_batch_size, self._samples_per_batch):
+            _rescale(
+                batch_progress(trainer), before[1], self._global_batch_size, self._samples_per_batch
+            )
+        self._base = self._loaded["consumed_samples"]
+        self._base_batches = batch_progress(trainer).total.processed
+        self.jumps = with_jumps(self._loaded.get("jumps", ()), ())
+        self._loaded = {}
+
+
+def _rescale(progress: Any, old: int, global_batch_size: int, new: int) -> None:
+    """Converts Lightning's batch counts, for accumulation, from `old` to `new` samples a batch."""
+    for counter in (progress.total, progress.current):
+        # the boundary of a step
+        ready = counter.ready * old // global_batch_size * (global_batch_size // new)
+        shift = ready - counter.ready
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counter, name, getattr(counter, name) + shift)

@@ -1,0 +1,56 @@
+"""Hooks: functions of other packages that the core calls during a run.
+
+An entry point of the group `dist_template.hooks` names a module with one or both of
+
+    def on_crash(error: Exception) -> str | None: ...
+
+        Called when a verb ends with an unexpected error, on the rank that reports it. The text is
+        printed after the error. `observe.crash.record_of(error)` is the path of the rank's record.
+
+    def at_run_end(run: Path, error: BaseException | None) -> None: ...
+
+        Called on rank 0 when `fit` has finished, with None, or stops because of `error`; `run` is
+        the run's folder. All metrics are written. The small trainings of `rehearse` call it too.
+
+They are called in the order of the names of the entry points. A hook that raises does not change
+the result or the exit code: one line reports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .errors import InputError, first_line
+from .plugins import registered
+
+GROUP = "dist_template.hooks"
+
+
+def on_crash(error: Exception) -> list[str]:
+    """Calls every `on_crash`, and returns the texts to print."""
+    return [text for text in _call("on_crash", error) if isinstance(text, str)]
+
+
+def at_run_end(run: Path, error: BaseException | None) -> None:
+    """Calls every `at_run_end`."""
+    _call("at_run_end", run, error)
+
+
+def _call(name: str, *arguments: object) -> list[object]:
+    results = []
+    try:
+        points = registered(GROUP)
+    except InputError as error:
+        print(f"hooks: {error}", file=sys.stderr, flush=True)
+        return []
+    for point in points.values():
+        try:
+            function = getattr(point.load(), name, None)
+            if function:
+                results.append(function(*arguments))
+        except (Exception, SystemExit) as error:
+            kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+            text = f"{name} of {point.name} failed: {kind}{first_line(error)}"
+            print(text, file=sys.stderr, flush=True)
+    return results

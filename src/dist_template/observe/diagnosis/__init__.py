@@ -1,1 +1,0 @@
-"""Detects what is wrong with a run and proposes the key to change, without torch."""

@@ -1,0 +1,1 @@
+"""Language models of transformers: output layer and loss, kernels, adapters, quantization."""

@@ -1,0 +1,194 @@
+"""Builds a causal language model of transformers, from scratch or from published weights.
+
+Weights are read from safetensors files alone: other formats can run code when they are read.
+transformers keeps an unknown key of `model.architecture` as an attribute, so a misspelt one would
+have no effect: the configuration class, or its model, has to read each key. Keys under `extra`, for
+a model of your own, are passed to the configuration unchecked."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ...errors import InputError, is_out_of_memory, reason
+from .kernels import Attention, set_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+INDEX = "model.safetensors.index.json"
+EXTRA = "extra"  # key of model.architecture
+
+
+def causal_lm_config(
+    architecture: Mapping[str, object],
+    pretrained: str | None,
+    attention: Attention | None,
+    data: Any,
+) -> PreTrainedConfig:
+    """Returns the transformers configuration; also called before any process starts, to find errors
+    early.
+
+    Args:
+        architecture: `model_type` and fields of its configuration, unless `pretrained` is set.
+        pretrained: A local folder or hub name. None: from scratch.
+        attention: The attention kernel. None: the model's default.
+        data: Gives `vocab_size`, `eos_token_id` and `seq_len`.
+
+    Raises:
+        InputError: there is no such model or architecture."""
+    from transformers import AutoConfig
+
+    if pretrained:
+        try:
+            config = AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise _cannot_load(pretrained, error) from error
+        _check_files(pretrained)
+        stops = _ids(config.eos_token_id)
+        if data.eos_token_id not in stops:  # the tokenizer ends documents or answers with it
+            config.eos_token_id = [*stops, data.eos_token_id]
+        return set_attention(config, attention)
+    fields = {"max_position_embeddings": data.seq_len, **checked_fields(architecture)}
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), data.eos_token_id)
+    fields["vocab_size"] = data.vocab_size
+    kind: Any = architecture.get("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+    except Exception as error:  # each architecture refuses in its own way
+        raise InputError(f"model.architecture with model_type {kind!r}: {reason(error)}") from error
+    return set_attention(config, attention)
+
+
+def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int) -> nn.Module:
+    """Returns the model of `config` with room for `vocab_size` tokens, in fp32. Only rank 0 loads
+    weights; on the others torch's default device is `meta`, and they receive them later."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    is_meta = torch.get_default_device().type == "meta"
+    if pretrained and not is_meta:
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                pretrained, config=config, dtype=torch.float32, trust_remote_code=False,
+                use_safetensors=True,
+            )  # fmt: skip
+        except (OSError, ValueError, SafetensorError) as error:
+            raise _cannot_load(pretrained, error) from error
+        # Published embeddings are often padded beyond their tokenizer: only a larger vocabulary
+        # needs new rows.
+        if model.get_input_embeddings().num_embeddings < vocab_size:
+            model.resize_token_embeddings(vocab_size)
+    else:
+        config.vocab_size = max(config.vocab_size, vocab_size)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:  # each architecture fails in its own way
+            # after an error on the meta device, place() may build it in full
+            if is_out_of_memory(error) or is_meta and isinstance(error, RuntimeError):
+                raise
+            what = f"model.architecture with model_type {config.model_type!r} cannot be built"
+            raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
+    if pretrained:  # all ranks sample and stop alike: only rank 0 loads this with the weights
+        with contextlib.suppress(OSError):  # there is no generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(pretrained)
+        stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
+        model.generation_config.eos_token_id = list(dict.fromkeys(stops))
+    return model
+
+
+def _ids(tokens: int | list[int] | None) -> list[int]:
+    if tokens is None:
+        return []
+    return [tokens] if isinstance(tokens, int) else [*tokens]
+
+
+def _cannot_load(name: str, error: Exception) -> InputError:
+    return InputError(f"model.pretrained {name!r} cannot be loaded: {reason(error)}")
+
+
+def _check_files(name: str) -> None:
+    """Checks the headers of a local folder's weights before a process starts; hub names pass."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return
+    try:
+        files, index = {"model.safetensors"}, folder / INDEX
+        if index.exists():
+            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        for file in sorted(files):
+            if not (folder / file).is_file():
+                raise InputError(
+                    f"model.pretrained {name!r} has no {file}: give a complete folder in"
+                    " transformers' layout, with weights as safetensors"
+                    " (save_pretrained writes them)"
+                )
+            with safe_open(folder / file, framework="pt"):
+                pass  # opening compares the header's offsets with the file's size
+    except InputError:
+        raise
+    except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
+        damaged = f"is damaged ({reason(error)}): copy or download it again"
+        raise InputError(f"model.pretrained {name!r} {damaged}") from error
+
+
+def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
+    """Returns the fields of a configuration, including `extra`'s, without `model_type`.
+
+    Raises:
+        InputError: neither the configuration class nor the model reads such a key.
+    """
+    from transformers import CONFIG_MAPPING
+
+    fields = {key: value for key, value in architecture.items() if key not in ("model_type", EXTRA)}
+    extra = architecture.get(EXTRA) or {}
+    if not isinstance(extra, dict):
+        raise InputError(f"model.architecture.{EXTRA} is {extra!r}; give keys and their values")
+    kind = architecture.get("model_type", "")
+    if not isinstance(kind, str):
+        raise InputError(f"model.architecture.model_type is {kind!r}; give a name, such as llama")
+    if kind in CONFIG_MAPPING:  # an unknown type is refused by transformers
+        config_class = CONFIG_MAPPING[kind]
+        known = {field.name for field in dataclasses.fields(config_class)}
+        if fields.keys() - known:  # reading the code takes longer than the rest of the check
+            known |= _names_in_code(config_class)
+        for key in sorted(fields.keys() - known):
+            near = get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}? A" if near else "a"
+            raise InputError(
+                f"model.architecture.{key} is no field of {config_class.__name__}: {hint} key that"
+                f" only your own model reads goes under model.architecture.{EXTRA}"
+            )
+    return fields | extra
+
+
+@cache
+def _names_in_code(config_class: type[PreTrainedConfig]) -> set[str]:
+    """Returns a configuration's aliases, properties, defaults and accepted older names, and the
+    keys that only the model's code reads: Qwen3-MoE's `head_dim` is no field in transformers 5.23.
+    """
+    known = config_class.attribute_map.keys() | set(config_class.attribute_map.values())
+    # some classes refuse their defaults, each in its own way
+    with contextlib.suppress(Exception):
+        known |= vars(config_class()).keys()
+    for base in config_class.__mro__:
+        if base.__module__.startswith("transformers."):
+            known |= {key for key, value in vars(base).items() if isinstance(value, property)}
+            known |= set(re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(base)))
+    model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
+    if model and model.origin:
+        code = Path(model.origin).read_text(encoding="utf-8")
+        known |= set(re.findall(r'\bconfig(?:\.|, ")(\w+)', code))
+    return known

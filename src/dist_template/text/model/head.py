@@ -1,0 +1,206 @@
+"""Loss in chunks of tokens: the (B, T, V) logits of a micro-batch are never all in memory.
+
+Logits and their gradients take 12 bytes per token and vocabulary entry: 51 GB for 32,768 tokens and
+a vocabulary of 131,072. Here the backbone runs first, and then the output layer on one chunk at a
+time: logits, loss and gradients. Only the gradients are stored. The backward pass multiplies them
+by the gradient of the sum, one number, so nothing is computed twice (the idea of Liger,
+arXiv:2410.10989, in plain torch). The weight's gradient is accumulated in float32; results differ
+by rounding.
+
+`torch.nn.functional.linear_cross_entropy` (torch 2.13) also computes in chunks, but it returns
+cross entropy alone: no accuracy, no customised `loss` or `sums`.
+
+Shapes: B sequences, T tokens of a sequence, D width, V vocabulary, N tokens of a chunk, S sums."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...compat.torch import version_of
+from ...errors import InputError
+from ...weights import is_partitioned_by_zero
+
+Sums = Callable[[Tensor, Tensor], dict[str, Tensor]]
+Kernel = Literal["torch", "liger"]
+
+
+def check_kernel(kernel: Kernel, device: torch.device) -> None:
+    """Checks `model.loss_kernel` before a model is built. Raises InputError if Liger is not
+    installed, or has no kernels for `device`."""
+    if kernel == "torch":
+        return
+    if not find_spec("liger_kernel"):
+        raise InputError(
+            "model.loss_kernel liger needs a package: pip install 'dist-template[liger]',"
+            " or set torch"
+        )
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":  # Triton's, for tests
+        raise InputError("model.loss_kernel liger needs a GPU: set torch, whose chunks need none")
+
+
+@contextmanager
+def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
+    """Inside, a forward pass of `model` returns the output layer's input, (B, T, D).
+
+    The layer's hooks run, so FSDP2 and ZeRO see a normal forward pass. The layer computes one
+    token, and a hook returns its input in place of the logits. Yields a function that returns the
+    result of the forward pass, its argument; it raises InputError if the logits were changed after
+    the layer, because the loss would not contain the change."""
+    given: list[Tensor] = []
+
+    def shorten(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        given.append(inputs[0])
+        return (inputs[0][:, :1],)
+
+    def state(tensor: Tensor) -> tuple[int, int]:  # differs after every operation, without a sync
+        return tensor.data_ptr(), 0 if tensor.is_inference() else version_of(tensor)
+
+    def unchanged(returned: Tensor) -> Tensor:
+        if len(given) != 1 or state(given[0]) != state(returned):
+            raise InputError(
+                f"{type(model).__name__} changes its logits after the output layer, so the loss"
+                " cannot be taken in chunks: set model.loss_chunk null and model.loss_kernel torch"
+            )
+        return returned
+
+    head: Any = model.get_output_embeddings()
+    # the last hook before the layer: FSDP2's and ZeRO's have prepared the input
+    before = head.register_forward_pre_hook(shorten)
+    # the first hook after it: theirs get the hidden states
+    after = head.register_forward_hook(lambda *_: given[-1], prepend=True)
+    try:
+        yield unchanged
+    finally:
+        before.remove()
+        after.remove()
+
+
+class ChunkedLoss(nn.Module):
+    """Runs the output layer and `sums` on one chunk of tokens at a time.
+
+    A module without parameters, because ZeRO-3 gathers the "external parameters" of a module around
+    its forward and backward pass. It must be in the LightningModule before DeepSpeed's engine is
+    created.
+
+    Args:
+        model: A model with an output layer (`get_output_embeddings`) or without.
+        sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized;
+            the others are metrics without a gradient. Only the output layer's input and weights get
+            a gradient from the first.
+        size: N. None: all tokens are computed at once.
+        kernel: liger computes cross entropy and accuracy itself, in chunks of its choice, and does
+            not call `sums`.
+
+    Raises:
+        InputError: kernel is liger, and the model has no output layer."""
+
+    def __init__(
+        self, model: nn.Module, sums: Sums, size: int | None, kernel: Kernel = "torch"
+    ) -> None:
+        super().__init__()
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        if kernel == "liger" and not hasattr(head, "weight"):
+            name = type(model).__name__
+            raise InputError(
+                f"model.loss_kernel liger needs an output layer, {name} has none: set torch"
+            )
+        # as a submodule its weights would get a second name in checkpoints
+        self._unregistered = (head,)
+        self.sums, self.size, self.kernel = sums, size, kernel
+        for weight in head.parameters() if head is not None else ():
+            if is_partitioned_by_zero(weight):
+                import deepspeed
+
+                deepspeed.zero.register_external_parameter(self, weight)
+
+    def applies_to(self, labels: Tensor) -> bool:
+        """Returns whether the micro-batch exceeds a chunk; Liger's kernel applies to all."""
+        if self.kernel == "liger":
+            return True
+        has_head = self._unregistered[0] is not None
+        return has_head and self.size is not None and labels.numel() > self.size
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Returns sums by name of `hidden` (B, T, D), from `without_head`, and labels (B, T)."""
+        (head,) = self._unregistered
+        if isinstance(head, FSDPModule):
+            head.unshard()  # no-op if the forward pass kept the weights (transformers' plans do)
+        if self.kernel == "liger":
+            from liger_kernel.transformers import functional  # ty: ignore[import-not-found]
+
+            flat, bias = labels.flatten(), getattr(head, "bias", None)
+            result = functional.liger_fused_linear_cross_entropy(
+                hidden.flatten(0, -2), head.weight, flat, bias, reduction="sum",
+                accum_dtype=torch.float32, return_predicted_tokens=True,
+            )  # fmt: skip
+            correct = (result.predicted_tokens == flat).sum()
+            return {"loss": result.loss, "token_accuracy": correct}
+        # of equal size: compiled for one shape
+        num = -(-labels.numel() // (self.size or labels.numel()))
+        rows = hidden.reshape(1, -1, hidden.shape[-1]).chunk(num, dim=1)
+        chunks = zip(rows, labels.reshape(1, -1).chunk(num, dim=1), strict=True)
+        names: list[str] = []
+
+        def values(part: Tensor, part_labels: Tensor) -> list[Tensor]:
+            # without hooks: they ran once for all chunks
+            named = self.sums(head.forward(part), part_labels)
+            names[:] = named
+            return list(named.values())
+
+        if torch.is_grad_enabled():
+            trained = [weight for weight in head.parameters() if weight.requires_grad]
+            totals = _GradientsAtOnce.apply(values, chunks, hidden, *trained)
+        else:
+            totals = torch.stack([_stacked(values(*chunk)) for chunk in chunks]).sum(0)
+        return dict(zip(names, totals.unbind(), strict=True))
+
+
+def _stacked(values: list[Tensor]) -> Tensor:
+    return torch.stack([value.detach().float() for value in values])
+
+
+class _GradientsAtOnce(torch.autograd.Function):
+    """Returns (S,) sums, and computes the gradient of the first in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        sums: Callable[[Tensor, Tensor], list[Tensor]],
+        chunks: Iterable[tuple[Tensor, Tensor]],
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        results, of_hidden, of_weights = [], [], []
+        with torch.enable_grad():
+            for part, labels in chunks:
+                part = part.detach().requires_grad_()
+                values = sums(part, labels)
+                gradient, *gradients = torch.autograd.grad(values[0], [part, *weights])
+                results.append(_stacked(values))
+                of_hidden.append(gradient)
+                if not of_weights:
+                    of_weights = [g.float() for g in gradients]
+                else:
+                    for total, g in zip(of_weights, gradients, strict=True):
+                        total += g
+        ctx.gradients = torch.cat(of_hidden, dim=1).view_as(hidden), of_weights
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return torch.stack(results).sum(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (of_hidden, of_weights), ctx.gradients = ctx.gradients, None
+        pairs = zip(of_weights, ctx.dtypes, strict=True)
+        of_weights = [gradient.mul_(upstream[0]).to(dtype) for gradient, dtype in pairs]
+        # In float32: rounded to bfloat16, the number would scale all gradients below by up to 0.4 %
+        # too much.
+        return None, None, (of_hidden.float() * upstream[0]).to(of_hidden.dtype), *of_weights

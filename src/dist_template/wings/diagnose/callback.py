@@ -1,0 +1,128 @@
+"""Runs the rules of diagnosis/ during training, and reports new findings."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_only
+
+from ...callbacks.console import console_of, only_shows
+from ...errors import Ended, InputError
+from ...model.any_module import metrics_of, results_of
+from ...observe.history.run import History, read_run
+from ...project import program
+from .engine import diagnose
+from .finding import Finding, Identity
+
+FILE = "findings.jsonl"
+MAX_ENTRIES = 2000  # of a metric: the rules take 20 ms for as many
+MIN_INTERVAL_S = 1.0  # after validations that follow each other quickly
+
+
+class Diagnosis(Callback):
+    """Diagnoses the run on rank 0: prints new warnings and errors, writes all to `findings.jsonl`.
+
+    It runs at log steps, after validations, at the end and when training fails.
+
+    Args:
+        every_s: Seconds between two diagnoses at log steps. 0: at each log step.
+        enabled: false: off; the verb `diagnose` works afterwards.
+        folder: The run's folder.
+    """
+
+    def __init__(self, every_s: float = 30.0, enabled: bool = True, folder: str = "{run}") -> None:
+        self.every_s = every_s
+        self.enabled = enabled
+        self.folder = Path(folder)
+        self._history: History | None = None
+        self._reported: set[Identity] = set()
+        self._open: list[Finding] = []
+        self._last = 0.0  # time of the last diagnosis
+
+    @only_shows
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Reads what earlier attempts of the run wrote."""
+        if trainer.is_global_zero and self.enabled:
+            self._history = read_run(self.folder, limit=MAX_ENTRIES)
+            self._last = time.monotonic()
+
+    def on_log_step(
+        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
+    ) -> None:
+        if self._history is None:
+            return
+        self._add(trainer, metrics)
+        if time.monotonic() - self._last >= self.every_s:
+            self._diagnose(trainer)
+        counts = Counter(finding.level for finding in self._open)
+        for level in ("error", "warning"):
+            metrics_of(module).put(f"health/{level}s", counts[level])
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._history is None or trainer.sanity_checking:
+            return
+        self._add(trainer, results_of(trainer, pl_module))
+        if time.monotonic() - self._last >= min(self.every_s, MIN_INTERVAL_S):
+            self._diagnose(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._diagnose(trainer)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        is_decided = isinstance(exception, InputError | Ended)
+        # hooks.py prints all findings of a crash.
+        self._diagnose(trainer, prints=is_decided or not isinstance(exception, Exception))
+
+    def _add(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
+        if self._history is not None:
+            self._history.metrics.add({"step": trainer.global_step, "time": time.time(), **metrics})
+
+    @rank_zero_only
+    @only_shows
+    def _diagnose(self, trainer: L.Trainer, prints: bool = True) -> None:
+        if self._history is None:
+            return
+        self._last = time.monotonic()
+        try:
+            self._history.refresh()
+        except OSError as error:  # an unreliable file server must not end training
+            print(f"diagnosis: {self.folder} cannot be read: {error}", flush=True)
+        self._open = diagnose(self._history)
+        new = [finding for finding in self._open if finding.identity not in self._reported]
+        lines = []
+        for finding in new:
+            if finding.level != "info":
+                lines.append(f"diagnosis: {finding.line}")
+            self._reported.add(finding.identity)
+            self._write(finding, trainer.global_step)
+            for logger in trainer.loggers:
+                alert = getattr(logger, "alert", None)  # W&B's logger has it
+                if finding.level == "error" and alert:
+                    alert(finding.title, finding.evidence, "ERROR")
+        console = console_of(trainer)
+        if console:
+            console.worst = ""
+            if self._open and self._open[0].level != "info":  # the most severe is the first
+                console.worst = self._open[0].title
+        if prints and lines:
+            lines.append(f"  more: {program('diagnose')} {self.folder}")
+            text = "\n".join(lines)
+            if console:
+                console.write(text)
+            else:
+                print(text, flush=True)
+
+    def _write(self, finding: Finding, step: int) -> None:
+        line = {"time": round(time.time(), 3), "step": step, **finding.as_dict()}
+        try:
+            with (self.folder / FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # on a full disk the checkpoint callback decides
+            print(f"diagnosis: {self.folder / FILE} cannot be written: {error}", flush=True)

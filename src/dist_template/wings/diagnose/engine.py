@@ -1,0 +1,78 @@
+"""Runs all rules over the history of a run.
+
+A rule is a function of a `History` that yields `Finding`s: those that rules/__init__.py lists, and
+entry points of the group `dist_template.rules`, which are reported after them. A rule yields
+nothing if its data are missing: too few steps, a metric or a fact that was not recorded.
+Each threshold is a constant next to its rule, with the reason for its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, partial
+from importlib.metadata import EntryPoint
+
+from ...errors import reason
+from ...observe.history.run import History
+from ...plugins import registered
+from .finding import LEVELS, Finding
+from .rules import ALL
+
+Rule = Callable[[History], Iterable[Finding]]
+
+RULES: dict[str, Rule] = {rule.__name__: rule for rule in ALL}
+GROUP = "dist_template.rules"
+
+
+@cache
+def registered_rules() -> dict[str, Rule]:
+    """Returns the rules of other packages; each is imported when it is called."""
+    rules: dict[str, Rule] = {}
+    for name, point in registered(GROUP, taken=RULES).items():
+        rules[name] = partial(_call, point)
+    return rules
+
+
+def _call(point: EntryPoint, history: History) -> Iterable[Finding]:
+    return point.load()(history)
+
+
+def diagnose(history: History) -> list[Finding]:
+    """Returns the findings, sorted by level, then by confidence, then in the order of the rules.
+
+    A finding is dropped if another one of the same or a higher level explains it. A rule that
+    raises becomes a finding of level info, because it must not end a training.
+    """
+    found: list[Finding] = []
+    for name, rule in (RULES | registered_rules()).items():
+        try:
+            found += rule(history)
+        except Exception as error:  # a rule may fail in any way
+            raised = f"It raised {type(error).__name__}: {reason(error)}."
+            found.append(Finding(name, "info", "certain", f"the rule {name} failed", raised))
+    explained: dict[str, int] = {}  # rule -> most severe level of what explains it
+    for each in found:
+        for other in each.explains:
+            explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
+    kept = []
+    for each in found:
+        if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS)):
+            kept.append(applicable(each, history))
+    return sorted(kept, key=lambda finding: finding.weight)
+
+
+def applicable(finding: Finding, history: History) -> Finding:
+    """Drops changes of keys that a module or datamodule other than the library's does not have."""
+    if history.facts.get("data", {}).get("seq_len", 0) is not None:  # of text; or nothing is known
+        return finding
+    causes = []
+    for cause in finding.causes:
+        changes = []
+        for change in cause.changes:
+            section, _, name = change.key.partition(".")
+            known = history.config.get(section, {})
+            if section not in ("model", "data") or name.partition(".")[0] in known:
+                changes.append(change)
+        causes.append(replace(cause, changes=changes))
+    return replace(finding, causes=causes)

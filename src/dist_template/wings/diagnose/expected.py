@@ -1,0 +1,165 @@
+"""Metrics and reference values of a run, and the changes of learning rate that rules propose."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ...observe.history.metrics import Series
+from ...observe.history.run import History
+from . import robust
+from .finding import Cause, Change
+
+SETTLED_STEPS = 20  # after the warm-up: before, loss and gradient norms change by themselves
+FINE_TUNING = 0.1  # of the rate from scratch; OpenAI's fine-tuning guide (2021) gives 0.02 to 0.2
+WARMUP_SHARE = 0.2  # of max_steps: the longest warm-up that is proposed
+WEIGHT = 0.02  # standard deviation of an initial weight: transformers' usual initializer_range
+HOPELESS = 100  # times the usual rate: no warm-up makes such a rate stable
+
+
+def max_steps(history: History) -> float:
+    """Returns the optimizer steps of the full training; inf without a limit."""
+    steps = history.fact("training.max_steps") or history.key("trainer.max_steps")
+    return float(steps) if isinstance(steps, int | float) and steps > 0 else math.inf
+
+
+def metric(history: History, name: str) -> Series:
+    """Returns the finite values of a metric."""
+    return history.metrics[name].finite()
+
+
+def steady(history: History, name: str) -> Series:
+    """Returns a metric without its first entry, in which kernels and caches warm up."""
+    return metric(history, name)[1:]
+
+
+def settled(history: History, name: str) -> Series:
+    """Returns a metric without the start of training."""
+    return robust.later(metric(history, name), settled_after(history))
+
+
+def step_s(history: History) -> float:
+    """Returns the median seconds of an optimizer step; NaN if none was recorded."""
+    return robust.median(metric(history, "perf/step_s").values)
+
+
+def wait_s(history: History) -> float:
+    """Returns the median seconds in which rank 0 waits for its next batch, per step."""
+    return robust.median(steady(history, "perf/data_wait_share").values * step_s(history))
+
+
+def warmup_steps(history: History) -> float:
+    warmup, steps = history.key("model.optim.warmup", 0) or 0, max_steps(history)
+    if warmup >= 1:
+        return float(warmup)
+    return warmup * steps if math.isfinite(steps) else 0.0
+
+
+def settled_after(history: History) -> float:
+    """Returns the step after which metrics are judged; earlier in a short training."""
+    return warmup_steps(history) + min(SETTLED_STEPS, max_steps(history) / 5)
+
+
+# ---- learning rate -------------------------------------------------------------------------------
+
+
+def usual_rate(history: History) -> float:
+    """Returns the usual peak learning rate of AdamW for the model's size (if not known, 10 M).
+
+    0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al.,
+    arXiv:2001.08361, appendix D.6), right within a factor of a few; less from pretrained weights.
+    """
+    parameters = history.fact("parameters.total", 1e7) - (history.fact("parameters.embedding") or 0)
+    rate = max(0.003239 - 0.0001395 * math.log(max(parameters, 1000)), 2e-5)  # the fit ends at 10 B
+    if history.key("model.pretrained"):
+        rate *= FINE_TUNING
+    return rate
+
+
+def peak_rate(history: History) -> float | None:
+    """Returns the configured peak learning rate, or the highest one recorded."""
+    rate = history.key("model.optim.learning_rate")
+    recorded = metric(history, "train/learning_rate")
+    if rate:
+        return float(rate)
+    return float(recorded.values.max()) if len(recorded) else None
+
+
+def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]:
+    """Proposes a lower peak learning rate.
+
+    Args:
+        history: Of the run.
+        stable_until: The last step at which training was stable. If it is in the warm-up, at most
+            half of its rate is proposed.
+    """
+    now, usual = peak_rate(history), usual_rate(history)
+    rates = metric(history, "train/learning_rate")
+    if not now:
+        return []
+    to = now / 3
+    if now > 3 * usual:
+        to = usual
+    if stable_until < warmup_steps(history) and len(rates):
+        index = max(0, int(np.searchsorted(rates.steps, stable_until, side="right")) - 1)
+        to = min(to, float(rates.values[index]) / 2)
+    return [Change("model.optim.learning_rate", now, robust.rounded(to))]
+
+
+def higher_rate(history: History) -> list[Change]:
+    now, to = peak_rate(history), robust.rounded(usual_rate(history))
+    return [Change("model.optim.learning_rate", now, to)] if now and now < to else []
+
+
+def rate_is_high(history: History) -> bool:
+    """Returns whether one step moves a weight by its size, or the rate is 10 times the usual."""
+    now = peak_rate(history)
+    return bool(now and now > min(WEIGHT, 10 * usual_rate(history)))
+
+
+def largest_move(history: History) -> float:
+    """Returns the sum of all rates: AdamW moves a weight by at most the rate in each step."""
+    rates = metric(history, "train/learning_rate")
+    return float((rates.values * np.diff(rates.steps, prepend=0)).sum())
+
+
+def rate_is_low(history: History) -> bool:
+    """Returns whether all steps together cannot have moved a weight by a tenth of its size."""
+    return len(history.metrics["train/learning_rate"]) > 0 and largest_move(history) < WEIGHT / 10
+
+
+def longer_warmup(history: History) -> list[Change]:
+    """Proposes at least 2 / (1 - beta2) steps, for AdamW's second moment (arXiv:1910.04209)."""
+    betas, now = history.key("model.optim.betas") or (0.9, 0.95), warmup_steps(history)
+    steps = max(2 / (1 - min(betas[1], 0.9999)), 2 * now)
+    to = round(min(steps, WARMUP_SHARE * max_steps(history)))
+    if to <= now:
+        return []
+    return [Change("model.optim.warmup", history.key("model.optim.warmup", 0), to, note="steps")]
+
+
+def instability_causes(history: History, stable_until: float = math.inf) -> list[Cause]:
+    """Returns the causes of steps that are too large, the likeliest for these settings first."""
+    now, usual = peak_rate(history), usual_rate(history)
+    compared = f": {now:.2g}, where {usual:.1g} is usual" if now and now > 2 * usual else ""
+    rate = Cause(f"The learning rate is too high{compared}.", lower_rate(history, stable_until))
+    warmup = Cause("The warm-up is too short.", longer_warmup(history))
+    causes = [rate]
+    if warmup.changes and stable_until <= settled_after(history) + 2 * SETTLED_STEPS:
+        no_warmup, hopeless = warmup_steps(history) < 2, now and now > HOPELESS * usual
+        causes = [rate, warmup]
+        if no_warmup and not hopeless:
+            causes.reverse()
+    if not history.key("trainer.gradient_clip_val", 1.0):
+        clip = Change("trainer.gradient_clip_val", None, 1.0)
+        causes.append(Cause("Gradients are not clipped.", [clip]))
+    if str(history.key("trainer.precision", "")).startswith("16"):
+        causes.append(Cause("The range of fp16 is too small.", [bf16(history)]))
+    skip = Change("numerics.on_spike", "off", "skip")
+    damaged = "The samples of that step are damaged: inspect them, or skip such steps."
+    return [*causes, Cause(damaged, [skip])]
+
+
+def bf16(history: History) -> Change:
+    return Change("trainer.precision", history.key("trainer.precision"), "bf16-mixed")

@@ -1,0 +1,44 @@
+"""Hooks of diagnosis and report in a run: see dist_template.hooks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ...errors import InputError
+from ...observe.crash import record_of
+from ...observe.history.run import CONFIG, History, read_run
+
+OF_MEMORY = ("out_of_memory", "memory_grows", "memory_nearly_full")
+NUM_FINDINGS = 3  # that are printed at the end of a run
+
+
+def on_crash(error: Exception) -> str | None:
+    """Returns the findings about memory, if memory ran out; others do not explain a crash."""
+    path = record_of(error)
+    record = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    if path is None or record["kind"] != "out_of_memory":
+        return None
+    from .engine import diagnose
+    from .finding import as_text
+
+    folder = path.parent.parent
+    try:
+        history = read_run(folder)
+    except InputError:  # it crashed before anything else was written
+        history = History(folder, crashes=[record])
+    findings = [each for each in diagnose(history) if each.rule in OF_MEMORY]
+    return as_text(findings) if findings else None
+
+
+def at_run_end(run: Path, error: BaseException | None) -> None:
+    """Writes the report, and prints the first findings of a run that has finished."""
+    from .report.page import HTML, write
+
+    if not (run / CONFIG).exists() or not read_run(run).key("run.report", True):
+        return
+    _, (findings,) = write([run], run)
+    print(f"report            {run / HTML}", flush=True)
+    if error is None:
+        for finding in findings[:NUM_FINDINGS]:
+            print(f"finding           {finding.line}")

@@ -1,0 +1,53 @@
+"""`report`: writes a page about runs: findings, curves, configuration, samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ....errors import InputError
+from ....project import Flags, Project
+from ....table import Table
+from .page import HTML, MARKDOWN, names_of, write
+from .sections import of_several
+
+
+def main(argv: list[str], project: Project) -> None:
+    """Writes report.html and report.md about the runs in `argv`, for `report` or `compare`.
+
+    Raises:
+        InputError: one is not a run folder, the page cannot be written, or `compare` has one run.
+    """
+    verb, *flags = argv
+    parser = Flags(verb, description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="a run's folder, runs/<name>/<id>")
+    where = "destination; default: the run's folder, or the folder that contains all runs"
+    parser.add_argument("--output", type=Path, help=where)
+    how = "where the page loads plotly.js from, see run.plotly; default: as in the first run"
+    parser.add_argument("--plotly", choices=("shared", "inline", "cdn"), help=how)
+    given = parser.parse_args(flags)
+    runs: list[Path] = given.runs
+    if verb == "compare" and len(runs) < 2:
+        raise InputError(f"compare got one run, {runs[0]}; give two or more, or use `report`")
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise InputError("a run is given twice; give each once")
+    output = given.output or Path(os.path.commonpath([run.absolute() for run in runs]))
+    try:
+        histories, findings = write(runs, output, given.plotly)
+    except OSError as error:
+        why = f"{output}: {error}; give --output"
+        raise InputError(f"the report cannot be written into {why}") from error
+    if verb == "compare":
+        for section in of_several(histories, names_of(histories)):
+            tables = [part.as_text() for part in section.parts if isinstance(part, Table)]
+            print(f"\n{section.title}\n" + "\n\n".join(tables))
+        print(f"\ncurves are in {output / HTML}")
+        return
+    for folder, found in zip(runs, findings, strict=True):
+        print(f"{folder}: {found[0].line if found else 'no findings'}")
+    print(f"written to {output / HTML} and {MARKDOWN}")
+
+
+def compare(argv: list[str], project: Project) -> None:
+    """`compare`: writes the page about two or more runs, and prints their differences."""
+    main(argv, project)

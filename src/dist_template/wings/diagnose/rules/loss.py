@@ -1,0 +1,194 @@
+"""Rules about the training loss and the gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ....observe.history.run import History
+from .. import expected, robust
+from ..finding import Cause, Change, Finding
+
+MIN_POINTS = 6  # log steps; fewer show no trend
+NOISE_SIGMAS = 4.0  # a smaller rise is noise between log steps
+RISE = 0.05  # of the lowest loss; a smaller rise is not reported
+LOST = 2.0  # times the first loss; noise between batches does not reach it
+MIN_LOSS = 0.5  # nats: below, relative noise is large
+JUMP, JUMP_STAYS = 0.25, 0.1  # of the lowest loss so far: at the jump, and a log step later
+EARLY_STEPS = 20  # after the settled step: still the start of training
+SPIKE_SIGMAS, SPIKE_SHARE = 6.0, 0.15  # above the running median: in noise, and of the loss
+WIDTH = 9  # log steps of a running median
+ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
+NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
+UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
+MIN_NORMS = 10  # log steps with a gradient norm
+NORM_SPIKE, NORM_LIMIT = 30.0, 100.0  # times the running median; absolute: 0.1 to 10 is usual
+
+
+def loss_diverges(history: History) -> Iterator[Finding]:
+    """Reports a loss that rose and stayed high, or is far above its first value."""
+    loss = expected.metric(history, "train/loss")
+    if len(loss) < MIN_POINTS:
+        return
+    curve = robust.binned(loss)
+    best = int(np.argmin(curve.values[:-1]))
+    lowest, step = float(curve.values[best]), int(curve.steps[best])
+    first, end = float(loss.values[0]), robust.tail(loss)
+    rise = end - lowest
+    is_high = rise > max(NOISE_SIGMAS * robust.noise(loss.values), RISE * abs(lowest))
+    if not (is_high and best < len(curve) - 3) and end <= LOST * max(first, MIN_LOSS):
+        return
+    is_lost = end > first or rise > 0.5 * max(first - lowest, 0.0)
+    level, confidence = "error" if is_lost else "warning", "certain" if end > first else "likely"
+    evidence = (
+        f"train/loss was {lowest:.4g} around step {step} and is {end:.4g} at step {loss.steps[-1]}"
+        f" (first value: {first:.4g})."
+    )
+    causes, steps = expected.instability_causes(history, step), (step, int(loss.steps[-1]))
+    explains = ("loss_spikes", "early_loss_jump", "loss_not_decreasing", "experts_unused")
+    title = "the loss diverges"
+    yield Finding("loss_diverges", level, confidence, title, evidence, causes, steps, (), explains)
+
+
+def early_loss_jump(history: History) -> Iterator[Finding]:
+    """Reports a jump of the loss in the first steps, even if it came down again."""
+    loss = expected.metric(history, "train/loss")
+    if len(loss) < MIN_POINTS:
+        return
+    end = max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])
+    early = loss[loss.steps <= end]
+    values, lowest = early.values, np.minimum.accumulate(early.values)
+    # What is left at the next log step: a spike, which disappears at once, does not count.
+    stays = np.minimum(values[:-1], values[1:]) - lowest[:-1]
+    top = int(np.argmax(stays))
+    limit = max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
+    if values[top] - lowest[top] <= limit or stays[top] < JUMP_STAYS * lowest[top]:
+        return
+    evidence = (
+        f"train/loss was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]},"
+        f" and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
+    )
+    stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
+    causes = expected.instability_causes(history, stable_until)[:2]
+    title, steps = "the loss jumped in the first steps", robust.span(early[: top + 1])
+    explains = ("loss_spikes",)
+    yield Finding(
+        "early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), explains
+    )
+
+
+def loss_spikes(history: History) -> Iterator[Finding]:
+    """Reports single log steps whose loss is far above their neighbours."""
+    loss = expected.settled(history, "train/loss")
+    if len(loss) < 2 * WIDTH:
+        return
+    usual = robust.running_median(loss.values, WIDTH)
+    above = loss.values - usual
+    found = above > np.maximum(SPIKE_SIGMAS * robust.noise(above), SPIKE_SHARE * usual)
+    num_spikes = int(np.sum(found & ~np.roll(found, 1)))  # neighbouring entries are one spike
+    if num_spikes < 2:
+        return
+    spikes = loss[found]
+    worst = int(np.argmax(spikes.values))
+    causes = expected.instability_causes(history)
+    # The loss recovers at the next log step: the weights were not damaged, so the samples were.
+    if num_spikes > ISOLATED * found.sum() and not expected.rate_is_high(history):
+        causes = [causes[-1], *causes[:-1]]
+    evidence = (
+        f"{num_spikes} spikes; the highest is {spikes.values[worst]:.4g} at step"
+        f" {spikes.steps[worst]}, where {usual[found][worst]:.4g} was usual."
+    )
+    title, steps = "the loss has spikes", robust.span(spikes)
+    yield Finding("loss_spikes", "warning", "likely", title, evidence, causes, steps)
+
+
+def loss_not_decreasing(history: History) -> Iterator[Finding]:
+    """Reports that the loss of an untrained model does not decrease."""
+    loss, vocab_size = expected.metric(history, "train/loss"), history.fact("model.vocab_size")
+    if len(loss) < MIN_POINTS or len(expected.settled(history, "train/loss")) < 3:
+        return
+    first, last = float(loss.values[0]), robust.tail(loss)
+    uniform = math.log(vocab_size) if vocab_size else None
+    is_untrained = first > UNTRAINED * uniform if uniform else not history.key("model.pretrained")
+    if not is_untrained or abs(first - last) > NO_DECREASE * first:
+        return
+    evidence = (
+        f"train/loss was {first:.4g} at step {loss.steps[0]} and is {last:.4g} at step"
+        f" {loss.steps[-1]}"
+    )
+    evidence += f"; ln(vocabulary) is {uniform:.4g}." if uniform else "."
+    confidence = "certain" if first - last < NO_DECREASE / 3 * first else "likely"
+    causes, steps = list(_why_not_decreasing(history)), robust.span(loss)
+    title = "the loss does not decrease"
+    yield Finding("loss_not_decreasing", "error", confidence, title, evidence, causes, steps)
+
+
+def _why_not_decreasing(history: History) -> Iterator[Cause]:
+    """Yields what is known from the facts first, then what the metrics suggest."""
+    total = history.fact("parameters.total", 0)
+    trainable = history.fact("parameters.trainable", 0)
+    if total and trainable < total / 2:
+        yield Cause(
+            f"{1 - trainable / total:.1%} of the parameters are frozen ({trainable:,} of {total:,}"
+            " are trained): look for requires_grad_(False) in module.py."
+        )
+    if expected.rate_is_low(history):
+        yield Cause(
+            f"The learning rate is too low: all steps together can move a weight by at most"
+            f" {expected.largest_move(history):.1g}; initial weights are around {expected.WEIGHT}.",
+            expected.higher_rate(history),
+        )
+    elif expected.rate_is_high(history):
+        yield Cause(
+            f"The learning rate is too high: {expected.peak_rate(history):.2g}, where"
+            f" {expected.usual_rate(history):.1g} is usual; the first steps destroyed the initial"
+            " weights.",
+            expected.lower_rate(history),
+        )
+    yield Cause(
+        "The labels do not match the inputs: inspect a batch (shift, tokenizer, shuffled labels)."
+    )
+
+
+def gradient_zero(history: History) -> Iterator[Finding]:
+    norm = expected.metric(history, "train/grad_norm")
+    if len(norm) < 3 or robust.tail(norm) > 0:
+        return
+    where = "look for .detach() and no_grad in module.py."
+    cause = Cause(f"The loss does not depend on the parameters: {where}")
+    last = f"the last {robust.window(norm)} log steps, up to step {norm.steps[-1]}"
+    evidence, title = f"train/grad_norm is 0 at {last}.", "the gradient is zero"
+    steps, explains = robust.span(norm), ("loss_not_decreasing",)
+    yield Finding(
+        "gradient_zero", "error", "certain", title, evidence, [cause], steps, (), explains
+    )
+
+
+def gradient_explodes(history: History) -> Iterator[Finding]:
+    """Reports single gradient norms that are far above the usual ones."""
+    norm = expected.settled(history, "train/grad_norm")
+    if len(norm) < MIN_NORMS:
+        return
+    limit = np.minimum(NORM_SPIKE * robust.running_median(norm.values, WIDTH), NORM_LIMIT)
+    high = norm[norm.values > limit]
+    if not len(high):
+        return
+    top, usual = int(np.argmax(high.values)), robust.median(norm.values)
+    causes = []
+    if expected.rate_is_high(history):
+        causes.append(Cause("The learning rate is too high.", expected.lower_rate(history)))
+    if not (now := history.key("trainer.gradient_clip_val")):
+        clip = Change("trainer.gradient_clip_val", now, min(robust.rounded(2 * usual), 1.0))
+        causes.append(Cause("Gradients are not clipped.", [clip]))
+    causes += [
+        Cause("The weights are too large: check the initialization, scales and missing norms."),
+        Cause("Single samples are damaged: inspect the samples of that step."),
+    ]
+    evidence = (
+        f"train/grad_norm was {high.values[top]:.3g} at step {high.steps[top]}, where {usual:.3g}"
+        f" is usual; {len(high)} log step{'s' * (len(high) > 1)} in total."
+    )
+    title, steps = "gradients explode", robust.span(high)
+    yield Finding("gradient_explodes", "warning", "likely", title, evidence, causes, steps)

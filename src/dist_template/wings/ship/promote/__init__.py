@@ -1,1 +1,0 @@
-"""`promote`: evaluates a trained model, exports it, compares the two, and registers the export."""

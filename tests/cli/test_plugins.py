@@ -1,0 +1,86 @@
+"""Entry points: found in installed packages and in the pyproject.toml of a project that is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from dist_template import InputError, Project, plugins
+from dist_template.cli import main as command_line
+
+GROUP = "dist_template.examples"  # this library registers none
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Writes the metadata of a package, as pip does; `points` are the lines of its group."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def written(name: str, points: str) -> None:
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[{GROUP}]\n{points}\n")
+
+    return written
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The pyproject.toml of a started project with two entry points."""
+    monkeypatch.setattr("dist_template.project._program", "dist_template")
+    (tmp_path / "a_trainer").mkdir()
+    file = tmp_path / "pyproject.toml"
+    file.write_text(f'[project]\nname = "A.Trainer"\n[project.entry-points."{GROUP}"]\nb = "a_trainer.b:B"\na = "x"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    Project("a_trainer").start()
+    return file
+
+
+def test_entry_points_of_packages_and_of_the_project_are_sorted_by_name(install: Install, project: Path) -> None:
+    install("other", "ab = other:AB")
+    found = plugins.registered(GROUP)
+    assert list(found) == ["a", "ab", "b"] and found["b"] == EntryPoint("b", "a_trainer.b:B", GROUP)
+
+
+def test_a_projects_pyproject_replaces_its_older_metadata(install: Install, project: Path) -> None:
+    install("a_trainer", "a = old\nremoved = old")
+    assert {name: point.value for name, point in plugins.registered(GROUP).items()} == {"a": "x", "b": "a_trainer.b:B"}
+
+
+@pytest.mark.parametrize("text", ["def main(:", '"""`broken`: does nothing."""', None])
+def test_help_shows_a_verb_whose_file_is_broken_or_missing(
+    text: str | None, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (project.parent / "a_trainer" / "broken.py").write_text(text)
+    project.write_text(
+        '[project]\nname = "a"\n[project.entry-points."dist_template.verbs"]\nbroken = "a_trainer.broken"\n'
+    )
+    assert command_line.run(["--help"], Project("a_trainer")) == 0
+    lines = {
+        None: "(not found: a_trainer.broken)",
+        "def main(:": "(cannot be read: invalid syntax (<unknown>, line 1))",
+    }
+    assert f"\n  broken             {lines.get(text, 'does nothing')}\n" in capsys.readouterr().out
+
+
+def test_one_name_of_two_packages_is_refused_with_both(install: Install, project: Path) -> None:
+    install("other", "b = other:B")
+    with pytest.raises(InputError, match=f"a-trainer and other both have 'b' in the group {GROUP}: "):
+        plugins.registered(GROUP)
+
+
+def test_a_name_of_the_library_is_refused(project: Path) -> None:
+    with pytest.raises(InputError, match=f"dist_template and a-trainer both have 'a' in the group {GROUP}: "):
+        plugins.registered(GROUP, taken={"a"})
+
+
+def test_a_pyproject_that_is_not_toml_is_refused_with_its_path(project: Path) -> None:
+    project.write_text("[project\n")
+    with pytest.raises(InputError, match=rf"^{project}: .*line 1"):
+        plugins.registered(GROUP)

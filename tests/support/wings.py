@@ -1,0 +1,24 @@
+"""Names of wings that several tests need and that are not public. No package of an extra is imported."""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+from dist_template.wings.diagnose import engine
+from dist_template.wings.diagnose.engine import RULES, diagnose
+from dist_template.wings.diagnose.finding import as_text
+from dist_template.wings.launch.command import write as write_job
+from dist_template.wings.launch.job import Job
+from dist_template.wings.launch.job import describe as describe_job
+from dist_template.wings.launch.targets import target as launch_target
+from dist_template.wings.plan.trace import Traced
+from dist_template.wings.rehearse.command import main as rehearse_main
+from dist_template.wings.rehearse.compare import first_difference
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.report import Result
+from dist_template.wings.rehearse.runs import Runs
+from dist_template.wings.rehearse.workers import Workers, clean_processes
+from dist_template.wings.ship.export.gate import Gate
+from dist_template.wings.ship.export.trained import Trained, load_trained
+from dist_template.wings.ship.promote import Registry
+from dist_template.wings.values import free_port

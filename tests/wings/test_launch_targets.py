@@ -1,0 +1,111 @@
+"""A launch target of another package: the class of docs/launch.md, found by an entry point, with its own flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dist_template.errors import Exit
+from tests import ROOT
+from tests.support.line import main
+from tests.support.runs import PROJECT
+
+Register = Callable[..., None]
+LSF = """#!/bin/sh
+echo "$(basename $0) $@" >> {folder}/called
+case $0 in *bsub) echo 17;; *bjobs) echo "17 RUN";; *bkill) echo "signalled";; esac
+"""
+
+
+@pytest.fixture
+def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Writes the metadata of a package, as pip does."""
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def written(package: str, value: str) -> None:
+        folder = tmp_path / f"{package}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[dist_template.launch_targets]\nlsf = {value}\n")
+
+    return written
+
+
+@pytest.fixture
+def lsf(register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The documented class as an installed package, and its scheduler's commands; returns where these log."""
+    page = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```python\n(.*?class Lsf.*?)```", page, re.DOTALL)
+    (tmp_path / "lsf_of_a_site.py").write_text(text)
+    register("site-tools", "lsf_of_a_site:Lsf")
+    for name in ("bsub", "bjobs", "bkill"):
+        (tmp_path / name).write_text(LSF.format(folder=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DIST_RUN_ID", "own")
+    monkeypatch.delitem(sys.modules, "lsf_of_a_site", raising=False)
+    return tmp_path / "called"
+
+
+def test_a_target_of_another_package_renders_submits_and_answers(
+    lsf: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--cluster.nodes=2", "--cluster.devices_per_node=3", "--data.global_batch_size=192"]
+    given = ["launch", "--on=lsf", "--queue=short", *flags, *sizes]
+    assert main([*given, "--dry-run"]) == Exit.DONE
+    printed = capsys.readouterr().out
+    folder = tmp_path / "runs" / "default" / "own" / "launch"
+    assert f"# would run: bsub -q short -n 2 {folder}/job.sh" in printed and not lsf.exists()
+    assert main(given) == Exit.DONE
+    assert "torchrun --nproc-per-node=3 -m trainer_dev fit" in (folder / "job.sh").read_text()
+    assert json.loads((folder / "launch.json").read_text())["id"] == "17"
+    for verb, answer in (("status", "17 RUN"), ("stop", "signalled"), ("logs", "")):
+        capsys.readouterr()
+        assert main(["launch", verb, str(folder.parent)]) == Exit.DONE and answer in capsys.readouterr().out
+    called = lsf.read_text().splitlines()
+    assert called == [f"bsub -q short -n 2 {folder}/job.sh", "bjobs 17", "bkill -s USR1 17"]
+    assert main(given) == Exit.BAD_INPUT
+    assert "is running, as `launch --on lsf` has started it" in capsys.readouterr().err
+
+
+def test_its_flags_are_in_the_help_and_a_wrong_name_is_a_sentence(
+    lsf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--on", "lsf", "--help"])
+    assert "--queue QUEUE" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    assert "lsf" in shown and "torchrun" in shown and "--queue" not in shown
+    assert main(["launch", "--on", "slrum"]) == Exit.BAD_INPUT
+    allowed = "accelerate, deepspeed, kubernetes, lsf, ray, slurm, ssh, torchrun"
+    assert f"error: 'slrum' is no target of launch; allowed are {allowed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [("gone.target:Lsf", "No module named 'gone'"), ("json:Lsf", "no attribute 'Lsf'")]
+)
+def test_a_target_that_cannot_be_imported_is_named(
+    value: str, why: str, register: Register, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register("site-tools", value)
+    assert main(["launch", "--on", "lsf"]) == Exit.BAD_INPUT
+    error = capsys.readouterr().err
+    assert f"target lsf ({value}) cannot be used: " in error and why in error
+
+
+def test_one_name_of_two_packages_is_refused_with_both(
+    lsf: Path, register: Register, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register("other-tools", "json:loads")
+    assert main(["launch", "--on", "lsf"]) == Exit.BAD_INPUT
+    error = capsys.readouterr().err
+    assert "site-tools" in error and "other-tools" in error and "'lsf'" in error
