@@ -19,8 +19,8 @@ __all__ = ["MeshStrategy", "ZeroStrategy"]
 NAMES: dict[str, tuple[type, dict[str, Any]]] = {  # name in Lightning's registry: class, arguments
     "fsdp2": (MeshStrategy, {}),
     "fsdp2_offload": (MeshStrategy, {"cpu_offload": True}),
-    "hsdp": (MeshStrategy, {ReplicaAxis().key: 2}),
-    "fsdp2_tp": (MeshStrategy, {TensorAxis().key: 2}),
+    "hsdp": (MeshStrategy, {ReplicaAxis.key: 2}),
+    "fsdp2_tp": (MeshStrategy, {TensorAxis.key: 2}),
     "zero1": (ZeroStrategy, {"stage": 1}),
     "zero2": (ZeroStrategy, {"stage": 2}),
     "zero2_offload": (ZeroStrategy, {"stage": 2, "offload_optimizer": True}),

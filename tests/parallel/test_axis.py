@@ -9,9 +9,8 @@ import pytest
 
 from dist_template.cli.limits import Machine
 from dist_template.parallel import sharding_of
-from dist_template.parallel.axes import Axis, Keys, MeshSizes
 from dist_template.parallel.facts import Configured, Facts, Sent
-from dist_template.parallel.mesh_sharding import AXES
+from dist_template.parallel.mesh_sharding import AXES, Axis
 from tests.support.limits import violations_of
 from tests.support.runs import Workers, logged
 
@@ -20,18 +19,18 @@ class MirrorAxis(Axis):
     """Ranks that repeat each other's work, and compare a checksum of their gradients."""
 
     name = "mirror"
-    draws_its_own = False
+    draws_own = False
     is_proven = False
 
-    def buffers(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> dict[str, float]:
+    def buffers(self, facts: Facts) -> dict[str, float]:
         return {"checksums": 8.0 * facts.layers}
 
-    def refusals(self, sizes: MeshSizes, mesh: Keys, setup: Configured) -> Iterator[str]:
-        if sizes.mirror > 2:
-            yield f"mirror_size {sizes.mirror}: two mirrors are enough"
+    def refusals(self, setup: Configured) -> Iterator[str]:
+        if self.size > 2:
+            yield f"mirror_size {self.size}: two mirrors are enough"
 
-    def traffic(self, sizes: MeshSizes, mesh: Keys, facts: Facts) -> Iterator[Sent]:
-        yield Sent("all_reduce", facts.layers, 8, sizes.mirror, 1, sizes.mirror)
+    def traffic(self, facts: Facts) -> Iterator[Sent]:
+        yield Sent("all_reduce", facts.layers, 8, self.size, 1, self.size)
 
 
 YAML = """
@@ -47,12 +46,12 @@ FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_
 
 def add_mirrors() -> None:
     """In each worker."""
-    AXES.append(MirrorAxis())
+    AXES.append(MirrorAxis)
 
 
 @pytest.fixture
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*AXES, MirrorAxis()])
+    monkeypatch.setattr("dist_template.parallel.mesh_sharding.AXES", [*AXES, MirrorAxis])
 
 
 @pytest.mark.usefixtures("mirrors")

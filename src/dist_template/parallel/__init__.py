@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from . import axes  # noqa: F401  (fills AXES)
 from .mesh_sharding import Mesh
 from .plain import Plain
 from .run_strategy import run_strategy

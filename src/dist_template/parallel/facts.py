@@ -1,4 +1,4 @@
-"""The data that a strategy answers with, and from: without torch."""
+"""The data that a strategy answers from, and with. No torch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Configured:
-    """A training before its start.
-
-    Args:
-        machine: The machine of the run; it need not be this one.
-        trainer: The Trainer's keyword arguments, with an instantiated strategy.
-        module: What is trained.
-        data: On what.
-        model_config: transformers' configuration; None for another kind of model, or NOT_READ_YET.
-        trains: Whether the verb is `fit`; evaluation has no accumulation and no schedule.
-        saves_asynchronously: last_checkpoint.asynchronous.
-    """
+    """A training before its start: the arguments of `limits.violations`."""
 
     machine: Hardware
     trainer: Mapping[str, Any]
@@ -62,10 +52,9 @@ class Configured:
 
     @property
     def text_config(self) -> Any:
-        """The language model's part of `model_config`; None if it is not known."""
-        if self.model_config is NOT_READ_YET or self.model_config is None:
-            return None
-        return self.model_config.get_text_config()
+        """The language model's part of `model_config`; None if there is none, or not yet."""
+        is_known = self.model_config not in (NOT_READ_YET, None)
+        return self.model_config.get_text_config() if is_known else None
 
 
 class BlockRun(NamedTuple):
@@ -83,19 +72,19 @@ class Facts:
 
     Args:
         world_size: Processes.
-        parameters: All; with trainable, in_4_bits, in the embedding, in experts, and those that the
-            tensor-parallel plan leaves on every rank.
+        parameters: Of the model; then those that are trained, in 4 bits, in the embedding, in
+            experts, and those that the tensor-parallel plan leaves on every rank.
         block: Parameters of the largest block, and of the experts in it. 0: not known.
         tp_widths: Elements of a token that tensor parallelism all-reduces in forward or backward,
             in `tp_calls` collectives.
         heads: Attention heads, those of keys, and the width of one.
         is_tied: Whether the embedding is the output layer too.
-        tensors: Number of parameters of the model.
+        tensors: Number of parameter tensors.
         loss_chunk: Tokens whose logits exist at a time. None: all.
         on_host: Devices are CPUs, so that offloading frees nothing.
         pipeline: What facts.json has of the stages; {} without a pipeline.
-        traced: Measures on the meta device what the blocks keep for backward, and the most that
-            exists in backward, in bytes. None: `Plain.activations` counts tensors.
+        traced: Measures on the meta device what blocks keep for backward, and the most that exists
+            in backward, in bytes. None: `Plain.activations` counts tensors.
     """
 
     world_size: int
@@ -171,35 +160,14 @@ class Sent(NamedTuple):
     @property
     def sent(self) -> float:
         """Bytes that a rank sends."""
-        share = 1 if self.kind == "send" else (self.ranks - 1) / self.ranks
-        return self._ways * self.elements * self.size * share
+        if self.kind == "send":
+            return self.elements * self.size
+        times = 2 if self.kind == "all_reduce" else 1
+        return times * self.elements * self.size * (self.ranks - 1) / self.ranks
 
     @property
     def messages(self) -> float:
-        return self._ways * (self.ranks - 1) * self.calls
-
-    @property
-    def _ways(self) -> int:
-        return 2 if self.kind == "all_reduce" else 1
-
-
-@dataclass(frozen=True)
-class Small:
-    """The reduced form of a strategy, for a few processes.
-
-    Args:
-        arguments: trainer.strategy.init_args.
-        processes: Ranks.
-        data_parallel: Those that read different batches.
-        stages: Of the pipeline; 1: none.
-        notes: A sentence for each difference from production.
-    """
-
-    arguments: dict[str, Any]
-    processes: int
-    data_parallel: int
-    stages: int = 1
-    notes: list[str] = field(default_factory=list)
+        return (2 if self.kind == "all_reduce" else 1) * (self.ranks - 1) * self.calls
 
 
 class Saving(NamedTuple):
@@ -214,3 +182,15 @@ class Saving(NamedTuple):
     sentence: str
     changes: dict[str, tuple[Any, Any]]
     is_on_host: bool = False
+
+
+@dataclass(frozen=True)
+class Small:
+    """A strategy on a few processes: its `init_args`, ranks, and those with batches of their own;
+    stages of a pipeline; a sentence for each difference from production."""
+
+    arguments: dict[str, Any]
+    processes: int
+    data_parallel: int
+    stages: int = 1
+    notes: list[str] = field(default_factory=list)

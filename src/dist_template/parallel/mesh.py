@@ -38,8 +38,7 @@ from ..compat import wrap_method
 from ..compat.lightning import set_mesh, start_process_group
 from ..errors import InputError
 from ..layout import refuse_scalars
-from .axes import Size
-from .mesh_sharding import AXES, Mesh
+from .mesh_sharding import AXES, Mesh, Size
 from .pipeline.costs import Layers, Schedule
 from .pipeline.run import Pipeline, divide
 from .protocol import DataRank
@@ -155,7 +154,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     @property
     def data_rank(self) -> DataRank:
         """Which part of the batches this rank reads: the same if ranks differ in pp, tp or cp."""
-        number = self._number_along([a.name for a in AXES if a.reads_its_own_rows])
+        number = self._number_along([a.name for a in AXES if a.reads_own_rows])
         size = self.sharding.data_parallel(self.world_size)
         return DataRank(number // self.mesh_sizes.cp, size)
 
@@ -166,7 +165,7 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     @property
     def random_rank(self) -> int:
         """Tensor-parallel ranks share a random stream, which drops the same hidden states."""
-        return self._number_along([a.name for a in AXES if a.adds_ranks and a.draws_its_own])
+        return self._number_along([a.name for a in AXES if a.adds_ranks and a.draws_own])
 
     def _number_along(self, names: list[str]) -> int:
         """Returns this rank's number among those that differ from it along `names` alone."""

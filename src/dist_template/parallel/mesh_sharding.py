@@ -1,42 +1,125 @@
-"""MeshStrategy's configuration: sizes, refusals, memory and messages from its axes, and its reduced
-form. No torch."""
+"""MeshStrategy's configuration: an axis of the mesh is one class, and `Mesh` multiplies, chains and
+shrinks what the axes say. No torch.
+
+    dense parameters    (pp, dp_replicate, fsdp, tp)
+    experts             (pp, dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
+    sequences           cp neighbours along fsdp share each sequence
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ..errors import InputError
-from .axes import (
-    Axis,
-    ExpertAxis,
-    Keys,
-    MeshSizes,
-    ReplicaAxis,
-    SequenceAxis,
-    ShardAxis,
-    Size,
-    TensorAxis,
-)
 from .facts import ARGS, STATE, BlockRun, Configured, Facts, Saving, Sent, Small
-from .pipeline.axis import PipelineAxis
-from .pipeline.costs import SPLIT_BACKWARD, V_SHAPED, Stages, stages_of, stages_per_rank
-from .plain import SLOWER
+from .pipeline import costs
+from .plain import SLOWER, Plain
 
-# Outermost first. A package adds an axis of its own here, and gives its size as dict_kwargs.
-AXES: list[Axis] = [
-    PipelineAxis(), ReplicaAxis(), ShardAxis(), TensorAxis(), ExpertAxis(), SequenceAxis(),
-]  # fmt: skip
+Size = int | Literal["auto"]
 NUM_PROCESSES = (1, 2, 4)  # of a rehearsal
+AXES: list[type[Axis]] = []  # outermost first; axes.py fills it, and a package adds its own
+
+
+class MeshSizes(dict[str, int]):
+    """Ranks along each axis, by its name: `sizes.tp` is `sizes["tp"]`."""
+
+    pp: int
+    dp_replicate: int
+    fsdp: int
+    tp: int
+    ep: int
+    cp: int
+
+    def __getattr__(self, name: str) -> int:
+        return self[name]
+
+
+class Axis:
+    """A dimension of a mesh whose size is above 1.
+
+    Args:
+        mesh: The configuration.
+        sizes: All of its sizes.
+
+    Attributes:
+        name: Of the dimension; the key of its size is NAME_size.
+        default: Of that key.
+        adds_ranks: Whether its size is a factor of the number of ranks.
+        reads_own_rows: Whether ranks that differ only here read different batches.
+        draws_own: Whether they have random streams of their own (dropout).
+        is_proven: Whether proof.json has it; replicas compute what one process computes.
+        has_trial: Whether `trial` runs a rank's part of a model.
+    """
+
+    name, key = "", ""
+    default: Size = 1
+    adds_ranks = draws_own = is_proven = True
+    reads_own_rows = has_trial = False
+
+    def __init_subclass__(cls) -> None:
+        cls.key = f"{cls.name}_size"
+
+    def __init__(self, mesh: Mesh, sizes: MeshSizes) -> None:
+        self.mesh, self.sizes, self.size = mesh, sizes, sizes[self.name]
+
+    def share(self, facts: Facts) -> float:
+        """Returns the share of the parameters that a rank stores."""
+        return 1.0
+
+    def buffers(self, facts: Facts) -> dict[str, float]:
+        """Returns bytes of a rank besides its shards, by part."""
+        return {}
+
+    def refusals(self, setup: Configured) -> Iterator[str]:
+        return iter(())
+
+    def trial(self, model: Any) -> None:
+        """Runs a rank's part of `model` on the meta device; raises what a training would."""
+
+    def traffic(self, facts: Facts) -> Iterator[Sent]:
+        return iter(())
+
+    @classmethod
+    def resolved(cls, given: Size, sizes: MeshSizes) -> int:
+        """Returns the size of an axis that adds no ranks; `sizes` has the others.
+
+        Raises:
+            InputError: it does not fit them.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def small(cls, given: Size, mesh: Mesh) -> list[Size]:
+        """Returns the sizes for a rehearsal, the best first: 2 for what is above 1."""
+        return [given if given in (1, "auto") else 2]
+
+    @classmethod
+    def is_kept(cls, mesh: Mesh, small: MeshSizes) -> bool:
+        """Returns whether `small` has the kinds of parallelism that `mesh` has along this axis."""
+        return True
+
+    @classmethod
+    def fitted(cls, given: Size, sizes: MeshSizes) -> Size:
+        """Returns the size of an axis that adds no ranks, on fewer ranks; `sizes` are theirs."""
+        return given
 
 
 @dataclass(frozen=True)
-class Mesh(Keys):
-    """Shards a model over a mesh of ranks."""
+class Mesh(Plain):
+    """Shards a model over a mesh of ranks; `arguments` has the sizes, by `Axis.key`."""
+
+    name: str = "MeshStrategy"
+    pp_schedule: costs.Schedule = "1F1B"
+    pp_stages_per_rank: int = 2
+    pp_layers: costs.Layers = "cost"
+    tp_plan: Mapping[str, str] | None = None
+    ep_plan: Mapping[str, str] | None = None
+    cpu_offload: bool = False
+    reduce_each_micro_batch: bool = True
 
     is_replicated: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "bf16-true", "16-true")
@@ -49,7 +132,7 @@ class Mesh(Keys):
 
     # ---- ranks -----------------------------------------------------------------------------------
 
-    def given(self, axis: Axis) -> Size:
+    def given(self, axis: type[Axis]) -> Size:
         return self.arguments.get(axis.key, axis.default)
 
     def sizes(self, world_size: int) -> MeshSizes:
@@ -59,8 +142,10 @@ class Mesh(Keys):
             InputError: their product is not the number of ranks, more than one is "auto", or
                 cp_size does not divide fsdp_size.
         """
-        adding = [axis for axis in AXES if axis.adds_ranks]
-        sizes = MeshSizes({a.name: size for a in adding if (size := self.given(a)) != "auto"})
+        sizes, adding = MeshSizes(), [axis for axis in AXES if axis.adds_ranks]
+        for axis in adding:
+            if (size := self.given(axis)) != "auto":
+                sizes[axis.name] = size
         automatic = [axis.name for axis in adding if axis.name not in sizes]
         if len(automatic) == 1:
             sizes[automatic[0]] = world_size // max(1, prod(sizes.values()))
@@ -75,26 +160,29 @@ class Mesh(Keys):
                 sizes[axis.name] = axis.resolved(self.given(axis), sizes)
         return sizes
 
+    def active(self, world_size: int) -> list[Axis]:
+        """Returns the axes that have a size above 1."""
+        sizes = self.sizes(world_size)
+        return [axis(self, sizes) for axis in AXES if sizes[axis.name] > 1]
+
     def data_parallel(self, world_size: int) -> int:
         sizes = self.sizes(world_size)
-        return prod(sizes[axis.name] for axis in AXES if axis.reads_its_own_rows) // sizes.cp
+        return prod(sizes[axis.name] for axis in AXES if axis.reads_own_rows) // sizes.cp
 
     def axes(self, world_size: int) -> list[str]:
-        sizes = self.sizes(world_size)
-        found = [name for name in ("fsdp", "tp", "ep", "cp", "pp") if sizes[name] > 1]
-        found += [a.name for a in self._active(sizes) if a.is_proven and a.name not in found]
-        if sizes.pp > 1 and self.pp_schedule in SPLIT_BACKWARD:
-            found.append("zb")
+        found = [axis.name for axis in self.active(world_size) if axis.is_proven]
+        if "pp" in found:  # proof.json has it after the others
+            found.append(found.pop(0))
+            if self.pp_schedule in costs.SPLIT_BACKWARD:
+                found.append("zb")
         return found or super().axes(world_size)
-
-    def _active(self, sizes: MeshSizes) -> list[Axis]:
-        return [axis for axis in AXES if sizes[axis.name] > 1]
 
     @property
     def complexity(self) -> int:
-        sizes = [self.given(axis) for axis in AXES]
-        combined = sum(size != "auto" and size > 1 for size in sizes)
-        return combined + (self.pp_schedule != "1F1B") + 2 * self.cpu_offload
+        combined = (self.pp_schedule != "1F1B") + 2 * self.cpu_offload
+        for axis in AXES:
+            combined += self.given(axis) not in (1, "auto")
+        return combined
 
     # ---- before a start --------------------------------------------------------------------------
 
@@ -105,19 +193,20 @@ class Mesh(Keys):
                 given = f"{ARGS}.{axis.key} {size}"
                 yield f"{given} is not a number of processes: set 1 or more, or auto"
                 return
+        world_size = setup.machine.world_size
         try:
-            sizes = self.sizes(setup.machine.world_size)
+            sizes = self.sizes(world_size)
         except InputError as error:
             yield str(error)
             return
-        if self.cpu_offload and sizes.tp > 1 and sizes.dp_replicate * sizes.fsdp // sizes.cp == 1:
+        if self.cpu_offload and sizes.tp > 1 and self.data_parallel(world_size) == 1:
             yield (
                 f"{ARGS}.cpu_offload true needs parameters that FSDP shards, but fsdp_size x"
                 " dp_replicate_size is 1: set it to false, or fsdp_size to 2 or more"
             )
         # A model's plans come first, then its stages.
-        for axis in sorted(self._active(sizes), key=lambda axis: axis.name == "pp"):
-            yield from axis.refusals(sizes, self, setup)
+        for axis in sorted(self.active(world_size), key=lambda axis: axis.name == "pp"):
+            yield from axis.refusals(setup)
         if setup.optimizer.get("class_path") == "torch.optim.Adafactor":
             # torch 2.13: "in-place operations that require placement changes are not supported"
             yield (
@@ -126,22 +215,34 @@ class Mesh(Keys):
             )
 
     def trials(self, setup: Configured) -> Iterator[tuple[str, Callable[[Any], None]]]:
-        sizes = self.sizes(setup.machine.world_size)
-        for axis in self._active(sizes):
+        for axis in self.active(setup.machine.world_size):
             if axis.has_trial:
-                yield f"{axis.key} {sizes[axis.name]}", partial(axis.trial, sizes, self)
+                yield f"{axis.key} {axis.size}", axis.trial
+
+    def rules(self, model: Any, sizes: MeshSizes) -> dict[str, str]:
+        """Returns the plans of `model`, built, with the user's changes."""
+        rules = model.tp_plan | (self.tp_plan or {})
+        return rules | model.ep_plan | (self.ep_plan or {}) if sizes.ep > 1 else rules
+
+    def stage_facts(self, model: Any, world_size: int) -> dict[str, Any]:
+        pp = self.sizes(world_size).pp
+        return self.facts_of(model, pp) if pp > 1 else {}
+
+    def facts_of(self, model: Any, pp: int) -> dict[str, Any]:
+        from .pipeline.partition import facts_of
+
+        return facts_of(model, pp, self.pp_schedule, self.pp_stages_per_rank, self.pp_layers)
 
     # ---- memory ----------------------------------------------------------------------------------
 
     def share(self, facts: Facts) -> float:
-        sizes = self.sizes(facts.world_size)
-        return prod(axis.share(sizes, self, facts) for axis in self._active(sizes))
+        return prod(axis.share(facts) for axis in self.active(facts.world_size))
 
-    def stages(self, facts: Facts) -> Stages:
+    def stages(self, facts: Facts) -> costs.Stages:
         """Returns the stages that a run recorded, or `plan` made; those of one stage if none."""
         if not facts.pipeline.get("stages") or self.sizes(facts.world_size).pp == 1:
-            return Stages(blocks=facts.layers)
-        return stages_of(facts.pipeline, facts.parameters, self.accumulation(facts))
+            return costs.Stages(blocks=facts.layers)
+        return costs.stages_of(facts.pipeline, facts.parameters, self.accumulation(facts))
 
     def tokens(self, facts: Facts) -> int:
         return super().tokens(facts) // self.sizes(facts.world_size).cp
@@ -151,14 +252,23 @@ class Mesh(Keys):
         is_half = facts.is_half and (sizes.fsdp > 1 or facts.stores_half)
         return BlockRun(is_half, facts.is_mixed, sizes.tp)
 
+    def block(self, facts: Facts) -> float:
+        """Returns the parameters of the largest block, gathered by FSDP2: other ranks' experts of
+        expert parallelism are not."""
+        sizes, experts = self.sizes(facts.world_size), facts.block_experts
+        largest = facts.block or (facts.parameters - facts.embedding) / facts.layers
+        if sizes.ep > 1:
+            return (largest - experts) / sizes.tp + experts / sizes.ep
+        return largest / sizes.tp
+
     def state(self, facts: Facts) -> dict[str, float]:
         offloaded = self.cpu_offload and not facts.on_host
         return super().state(facts) | (dict.fromkeys(STATE, 0.0) if offloaded else {})
 
     def buffers(self, facts: Facts) -> dict[str, float]:
-        sizes, parts = self.sizes(facts.world_size), dict[str, float]()
-        for axis in self._active(sizes):
-            parts |= axis.buffers(sizes, self, facts)
+        parts: dict[str, float] = {}
+        for axis in self.active(facts.world_size):
+            parts |= axis.buffers(facts)
         return parts
 
     def memory(self, facts: Facts) -> dict[str, float]:
@@ -193,27 +303,23 @@ class Mesh(Keys):
     # ---- messages and time -----------------------------------------------------------------------
 
     def traffic(self, facts: Facts) -> Iterator[Sent]:
-        sizes = self.sizes(facts.world_size)
-        for axis in self._active(sizes):
-            yield from axis.traffic(sizes, self, facts)
+        for axis in self.active(facts.world_size):
+            yield from axis.traffic(facts)
+
+    def mean_share(self, facts: Facts) -> float:
+        """Returns the mean over ranks of the share of the parameters that a rank stores."""
+        stages = self.stages(facts)
+        return self.share(facts) * stages.mean / stages.largest
 
     def allows(self, facts: Facts) -> bool:
         """A schedule with split backward passes recomputes a checkpointed block twice."""
         sizes, m, mode = self.sizes(facts.world_size), self.accumulation(facts), facts.checkpointing
-        if sizes.pp > 1 and self.pp_schedule in V_SHAPED:
+        if sizes.pp > 1 and self.pp_schedule in costs.V_SHAPED:
             least = 2 if self.pp_schedule == "DualPipeV" else 3 / 2
             return mode == "none" and m >= least * sizes.pp
         if mode == "selective" and sizes.ep > 1 or m < sizes.pp:
             return False
         return sizes.pp == 1 or self.pp_schedule != "Interleaved1F1B" or m % sizes.pp == 0
-
-    def stage_facts(self, model: Any, world_size: int) -> dict[str, Any]:
-        if (pp := self.sizes(world_size).pp) == 1:
-            return {}
-        from .pipeline.partition import facts_of
-
-        settings = self.pp_schedule, self.pp_stages_per_rank, self.pp_layers
-        return facts_of(model, pp, *settings)
 
     def slowdown(self, facts: Facts) -> float:
         stages, pp = self.stages(facts), self.sizes(facts.world_size).pp
@@ -228,15 +334,15 @@ class Mesh(Keys):
 
     def shrunk(self, processes: int | None) -> Small:
         """Sets the smallest sizes that keep each kind of parallelism."""
-        choices = [axis.small(self.given(axis), self) for axis in AXES]
         keys = [axis.key for axis in AXES]
+        choices = [axis.small(self.given(axis), self) for axis in AXES]
         for sizes in itertools.product(*choices):
             small = self._with(dict(zip(keys, sizes, strict=True)))
             for num in (processes,) if processes else NUM_PROCESSES:
                 if self._is_kept(small, num):
                     return self._small(small, num)
+        small = self._with(dict(zip(keys, (sizes[0] for sizes in choices), strict=True)))
         num = processes or NUM_PROCESSES[-1]
-        small = self._with({axis.key: sizes[0] for axis, sizes in zip(AXES, choices, strict=True)})
         small.sizes(num)  # raises if the number does not fit
         return self._small(small, num)
 
@@ -256,13 +362,14 @@ class Mesh(Keys):
         return True
 
     def _small(self, small: Mesh, num: int) -> Small:
-        dropped = [a for a in AXES if small.given(a) == 1 != self.given(a)]
-        notes = [f"{axis.key} is 1: the mesh would need 8 processes" for axis in dropped]
-        arguments, stages = dict(small.arguments), 1
+        arguments, stages, notes = dict(small.arguments), 1, []
+        for axis in AXES:
+            if small.given(axis) == 1 != self.given(axis):
+                notes.append(f"{axis.key} is 1: the mesh would need 8 processes")
         if small.sizes(num).pp > 1:
             interleaved = min(self.pp_stages_per_rank, 2)
             arguments["pp_stages_per_rank"] = interleaved
-            stages = 2 * stages_per_rank(self.pp_schedule, interleaved)
+            stages = 2 * costs.stages_per_rank(self.pp_schedule, interleaved)
             if isinstance(self.pp_layers, list):
                 arguments["pp_layers"] = "even"
                 notes.append("pp_layers is even: the small model has fewer blocks")
@@ -270,10 +377,9 @@ class Mesh(Keys):
 
     def halved(self, processes: int) -> Small:
         num, sizes = super().halved(processes).processes, self.sizes(processes)
-        rows = [axis for axis in AXES if axis.adds_ranks and axis.reads_its_own_rows]
-        others = [axis for axis in reversed(AXES) if axis.adds_ranks and axis not in rows]
-        axis = next(axis for axis in (*rows, *others) if sizes[axis.name] > 1)
-        changed: dict[str, Size] = {}
+        adding = [axis for axis in reversed(AXES) if axis.adds_ranks and sizes[axis.name] > 1]
+        rows = [axis for axis in reversed(adding) if axis.reads_own_rows]
+        axis, changed = (rows + adding)[0], dict[str, Size]()
         if (given := self.given(axis)) != "auto":  # auto adapts
             changed[axis.key] = given // 2
         sizes = self._with({"cp_size": 1, "ep_size": 1} | changed).sizes(num)

@@ -23,7 +23,7 @@ SELECTIVE = 0.5  # share of a block's activations that selective checkpointing k
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes of DDP's gradients (torch 2.13)
 SLOWER = "the optimizer runs on the CPU, and steps take longer."
 FSDP2, ZERO_2 = "configs/strategy/fsdp2.yaml", "configs/strategy/zero2.yaml"
-FILES = {  # what `savings` proposes in place of DDP
+FILES: dict[str, dict[str, Any]] = {  # what `savings` proposes in place of DDP
     FSDP2: {"class_path": "MeshStrategy"},
     ZERO_2: {"class_path": "ZeroStrategy", "init_args": {"stage": 2}},
 }

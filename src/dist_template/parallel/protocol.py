@@ -1,13 +1,16 @@
-"""What every strategy answers: before a start (`Sharding`), and on a rank of a training
-(`RunStrategy`). Nothing else knows an axis of a mesh, or a key or class of a strategy. No torch.
+"""What every strategy answers; no other file knows an axis of a mesh, or a key or class of a
+strategy. `sharding_of` and `run_strategy` return the answers of `trainer.strategy`. No torch.
+
+Sharding      of a configuration, before a start: plain.py, mesh_sharding.py, zero_sharding.py
+RunStrategy   on a rank of a training: run_strategy.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .facts import Configured, Facts, Sent, Small
+from .facts import Configured, Facts, Saving, Sent, Small
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -17,10 +20,7 @@ class Sharding(Protocol):
     """A strategy's configuration."""
 
     @property
-    def name(self) -> str:
-        """The strategy's name in messages."""
-        ...
-
+    def name(self) -> str: ...
     @property
     def is_replicated(self) -> bool:
         """Whether each rank has the full model."""
@@ -51,6 +51,10 @@ class Sharding(Protocol):
         backward, "logits" and "backward"; the last two do not exist at the same time."""
         ...
 
+    def savings(self, facts: Facts) -> Iterator[Saving]:
+        """Yields changes of the strategy that need less memory, the cheapest first."""
+        ...
+
     def traffic(self, facts: Facts) -> Iterator[Sent]:
         """Yields what a rank sends in an optimizer step."""
         ...
@@ -76,27 +80,11 @@ class DataRank(NamedTuple):
 
 
 class RunStrategy(Protocol):
-    """A strategy on a rank of a training."""
-
-    @property
-    def sharding(self) -> Sharding: ...
+    """A strategy on a rank of a training; `run_strategy.Layers` answers for a pipeline."""
 
     @property
     def data_rank(self) -> DataRank: ...
-
     @property
-    def random_rank(self) -> int:
-        """The number of this rank's random stream; ranks that repeat computations share one."""
-        ...
-
-    def norm(self, parameters: list[nn.Parameter]) -> Tensor | None:
-        """Returns () the gradients' norm if other ranks have other parameters, else None."""
-        ...
-
-    def sum_of_batches(self, sums: Tensor) -> Tensor:
-        """Returns sums over all ranks that read different batches. Collective."""
-        ...
-
-    def from_last(self, compute: Callable[[], Any]) -> Any:
-        """Returns on every rank what the ranks that have the model's output compute. Collective."""
-        ...
+    def random_rank(self) -> int: ...
+    def shard(self, model: nn.Module) -> nn.Module: ...
+    def sum_of_batches(self, sums: Tensor) -> Tensor: ...

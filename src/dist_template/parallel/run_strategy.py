@@ -34,10 +34,9 @@ class Layers:
     def norm(self, parameters: list[nn.Parameter]) -> Tensor | None:
         """Returns () the joint 2-norm of the gradients of all ranks; None if there are none here,
         because the engine keeps and clips them. Collective."""
-        from ..layout import total_norm
+        from ..layout import joint_norm
 
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        return total_norm(gradients) if gradients else None
+        return joint_norm(parameters)
 
     def from_last(self, compute: Callable[[], T]) -> T:
         """Returns on every rank what the ranks that have the model's output compute. Collective."""

@@ -27,11 +27,7 @@ ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
 
 @dataclass(frozen=True)
 class Zero(Plain):
-    """Shards by DeepSpeed's ZeRO.
-
-    Args:
-        given: The DeepSpeed configuration before "auto" is resolved.
-    """
+    """Shards by DeepSpeed's ZeRO; `given` is its configuration before "auto" is resolved."""
 
     name: str = "ZeroStrategy"
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -67,14 +63,14 @@ class Zero(Plain):
 
     @property
     def offload_optimizer(self) -> bool:
-        return self._offloads("offload_optimizer")
+        return self._device("offload_optimizer") != "none"
 
     @property
     def offload_parameters(self) -> bool:
-        return self._offloads("offload_param")
+        return self._device("offload_param") != "none"
 
-    def _offloads(self, section: str) -> bool:
-        return (self.zero.get(section) or {}).get("device", "none") != "none"
+    def _device(self, section: str) -> str:
+        return (self.zero.get(section) or {}).get("device", "none")
 
     def axes(self, world_size: int) -> list[str]:
         return [f"zero{self.stage}"]
@@ -110,8 +106,20 @@ class Zero(Plain):
                 " they are hashed then: remove checkpoint.writer.decoupled and datastates_ckpt from"
                 " the DeepSpeed file"
             )
-        yield from self._nvme(setup)
-        yield from self._optimizer(setup)
+        nvme = [section for section in SECTIONS if self._device(section) == "nvme"]
+        if nvme and setup.saves_asynchronously:
+            yield (
+                "last_checkpoint.asynchronous true does not work with state on NVMe, which"
+                " DeepSpeed copies synchronously: set it to false"
+            )
+        for folder in {str(self.zero[section].get("nvme_path")) for section in nvme}:
+            if setup.machine.is_this_one and not Path(folder).is_dir():
+                yield (
+                    f"{ARGS}.nvme_path {folder!r} is not a folder of this machine: give one on a"
+                    " fast local disk"
+                )
+        if setup.optimizer:
+            yield from self._optimizer(*setup.optimizer["class_path"].rpartition(".")[::2])
         if setup.trains:
             from .deepspeed_config import resolve, settings_of
 
@@ -122,26 +130,8 @@ class Zero(Plain):
         if self.stage == 3:
             yield from selective_refusal(setup, "ZeRO stage 3")
 
-    def _nvme(self, setup: Configured) -> Iterator[str]:
-        parts = [self.zero.get("offload_param") or {}, self.zero.get("offload_optimizer") or {}]
-        folders = {str(part.get("nvme_path")) for part in parts if part.get("device") == "nvme"}
-        if folders and setup.saves_asynchronously:
-            yield (
-                "last_checkpoint.asynchronous true does not work with state on NVMe, which"
-                " DeepSpeed copies synchronously: set it to false"
-            )
-        for folder in folders:
-            if setup.machine.is_this_one and not Path(folder).is_dir():
-                yield (
-                    f"{ARGS}.nvme_path {folder!r} is not a folder of this machine: give one on a"
-                    " fast local disk"
-                )
-
-    def _optimizer(self, setup: Configured) -> Iterator[str]:
+    def _optimizer(self, module: str, name: str) -> Iterator[str]:
         """DeepSpeed passes flat shards to the optimizer, which must be element-wise."""
-        if not setup.optimizer:
-            return
-        module, _, name = setup.optimizer["class_path"].rpartition(".")
         if "optimizer" in self.given:
             yield (
                 f"--optimizer {name}, and {ARGS}.config, the DeepSpeed file, has an `optimizer`:"
@@ -163,16 +153,16 @@ class Zero(Plain):
         return 2 if facts.is_half else 4
 
     def state(self, facts: Facts) -> dict[str, float]:
-        width, n, stage = self.weight_bytes(facts), facts.world_size, self.stage
+        width, n, is_3 = self.weight_bytes(facts), facts.world_size, self.stage == 3
         bucket = self.zero.get("reduce_bucket_size", BUCKET)
         bucket = bucket if isinstance(bucket, int) else 0  # "auto" is small
         parts = {
-            "weights": self.all_weights(facts) / (n if stage == 3 else 1),
-            "gradients": facts.trainable * (4 / n if stage > 1 else width),  # shards are fp32
+            "weights": self.all_weights(facts) / (n if is_3 else 1),
+            "gradients": facts.trainable * (4 / n if self.stage > 1 else width),  # fp32 shards
             "optimizer state": facts.trainable * (ADAMW_BYTES + 4) / n,
-            "communication buffers": bucket * width * (1.0 if stage == 3 else 2.0),
+            "communication buffers": bucket * width * (1.0 if is_3 else 2.0),
         }
-        if stage == 3:
+        if is_3:
             most = max(LIVE_PARAMETERS, facts.block_experts)  # a layer's experts are one module
             parts["gathered weights"] = float(min(facts.parameters, most) * width)
         if self.offload_optimizer and not facts.on_host:
@@ -192,19 +182,19 @@ class Zero(Plain):
             stages = {f"{ARGS}.stage": (self.stage, self.stage + 1)}
             yield Saving(f"ZeRO stage {self.stage + 1}: {cost}.", stages)
         if not self.offload_optimizer:
-            sentence, key = f"Optimizer state in host memory: {SLOWER}", "offload_optimizer"
-            yield Saving(sentence, {f"{ARGS}.{key}": (False, True)}, is_on_host=True)
+            change = {f"{ARGS}.offload_optimizer": (False, True)}
+            yield Saving(f"Optimizer state in host memory: {SLOWER}", change, is_on_host=True)
         elif self.stage == 3 and not self.offload_parameters:
             sentence = "Parameters in host memory too: each is fetched when its module runs."
-            changes = {f"{ARGS}.offload_parameters": (False, True)}
-            yield Saving(sentence, changes, is_on_host=True)
+            change = {f"{ARGS}.offload_parameters": (False, True)}
+            yield Saving(sentence, change, is_on_host=True)
 
     # ---- messages and time -----------------------------------------------------------------------
 
     def traffic(self, facts: Facts) -> Iterator[Sent]:
         """Stages 1 and 2 all-reduce gradients, once or in every micro-batch, and gather parameters
-        after the step. The calls of stage 3 are an upper bound: small tensors stay
-        unsharded, and what is fetched ahead is fetched together."""
+        after the step. The calls of stage 3 are an upper bound: small tensors stay unsharded, and
+        what is fetched ahead is fetched together."""
         n, width, m = facts.world_size, self.weight_bytes(facts), self.accumulation(facts)
         trained, buckets = facts.trainable, ceil(facts.trainable / BUCKET)
         if self.stage < 3:

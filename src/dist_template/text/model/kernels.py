@@ -74,7 +74,7 @@ def known_documents(
     if bounds is None:
         if full is not None or (is_flash and num_rows > 1):
             raise InputError(
-                f'flash attention and {SequenceAxis().key} > 1 need batch["{BOUNDS}"] (document'
+                f'flash attention and {SequenceAxis.key} > 1 need batch["{BOUNDS}"] (document'
                 " offsets): add it in the transform of data.py"
             )
         if (positions := batch.get("position_ids")) is None:

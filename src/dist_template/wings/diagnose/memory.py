@@ -54,19 +54,16 @@ class Estimate:
         for key, value in self._changes.items():
             if key.startswith(STRATEGY):
                 given[key.removeprefix(STRATEGY)] = value
-        return sharding_of(strategy | {"init_args": given})
+        return sharding_of({**strategy, "init_args": given})
 
     def _facts(self) -> Facts:
-        counts = ("trainable", "in_4_bits", "embedding", "experts", "tp_replicates", "block")
-        sizes: dict[str, Any] = {
-            name: self._fact(f"parameters.{name}") for name in (*counts, "block_experts")
-        }
         total = self._fact("parameters.total")
-        sizes["trainable"] = sizes["trainable"] or total
         return Facts(
             world_size=self._fact("machine.world_size") or 1,
             parameters=total,
-            **sizes,
+            trainable=self._fact("parameters.trainable") or total,
+            in_4_bits=self._fact("parameters.in_4_bits"),
+            embedding=self._fact("parameters.embedding"),
             layers=max(self._fact("model.layers"), 1),
             width=self._fact("model.width"),
             vocab_size=self._fact("model.vocab_size"),

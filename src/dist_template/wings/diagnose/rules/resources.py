@@ -10,7 +10,7 @@ from operator import truediv
 import numpy as np
 
 from ....observe.history.run import History
-from ....parallel.pipeline.axis import PipelineAxis
+from ....parallel.axes import PipelineAxis
 from ....parallel.pipeline.costs import balanced
 from .. import expected, robust
 from ..finding import Cause, Change, Finding
@@ -160,7 +160,7 @@ def pipeline_waits(history: History) -> Iterator[Finding]:
         sentence = "Two stages on each device, and gradients of weights computed in the gaps."
         change = Change(f"{STRATEGY}pp_schedule", schedule, "ZBVZeroBubble")
         causes.append(Cause(sentence, [change]))
-    sentence = f"The global batch is small for so many stages: a lower {PipelineAxis().key}."
+    sentence = f"The global batch is small for so many stages: a lower {PipelineAxis.key}."
     causes.append(Cause(sentence))
     evidence = (
         f"{bubble / (1 + bubble):.0%} of a step: {num} micro-batches through {len(stages)} devices"
