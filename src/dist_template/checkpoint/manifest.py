@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-
-from .. import weights
 from ..errors import InputError, reason
 
 __all__ = ["SavedCheckpoint"]
@@ -209,6 +206,8 @@ def agreed(path: Path) -> Path:
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
     """
+    from .. import weights  # imports torch; a report reads manifests without it
+
     path, candidates = weights.broadcast(resolve(path))
     skipped: list[str] = []
     for candidate in candidates:
@@ -229,5 +228,7 @@ def agreed(path: Path) -> Path:
 
 def _warn_of(skipped: list[str], loaded: Path | None) -> None:
     if skipped:
+        from lightning.pytorch.utilities import rank_zero_warn
+
         instead = f"{loaded} is used" if loaded else "there is no other"
         rank_zero_warn(f"damaged checkpoints are skipped: {', '.join(skipped)}; {instead}")

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
+from ....compat.transformers_serving import OneModel
 from ....errors import shortened
-from .openai_api import OneModel
 from .requests import CHAT, SHOWN, TEXT, checked
 
 if TYPE_CHECKING:

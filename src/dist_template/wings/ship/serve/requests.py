@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from .openai_api import OneModel
+from ....compat.transformers_serving import OneModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

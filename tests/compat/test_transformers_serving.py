@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.cli.serving import chat_completion, completion, utils
 
-from dist_template.wings.ship.serve import openai_api as serving
+from dist_template.compat import transformers_serving as serving
 
 
 @pytest.mark.parametrize("handler", [chat_completion.ChatCompletionHandler, completion.CompletionHandler])

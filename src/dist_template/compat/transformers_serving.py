@@ -5,7 +5,7 @@
 command `transformers serve` loads the model by itself, so it would not be the one that was compared
 with the trained one, and has routes that load any model of the hub. Where a name is gone, the
 import of this file raises ImportError and `serve` does not start; `export` does not need it.
-tests/wings/test_openai_api.py checks names and signatures.
+tests/compat/test_transformers_serving.py checks names and signatures.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from transformers.cli.serving.utils import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["OneModel"]
 
 FAILED = 'data: {"error"'  # in a handler's stream, if its generation has raised
 
