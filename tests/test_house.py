@@ -62,13 +62,13 @@ NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt|locked\.txt|torch-.*\.txt|
 
 # Names that wings take from the core (the aim is 60), and imports of internal names by tests.
 WING_NAMES = 97
-INTERNALS = 900
+INTERNALS = 250
 INTERFACE = "For wings and packages"  # the section of docs/api.md
 NOT_YET = ("parallel.", "cli.limits.")  # a protocol replaces these names
 
 PAGE_LINES = 150
 LONG_PAGES = {
-    "api.md": 179,
+    "api.md": 180,
     "reference.md": 477,
 }  # fmt: skip
 

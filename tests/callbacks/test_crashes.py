@@ -21,7 +21,7 @@ from dist_template.wings.diagnose import Finding, History, hooks, read_run
 from tests.support.injury import Training
 from tests.support.runs import OF_ANOTHER_RUN, PACKAGE, PROJECT, Workers, command, only_run, run
 from tests.support.tiers import tiers
-from tests.support.wings import diagnose, engine
+from tests.support.wings import engine
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.75 GiB."
 CPU = (
@@ -89,7 +89,7 @@ def test_a_crash_is_reported_in_a_sentence_and_its_traceback_is_kept(
     (record,) = read_run(folder).crashes
     assert (record["kind"], record["step"], record["error"]) == ("other", 1, "KeyError")
     assert record["memory"]["used_gib"] >= record["memory"]["outside_gib"] > 0  # a small model fits into freed memory
-    (finding,) = [each for each in diagnose(read_run(folder)) if each.rule == "crashed"]
+    (finding,) = [each for each in engine.diagnose(read_run(folder)) if each.rule == "crashed"]
     assert "KeyError: 'labels'" in finding.evidence and finding.steps == (2, 2)
 
     monkeypatch.setenv("TRACEBACK", "1")
@@ -106,7 +106,7 @@ def test_out_of_memory_is_reported_with_remedies(
     assert "Traceback" not in printed and "2 GiB more were requested" in printed
     assert "--data.micro_batch_size 1 " in printed and "now 2, frees" in printed
     assert "8 accumulated instead of 4" in printed and "--model.blocks.checkpointing full" in printed
-    (first,) = [each for each in diagnose(read_run(only_run(tmp_path))) if each.rule == "out_of_memory"]
+    (first,) = [each for each in engine.diagnose(read_run(only_run(tmp_path))) if each.rule == "out_of_memory"]
     assert first.level == "error" and first.causes[0].changes[0].to == 1
 
     assert command(broken([*flags, "--run.name=second"], **memory, step=0)) == Exit.OUT_OF_MEMORY
@@ -169,8 +169,8 @@ def test_an_attempt_after_the_crash_ends_the_finding(tmp_path: Path) -> None:
     }
     record |= {"place": "step 4", "module": "", "own_lines": []}
     later = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(2000))}
-    assert [f.rule for f in diagnose(History(tmp_path, crashes=[record]))] == ["crashed"]
-    assert diagnose(History(tmp_path, crashes=[record], environment=later)) == []
+    assert [f.rule for f in engine.diagnose(History(tmp_path, crashes=[record]))] == ["crashed"]
+    assert engine.diagnose(History(tmp_path, crashes=[record], environment=later)) == []
 
 
 @pytest.mark.slow
@@ -257,7 +257,7 @@ def test_the_first_remedy_for_a_real_out_of_memory_works(flags: list[str], tmp_p
     ended = train()
     assert ended.returncode == Exit.OUT_OF_MEMORY, ended.stderr
     assert "Used by: " in ended.stderr and "Traceback" not in ended.stderr
-    (finding,) = [each for each in diagnose(read_run(only_run(tmp_path))) if each.rule == "out_of_memory"]
+    (finding,) = [each for each in engine.diagnose(read_run(only_run(tmp_path))) if each.rule == "out_of_memory"]
     (change,) = finding.causes[0].changes
     assert change.key == "data.micro_batch_size" and 64 % change.to == 0
     helped = train("--run.name=helped", f"--{change.key}={change.to}")

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template import BalanceConfig
-from dist_template.callbacks.experts import LOADS, Experts
+from dist_template.callbacks import experts
 from dist_template.parallel import blocks
 from tests.support.library import Balancer, MetricBuffer, logs, read_metrics
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
@@ -41,7 +41,7 @@ class Bench:
             log_every_n_steps=3, global_step=0, estimated_stepping_batches=100,
             fit_loop=SimpleNamespace(_should_accumulate=lambda: False),
         )  # fmt: skip
-        self.callback = Experts()
+        self.callback = experts.Experts()
         self.callback.on_fit_start(self.trainer, model)  # ty: ignore[invalid-argument-type]
 
     def step(self) -> Any:
@@ -76,7 +76,7 @@ def test_every_kind_of_expert_is_counted_only_at_log_steps_without_balancing(nam
     bench.step()
     assert bench.module.balancer.loads.sum() == 0
     assert bench.read()["moe/expert_load_max_over_mean"] > 1
-    assert sum(bench.module.metrics.totals[LOADS]) == 2 * len(layers) * CHOSEN, "and the third, which is logged"
+    assert sum(bench.module.metrics.totals[experts.LOADS]) == 2 * len(layers) * CHOSEN, "and the third, which is logged"
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -85,7 +85,7 @@ def test_with_balancing_each_step_is_counted_and_a_recomputed_block_once(checkpo
     for _ in range(3):
         bench.step()
     assert bench.read()["moe/layer_01/load_max_over_mean"] > 1
-    assert sum(bench.module.metrics.totals[LOADS]) == 3 * CHOSEN, "of the third step alone"
+    assert sum(bench.module.metrics.totals[experts.LOADS]) == 3 * CHOSEN, "of the third step alone"
     moved = [layer.bias_owner.e_score_correction_bias.abs().max().item() for layer in bench.module.balancer.layers]
     assert moved == pytest.approx([0.003] * 3)
 
@@ -114,7 +114,7 @@ def test_compiled_blocks_are_not_compiled_again_after_the_second_step(
     assert graphs[1:] == [expected] * 5, "a dense block, a sparse one that counts, a sparse one that does not"
     assert not counters["graph_break"]
     bench.read()
-    assert sum(bench.module.metrics.totals[LOADS]) == 11 * CHOSEN
+    assert sum(bench.module.metrics.totals[experts.LOADS]) == 11 * CHOSEN
 
 
 def test_ratio_and_unused_are_of_the_sums() -> None:
@@ -124,7 +124,7 @@ def test_ratio_and_unused_are_of_the_sums() -> None:
         [1, 1, 1, 1, 1, 1, 1, 1, 0],
         [2, 1, 1, 1, 1, 1, 1, 0, 9],
     ]  # the last: no expert
-    bench.module.metrics.totals = {LOADS: [float(load) for layer in loads for load in layer]}
+    bench.module.metrics.totals = {experts.LOADS: [float(load) for layer in loads for load in layer]}
     metrics: dict[str, float] = {}
     bench.callback.on_log_step(bench.trainer, bench.module, metrics)
     assert metrics["moe/expert_load_max_over_mean"] == 4.0 and metrics["moe/unused_experts"] == 7

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 from trainer_dev.module import LanguageModule
 
-from tests.support.library import permutation, read_incidents, read_jumps
+from tests.support.library import global_order, read_incidents, read_jumps
 from tests.support.numerics import (
     STRATEGIES,
     Train,
@@ -140,7 +140,7 @@ def spoil_sample(place: int) -> None:
     original = LanguageModule.training_step
 
     def training_step(self: Any, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        row = permutation(len(self.trainer.train_dataloader.dataset), 0, 0)[place]
+        row = global_order.permutation(len(self.trainer.train_dataloader.dataset), 0, 0)[place]
         return original(self, batch, batch_idx) * (50.0 if row in self.trainer.datamodule.step_rows[-1] else 1.0)
 
     LanguageModule.training_step = training_step

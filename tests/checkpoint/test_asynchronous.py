@@ -21,8 +21,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dist_template.callbacks import LastCheckpoint
-from dist_template.checkpoint.formats import FILE
-from tests.support.library import commit, manifest, read_full, sharded
+from tests.support.library import commit, formats, manifest, read_full, sharded
 from tests.support.runs import Workers, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
@@ -219,7 +218,7 @@ def test_a_running_write_is_waited_for(flags: list[str], tmp_path: Path, monkeyp
     assert not list(folder.glob(".*"))
     assert all(manifest.damage(path) is None for path in manifest.found(folder))
     # By this process's thread and by the one beside it; the manifest's own is of every byte.
-    archives = [zipfile.ZipFile(path / FILE) for path in manifest.found(folder)]
+    archives = [zipfile.ZipFile(path / formats.FILE) for path in manifest.found(folder)]
     assert not any(entry.CRC for archive in archives for entry in archive.infolist()), "torch has computed another CRC"
 
 

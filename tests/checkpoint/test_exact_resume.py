@@ -22,7 +22,7 @@ from dist_template.callbacks import RandomState
 from dist_template.compat import epochs
 from dist_template.wings.rehearse.compare import trace_resumed
 from tests.support.faults import random_state_not_saved
-from tests.support.library import ConsumedSamples, manifest
+from tests.support.library import global_order, manifest
 from tests.support.runs import Workers, logged, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
@@ -169,7 +169,7 @@ def test_it_ends_with_the_same_weights(train: Trainings, strategy: str, varied: 
 
 def position_forgotten() -> None:
     """As with a loader that keeps no state: from the epoch's start."""
-    ConsumedSamples.value = lambda self, trainer: 0
+    global_order.ConsumedSamples.value = lambda self, trainer: 0
 
 
 def epoch_draws() -> None:

@@ -14,7 +14,7 @@ from dist_template import InputError
 from dist_template.checkpoint.optimizer import numbered
 from dist_template.cli.run import check_checkpoint
 from tests.support.formats import NAMES, REST, Tiny, build_optimizer, step, write_distributed, write_file, write_zero
-from tests.support.library import PlainFormat, ZeroFormat, by_name, format_of, read_full
+from tests.support.library import ZeroFormat, by_name, formats, read_full
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_every_format_reads_as_the_same_weights_moments_and_counters(
 
 def test_a_header_has_the_shapes_and_the_entries_of_the_whole(checkpoint: Path) -> None:
     """They are compared with the module's before anything is loaded."""
-    found, full = format_of(checkpoint), read_full(checkpoint)
+    found, full = formats.format_of(checkpoint), read_full(checkpoint)
     assert found is not None
     metadata, shapes = found.header(checkpoint, None)
     assert shapes == {name: tuple(tensor.shape) for name, tensor in full["state_dict"].items()}
@@ -132,7 +132,7 @@ def test_part_of_a_checkpoint_is_refused(checkpoint: Path) -> None:
     if checkpoint.is_file():
         checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
     else:
-        (checkpoint / ("latest" if format_of(checkpoint) is ZeroFormat else ".metadata")).unlink()
+        (checkpoint / ("latest" if formats.format_of(checkpoint) is ZeroFormat else ".metadata")).unlink()
     with pytest.raises(InputError, match="is incomplete"):
         check_checkpoint(checkpoint)
 
@@ -144,4 +144,4 @@ def test_a_missing_rank_is_noticed(checkpoint: Path) -> None:
         with pytest.raises(InputError, match="cannot be read"):
             read_full(checkpoint)
     else:
-        assert format_of(checkpoint) is PlainFormat, "only one file has one part"
+        assert formats.format_of(checkpoint) is formats.PlainFormat, "only one file has one part"

@@ -9,14 +9,15 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.serialization import config
 
-from dist_template.checkpoint.formats import FILE
-from tests.support.library import PlainFormat
+from tests.support.library import formats
 
 
 def test_a_save_asks_torch_for_page_locked_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda *args: asked.append(config.save.use_pinned_memory_for_d2h) or save(*args))
-    PlainFormat(SingleDeviceStrategy("cpu")).save_checkpoint({"state_dict": {"weight": torch.ones(2)}}, tmp_path)
+    formats.PlainFormat(SingleDeviceStrategy("cpu")).save_checkpoint(
+        {"state_dict": {"weight": torch.ones(2)}}, tmp_path
+    )
     assert asked == [True] and not config.save.use_pinned_memory_for_d2h
-    assert torch.load(tmp_path / FILE)["state_dict"]["weight"].tolist() == [1, 1]
+    assert torch.load(tmp_path / formats.FILE)["state_dict"]["weight"].tolist() == [1, 1]

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
-from tests.support.library import build_optimizer, build_schedule
+from tests.support.library import optim
 from tests.support.runs import logged, only_run, run
 
 
@@ -190,7 +190,7 @@ def test_an_optimizers_own_arguments_go_before_model_optims(trainer_of: Any) -> 
 
 
 def built_optimizer(cli: Any) -> Any:
-    return build_optimizer(torch.nn.Linear(2, 2), cli.model.optim)
+    return optim.build_optimizer(torch.nn.Linear(2, 2), cli.model.optim)
 
 
 def test_a_run_trains_by_the_optimizer_and_the_schedule_that_are_named(flags: list[str], tmp_path: Path) -> None:
@@ -206,6 +206,6 @@ def test_a_run_trains_by_the_optimizer_and_the_schedule_that_are_named(flags: li
 
 def test_a_scheduler_alone_steps_adamw(trainer_of: Any) -> None:
     cli = trainer_of("--lr_scheduler=ReduceLROnPlateau", "--lr_scheduler.monitor=eval/token_accuracy")
-    entry = build_schedule(built_optimizer(cli), cli.model.optim, 20, 4)
+    entry = optim.build_schedule(built_optimizer(cli), cli.model.optim, 20, 4)
     assert isinstance(entry["scheduler"].optimizer, torch.optim.AdamW)
     assert entry["monitor"] == "eval/token_accuracy" and entry["frequency"] == 4

@@ -25,7 +25,7 @@ from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
 from dist_template.callbacks.preemption import TIME_IS_UP
 from dist_template.text import Bytes, TextFiles
 from tests.support import saves
-from tests.support.library import PlainFormat, lighten, manifest
+from tests.support.library import formats, lighten, manifest
 from tests.support.runs import newest
 from tests.support.tiers import tiers
 from tests.support.wings import KillAt
@@ -170,7 +170,7 @@ class Trainings:
             use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[last, best, Preemption(), *stop],
             **options,
         )  # fmt: skip
-        trainer.strategy.checkpoint_io = PlainFormat(trainer.strategy)
+        trainer.strategy.checkpoint_io = formats.PlainFormat(trainer.strategy)
         lighten(trainer)
         data = self.data()
         batches: Any = [{"labels": label} for label in range(3)]

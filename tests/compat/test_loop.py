@@ -14,7 +14,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from dist_template.compat.lightning import batch_progress, replace_clipping
+from dist_template.compat import lightning
 from dist_template.compat.loop import EpochLoop, MixedPrecision
 from tests.support.library import lighten
 
@@ -126,7 +126,7 @@ class Clipping(BoringModel):
     clipped = 0.0
 
     def on_train_start(self) -> None:
-        replace_clipping(self, self.clip)
+        lightning.replace_clipping(self, self.clip)
 
     def clip(self, original: Any, optimizer: Any, **options: Any) -> None:
         original(optimizer, **options)
@@ -138,4 +138,4 @@ def test_clipping_is_replaced_and_batches_are_counted(tmp_path: Path, is_lightni
     trainer, module = trainer_in(tmp_path, is_lightnings, gradient_clip_val=0.5), Clipping()
     trainer.fit(module)
     assert module.clipped == 0.5
-    assert batch_progress(trainer).total.processed == 2
+    assert lightning.batch_progress(trainer).total.processed == 2

@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from dist_template.compat import stacks
 from dist_template.compat.lightning import before_setup_environment
-from dist_template.compat.stacks import PHASES, WAITING
 
 ROOTS = ("torch", "lightning/pytorch", "deepspeed", "dist_template/compat")
 
@@ -28,7 +28,9 @@ def sources(part: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize(("part", "function"), [(part, function) for part, function, _ in PHASES if part[:1] != "<"])
+@pytest.mark.parametrize(
+    ("part", "function"), [(part, function) for part, function, _ in stacks.PHASES if part[:1] != "<"]
+)
 def test_a_phases_function_is_there(part: str, function: str) -> None:
     """Functions without a file are hooks of Lightning, or torch's."""
     files = sources(part or ".py") if part else [*sources("lightning/pytorch"), *sources("torch/distributed"), *OURS]
@@ -40,7 +42,7 @@ OURS = sources("dist_template/compat")
 
 
 def test_the_places_where_a_rank_waits_are_there() -> None:
-    assert [part for part in WAITING if not sources(part)] == []
+    assert [part for part in stacks.WAITING if not sources(part)] == []
     assert sources("torch/gone/") == []
 
 

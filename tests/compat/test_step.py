@@ -22,7 +22,7 @@ from dist_template.callbacks import garbage
 from dist_template.cli import trainer as cli
 from dist_template.compat.epochs import make_resumable
 from dist_template.observe.loggers import run_log
-from tests.support.library import PackedRows, build_optimizer, build_schedule, read_full, tensorboard
+from tests.support.library import PackedRows, optim, read_full, tensorboard
 from tests.support.operations import Ops
 from tests.support.runs import logged, newest, only_run, run
 
@@ -95,8 +95,8 @@ def counted(flags: list[str], counter: str = "Counting", *more: str) -> Counting
 def manual() -> Ops:
     """The operations of as many steps of a hand-written loop with the same metrics."""
     model = Vector()
-    optimizer = build_optimizer(model, OptimConfig())
-    scheduler = build_schedule(optimizer, OptimConfig(), 40)["scheduler"]
+    optimizer = optim.build_optimizer(model, OptimConfig())
+    scheduler = optim.build_schedule(optimizer, OptimConfig(), 40)["scheduler"]
     rows, sums = PackedRows(np.zeros(2000, dtype=np.uint16), 32, 256), torch.zeros(4)
     with Ops() as ops:
         for step in range(FIRST, LAST):

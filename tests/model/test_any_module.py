@@ -13,13 +13,12 @@ import pytest
 from dist_template import Project
 from dist_template.cli import main as command_line
 from dist_template.wings.diagnose import Cause, Change, Finding, History
-from dist_template.wings.diagnose.engine import applicable
 from tests.support.classifier import CLASSIFIER, PLAIN
 from tests.support.library import manifest
 from tests.support.runs import logged
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt, RunRecord, Workers
+from tests.support.wings import KillAt, RunRecord, Workers, engine
 
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}
 STEPS, EVERY, KILLED = 10, 2, 7
@@ -161,7 +160,7 @@ def test_diagnosis_names_no_key_that_the_module_does_not_have() -> None:
     finding = Finding("rule", "info", "certain", "", "", [Cause("", [*text, Change("trainer.max_steps", 1, 2)])])
     config = {"model": {"width": 3}, "data": {"batch_size": 4}}
     history = History(Path(), config=config, facts={"data": {"seq_len": None}})
-    (kept,) = applicable(finding, history).causes
+    (kept,) = engine.applicable(finding, history).causes
     assert [change.key for change in kept.changes] == ["trainer.max_steps"]
     of_text = replace(history, facts={"data": {"seq_len": 32}})
-    assert applicable(finding, of_text) == finding
+    assert engine.applicable(finding, of_text) == finding

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from dist_template import BalanceConfig, InputError
-from dist_template.model.balance import BIAS, probabilities
+from dist_template.model import balance
 from tests.support.library import Balancer
 from tests.support.moe import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import SHORT, PauseAfter, Trainings, assert_close
@@ -48,7 +48,7 @@ def test_what_is_kept_of_a_router_are_the_logits_that_it_chooses_by(name: str) -
     forward(each)
     for i, layer in enumerate(each.layers):
         assert layer.logits is not None
-        chosen = probabilities(layer, layer.logits).topk(CHOSEN, dim=-1).indices
+        chosen = balance.probabilities(layer, layer.logits).topk(CHOSEN, dim=-1).indices
         counts = chosen.flatten().bincount(minlength=EXPERTS).tolist()
         assert each.loads[i, :EXPERTS].tolist() == counts
 
@@ -115,7 +115,7 @@ def test_the_bias_moves_against_the_load_and_not_in_a_skipped_step() -> None:
     each: Any = balancer(DEEPSEEK, bias_update_speed=0.01)
     forward(each)
     loads = each.loads[:, :EXPERTS].clone()
-    biases = [getattr(layer.bias_owner, BIAS) for layer in each.layers]
+    biases = [getattr(layer.bias_owner, balance.BIAS) for layer in each.layers]
     each.begin_reduction()
     each.finish_step(torch.tensor(1.0))
     assert all((bias == 0).all() for bias in biases)
@@ -153,7 +153,7 @@ TERMS = ("moe/aux_loss", "moe/sequence_loss", "moe/z_loss")
 
 
 def biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights.items() if name.endswith(BIAS)}
+    return {name: tensor for name, tensor in weights.items() if name.endswith(balance.BIAS)}
 
 
 def assert_same_balance(got: RunRecord, expected: RunRecord) -> None:

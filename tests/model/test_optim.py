@@ -16,15 +16,14 @@ from transformers import get_scheduler
 
 from dist_template import InputError, OptimConfig
 from dist_template.layout import clip_by_norm
-from dist_template.model.optim import Schedule
-from tests.support.library import build_optimizer, build_schedule, total_norm
+from tests.support.library import optim, total_norm
 
 
 def learning_rates(num_steps: int, **options: object) -> list[float]:
     """The learning rate that each of `num_steps` optimizer steps uses."""
     config = OptimConfig(learning_rate=1.0, **options)  # ty: ignore[invalid-argument-type]
-    optimizer = build_optimizer(nn.Linear(2, 2), config)
-    scheduler = build_schedule(optimizer, config, num_steps)["scheduler"]
+    optimizer = optim.build_optimizer(nn.Linear(2, 2), config)
+    scheduler = optim.build_schedule(optimizer, config, num_steps)["scheduler"]
     rates = []
     for _ in range(num_steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -33,15 +32,15 @@ def learning_rates(num_steps: int, **options: object) -> list[float]:
     return rates
 
 
-@pytest.mark.parametrize("schedule", get_args(Schedule)[:5])
+@pytest.mark.parametrize("schedule", get_args(optim.Schedule)[:5])
 def test_schedules_are_those_of_transformers_to_the_bit(schedule: Any) -> None:
     """And their states, so a checkpoint of either resumes with the other."""
     for steps, warmup, share in product([1, 7, 300, math.inf], [0, 0.03, 0.5, 6], [0.0, 1 / 3, 1.0]):
         config = OptimConfig(schedule=schedule, warmup=warmup, min_learning_rate_share=share, decay_share=share)
         warmup_steps = int(warmup) if warmup >= 1 or steps == math.inf else int(warmup * steps)
-        optimizers = [build_optimizer(nn.Linear(2, 2), config) for _ in range(2)]
+        optimizers = [optim.build_optimizer(nn.Linear(2, 2), config) for _ in range(2)]
         try:
-            ours = build_schedule(optimizers[0], config, steps)["scheduler"]
+            ours = optim.build_schedule(optimizers[0], config, steps)["scheduler"]
         except InputError:
             no_end = schedule in ("cosine", "linear", "warmup_stable_decay") or warmup < 1
             assert warmup_steps >= steps or (steps == math.inf and no_end)
@@ -65,7 +64,7 @@ def test_schedules_are_those_of_transformers_to_the_bit(schedule: Any) -> None:
 
 def test_only_matrices_decay() -> None:
     module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.LayerNorm(3))
-    optimizer = build_optimizer(module, OptimConfig(weight_decay=0.1))
+    optimizer = optim.build_optimizer(module, OptimConfig(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in module.named_parameters():
         assert decay[id(parameter)] == (0.1 if name in ("0.weight", "1.weight") else 0.0), name
@@ -74,10 +73,10 @@ def test_only_matrices_decay() -> None:
 def test_frozen_parameters_are_left_out_and_nothing_to_train_is_refused() -> None:
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)
-    assert sum(len(g["params"]) for g in build_optimizer(module, OptimConfig()).param_groups) == 1
+    assert sum(len(g["params"]) for g in optim.build_optimizer(module, OptimConfig()).param_groups) == 1
     module.bias.requires_grad_(False)
     with pytest.raises(InputError, match="nothing to train"):
-        build_optimizer(module, OptimConfig())
+        optim.build_optimizer(module, OptimConfig())
 
 
 class Clipped(L.LightningModule):
@@ -92,7 +91,7 @@ class Clipped(L.LightningModule):
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return build_optimizer(self, OptimConfig(), scaled=self.trainer.scaler is not None)
+        return optim.build_optimizer(self, OptimConfig(), scaled=self.trainer.scaler is not None)
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
         self.norm: Any = clip_by_norm(self.parameters(), 1e-3)
@@ -138,8 +137,8 @@ def test_inverse_sqrt_halves_when_steps_quadruple() -> None:
 
 def test_plateau_watches_its_metric_after_validation() -> None:
     config = OptimConfig(schedule="reduce_on_plateau", plateau_patience=0, plateau_factor=0.5)
-    optimizer = build_optimizer(nn.Linear(2, 2), config)
-    entry = build_schedule(optimizer, config, math.inf)
+    optimizer = optim.build_optimizer(nn.Linear(2, 2), config)
+    entry = optim.build_schedule(optimizer, config, math.inf)
     assert entry["monitor"] == "eval/loss" and entry["reduce_on_plateau"]
     for loss in (1.0, 2.0):
         entry["scheduler"].step(loss)
@@ -150,7 +149,7 @@ def test_plateau_watches_its_metric_after_validation() -> None:
 def test_a_schedule_that_cannot_be_is_refused(steps: float, warmup: float, message: str) -> None:
     config = OptimConfig(warmup=warmup)
     with pytest.raises(InputError, match=message):
-        build_schedule(build_optimizer(nn.Linear(2, 2), config), config, steps)
+        optim.build_schedule(optim.build_optimizer(nn.Linear(2, 2), config), config, steps)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, None])

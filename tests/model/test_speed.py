@@ -18,7 +18,7 @@ from dist_template import InputError, OptimConfig
 from dist_template.compat.transformers import cast_experts
 from dist_template.text import known_documents
 from dist_template.text.model.head import ChunkedLoss
-from tests.support.library import PackedRows, build_optimizer
+from tests.support.library import PackedRows, optim
 from tests.support.modules import ARCHITECTURES, Head, build, hidden_states
 from tests.support.operations import Reads, peak_bytes
 from tests.support.parity import MODELS
@@ -166,7 +166,7 @@ def test_experts_are_two_grouped_products_a_layer_in_the_type_of_autocast() -> N
 
 def test_adamw_is_one_fused_kernel_a_group_of_parameters() -> None:
     module = build(architecture=ARCHITECTURES["deepseek_v3"])
-    optimizer = build_optimizer(module, OptimConfig())
+    optimizer = optim.build_optimizer(module, OptimConfig())
     module(batch_of()).sum().backward()
     with Calls("_fused_adamw_") as fused, Calls("mul_") as manual:
         optimizer.step()

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from dist_template.callbacks import Preemption
 from tests.support.collectives import ToGroups
-from tests.support.library import build_optimizer, total_norm
+from tests.support.library import optim, total_norm
 from tests.support.runs import SMALL_LLAMA, Workers
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
@@ -78,7 +78,7 @@ Step = Callable[[Any], None]
 
 def ddp(trainer: Any, module: Any) -> Step:
     model = DistributedDataParallel(built(module), forward_sync_buffers=False)
-    optimizer = build_optimizer(model, module.optim)
+    optimizer = optim.build_optimizer(model, module.optim)
 
     def step(batch: Any) -> None:
         with model.no_sync():
@@ -99,7 +99,7 @@ def fsdp2(trainer: Any, module: Any) -> Step:
         fully_shard(unit, mesh=mesh)
     fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model, module.optim)
+    optimizer = optim.build_optimizer(model, module.optim)
 
     def step(batch: Any) -> None:
         model.set_requires_gradient_sync(trainer.strategy.sharding.reduce_each_micro_batch)
@@ -119,7 +119,7 @@ def fsdp2(trainer: Any, module: Any) -> Step:
 def zero(trainer: Any, module: Any) -> Step:
     model = built(module)
     engine: Any = deepspeed.initialize(
-        model=model, optimizer=build_optimizer(model, module.optim), config=dict(trainer.strategy.config)
+        model=model, optimizer=optim.build_optimizer(model, module.optim), config=dict(trainer.strategy.config)
     )[0]
 
     def step(batch: Any) -> None:

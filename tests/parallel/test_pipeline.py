@@ -15,8 +15,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from dist_template import InputError
+from dist_template.parallel.pipeline import partition
 from dist_template.parallel.pipeline.division import Division
-from dist_template.parallel.pipeline.partition import ModelParts, blocks_of_stages
 from tests.support.library import stages_of_rank
 from tests.support.parity import MODELS, SHORT, PauseAfter, Trainings, assert_close
 from tests.support.runs import newest
@@ -197,17 +197,17 @@ class Sequence(nn.Module):
 
 
 def test_stages_get_blocks_by_their_cost() -> None:
-    assert blocks_of_stages(Sequence(), 2, "even") == [2, 2]
-    assert blocks_of_stages(Sequence((64, 8, 8, 8)), 2, "cost") == [1, 3]
+    assert partition.blocks_of_stages(Sequence(), 2, "even") == [2, 2]
+    assert partition.blocks_of_stages(Sequence((64, 8, 8, 8)), 2, "cost") == [1, 3]
     big_head = Sequence()
     big_head.head = nn.Linear(8, 60)
-    assert blocks_of_stages(big_head, 2, "cost") == [3, 1]
-    assert blocks_of_stages(Sequence(), 2, [1, 3]) == [1, 3]
+    assert partition.blocks_of_stages(big_head, 2, "cost") == [3, 1]
+    assert partition.blocks_of_stages(Sequence(), 2, [1, 3]) == [1, 3]
     for layers, sentence in (([1, 2], "does not divide 4 blocks into 2"), ([4], "give a number of blocks for each")):
         with pytest.raises(InputError, match=sentence):
-            blocks_of_stages(Sequence(), 2, layers)
+            partition.blocks_of_stages(Sequence(), 2, layers)
     with pytest.raises(InputError, match="4 blocks cannot be divided into 5 stages"):
-        blocks_of_stages(Sequence(), 5, "even")
+        partition.blocks_of_stages(Sequence(), 5, "even")
 
 
 @pytest.mark.parametrize("schedule, expected", [("1F1B", [1]), ("Interleaved1F1B", [1, 3]), ("DualPipeV", [1, 2])])
@@ -245,7 +245,7 @@ def test_models_that_are_no_sequence_are_refused() -> None:
         (Residual(), "scale is a parameter of Residual: give it a module"),
     ):
         with pytest.raises(InputError, match=f"cannot be a pipeline: {sentence}.*or set pp_size to 1"):
-            ModelParts.of(model)
+            partition.ModelParts.of(model)
     for model, stage, sentence in (
         (Late(), 0, "Embedding is defined before the blocks and called after them"),
         (Between(), 1, r"given the output of the block before as it is: .* \(a residual sum, a dropout\)"),

@@ -25,7 +25,7 @@ from trainer_dev.module import LanguageModule
 
 from dist_template.callbacks import RandomState
 from dist_template.parallel.pipeline.run import Pipeline
-from tests.support.library import GlobalOrder
+from tests.support.library import global_order
 
 
 def after_configure_model(change: Callable[[Any], None]) -> None:
@@ -67,12 +67,12 @@ def loss_divided_by_ranks() -> None:
 
 def repeating_sampler() -> None:
     """Every rank reads rank 0's rows."""
-    entries = GlobalOrder._entries
+    entries = global_order.GlobalOrder._entries
 
-    def same_for_all(self: GlobalOrder, position: int, count: int) -> list[int]:
+    def same_for_all(self: global_order.GlobalOrder, position: int, count: int) -> list[int]:
         return entries(self, position - self.rank * self.micro_batch_size, count)
 
-    GlobalOrder._entries = same_for_all
+    global_order.GlobalOrder._entries = same_for_all
 
 
 # ---- the forward pass ----------------------------------------------------------------------------------------------
@@ -460,13 +460,13 @@ def schedule_starts_anew() -> None:
 
 def data_start_anew() -> None:
     """The order of samples does not know how many have been consumed."""
-    iterate = GlobalOrder.__iter__
+    iterate = global_order.GlobalOrder.__iter__
 
-    def from_the_start(self: GlobalOrder) -> Iterator[list[int]]:
+    def from_the_start(self: global_order.GlobalOrder) -> Iterator[list[int]]:
         self.consumed = lambda: 0
         return iterate(self)
 
-    GlobalOrder.__iter__ = from_the_start
+    global_order.GlobalOrder.__iter__ = from_the_start
 
 
 def average_in_a_buffer() -> None:
@@ -565,13 +565,13 @@ def weights_decay_in_each_micro_batch() -> None:
 
 def order_by_hash() -> None:
     """Rows are taken in the order of a string's hash, which each process draws anew."""
-    entries = GlobalOrder._entries
+    entries = global_order.GlobalOrder._entries
 
-    def by_hash(self: GlobalOrder, position: int, count: int) -> list[int]:
+    def by_hash(self: global_order.GlobalOrder, position: int, count: int) -> list[int]:
         shift = hash("rows") % 997
         return [entries(self, (position // count + shift) * count + number, 1)[0] for number in range(count)]
 
-    GlobalOrder._entries = by_hash
+    global_order.GlobalOrder._entries = by_hash
 
 
 def evaluation_is_a_mean_of_means() -> None:

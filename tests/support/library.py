@@ -4,20 +4,11 @@
 from __future__ import annotations
 
 from dist_template import weights
-from dist_template.callbacks import numerics, preemption
-from dist_template.callbacks.global_order import (
-    PADDING,
-    ConsumedSamples,
-    GlobalOrder,
-    eval_batches,
-    permutation,
-    stream_position,
-    with_jumps,
-)
+from dist_template.callbacks import global_order, numerics, preemption
 from dist_template.callbacks.incidents import read_jumps
 from dist_template.callbacks.training_log import logs
 from dist_template.checkpoint import commit, formats, manifest, sharded
-from dist_template.checkpoint.formats import PlainFormat, format_of, read_full
+from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.optimizer import by_name
 from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.cli.limits import Machine, violations
@@ -28,10 +19,9 @@ from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.compat.lightning_cli import keys_of
 from dist_template.compat.loop import lighten
 from dist_template.layout import total_norm
-from dist_template.model import proof, training_module
+from dist_template.model import optim, proof, training_module
 from dist_template.model.balance import Balancer
 from dist_template.model.metrics import MetricBuffer
-from dist_template.model.optim import build_optimizer, build_schedule
 from dist_template.observe.history.metrics import read_lines, read_metrics
 from dist_template.observe.history.run import read_incidents
 from dist_template.observe.loggers import tensorboard

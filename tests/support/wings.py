@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dist_template.wings.diagnose import engine
-from dist_template.wings.diagnose.engine import RULES, diagnose
 from dist_template.wings.diagnose.finding import as_text
 from dist_template.wings.launch.command import write as write_job
 from dist_template.wings.launch.job import Job

@@ -25,7 +25,7 @@ from dist_template import AdapterConfig
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
-from tests.support.wings import RULES
+from tests.support.wings import engine
 from tests.support.written import falling, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +255,7 @@ def test_the_code_of_the_tutorial_is_valid_and_its_yaml_is_accepted(parser: Any,
 
 def test_the_diagnosis_page_names_every_rule() -> None:
     cells = re.findall(r"^\| `([\w.]+)` \|", text_of(DOCS / "diagnosis.md"), re.MULTILINE)
-    assert sorted(cells) == sorted(RULES)
+    assert sorted(cells) == sorted(engine.RULES)
 
 
 def test_rules_read_metrics_that_are_documented() -> None:

@@ -20,9 +20,9 @@ from dist_template import AdapterConfig, InputError, OptimConfig
 from dist_template.model.flops import Size
 from dist_template.parallel.shard import refuse_adapters
 from dist_template.strategies import MeshStrategy
-from dist_template.text.model.adapters import add_adapters
+from dist_template.text.model import adapters
 from dist_template.text.model.quantize import Linear4bit, dequantize
-from tests.support.library import Machine, build_optimizer, quantize, violations
+from tests.support.library import Machine, optim, quantize, violations
 from tests.support.parity import MODELS
 from tests.support.runs import run
 
@@ -41,7 +41,7 @@ def trainable(model: nn.Module) -> set[str]:
 
 
 def test_all_linear_means_every_projection_and_the_experts() -> None:
-    names = trainable(add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
+    names = trainable(adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
     adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in names}
     attention = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert adapted == attention | {"experts", "base_layer"}  # the wrappers of the two stacked parameters
@@ -66,7 +66,7 @@ def test_all_linear_means_every_projection_and_the_experts() -> None:
 )
 def test_all_linear_means_layers_that_compute_as_one(architecture: str, adapted: int) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = add_adapters(built(yaml.safe_dump(sizes | yaml.safe_load(architecture))), AdapterConfig(rank=2))
+    model = adapters.add_adapters(built(yaml.safe_dump(sizes | yaml.safe_load(architecture))), AdapterConfig(rank=2))
     names = {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model)} - {"experts", "base_layer"}
     assert len(names) == adapted
     assert model(torch.arange(8)[None], use_cache=False).logits.isfinite().all()
@@ -74,11 +74,11 @@ def test_all_linear_means_layers_that_compute_as_one(architecture: str, adapted:
 
 def test_the_optimizer_gets_what_is_trained() -> None:
     config = AdapterConfig(targets=["layers.0.self_attn.q_proj"], trainable=["norm", "lm_head"])
-    model = add_adapters(built(), config)
+    model = adapters.add_adapters(built(), config)
     path = "model.layers.0.self_attn.q_proj.lora"
     expected = {f"{path}_A.default.weight", f"{path}_B.default.weight", "model.norm.weight", "lm_head.weight"}
     assert trainable(model) == expected
-    optimizer = build_optimizer(model, OptimConfig())
+    optimizer = optim.build_optimizer(model, OptimConfig())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(expected)
 
 
@@ -86,7 +86,7 @@ def test_the_optimizer_gets_what_is_trained() -> None:
 def test_sizes_and_operations_count_frozen_and_packed_weights(architecture: str) -> None:
     """Four operations for a frozen weight and six for one of an adapter; experts by their share."""
     full = Size.of(built(architecture))
-    model = add_adapters(built(architecture), AdapterConfig(rank=4))
+    model = adapters.add_adapters(built(architecture), AdapterConfig(rank=4))
     size = Size.of(model)
     assert size.total == full.total + size.trainable
     assert size.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -106,7 +106,7 @@ def test_a_skeleton_has_the_tensors_of_the_model(monkeypatch: pytest.MonkeyPatch
         if device == "meta":
             monkeypatch.setattr("bitsandbytes.functional.quantize_4bit", None)
         with torch.device(device):
-            model = add_adapters(built(), config)
+            model = adapters.add_adapters(built(), config)
             quantize(model)
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         kinds.append({name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()})
@@ -174,9 +174,9 @@ def test_what_a_strategy_cannot_do_is_refused(sentence: str) -> None:
 
 def test_dropout_of_experts_and_another_kind_of_model_are_refused() -> None:
     with pytest.raises(InputError, match="model.adapter: .*lora_dropout"):
-        add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig(dropout=0.1))
+        adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig(dropout=0.1))
     with pytest.raises(InputError, match="needs a model of transformers, not Linear"):
-        add_adapters(nn.Linear(2, 2), AdapterConfig())
+        adapters.add_adapters(nn.Linear(2, 2), AdapterConfig())
 
 
 PLANS = {"aria_text": "packed_rowwise, colwise", "inkling2_text": "colwise, rowwise"}
@@ -187,18 +187,21 @@ def test_experts_that_tensor_parallelism_shards_in_another_way_get_no_adapters(k
     """Inkling-2 lost 7e-5 of its loss without a word; Llama-4, Aria and LongCat ended in an error."""
     architecture = yaml.safe_dump(variants(kind)["default"])
     with pytest.raises(InputError, match=rf"layers.0.mlp.experts are not sharded .*\({PLANS[kind]}\): name linear"):
-        refuse_adapters(add_adapters(built(architecture), AdapterConfig()))
-    refuse_adapters(add_adapters(built(architecture), AdapterConfig(["q_proj"])))
-    refuse_adapters(add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
+        refuse_adapters(adapters.add_adapters(built(architecture), AdapterConfig()))
+    refuse_adapters(adapters.add_adapters(built(architecture), AdapterConfig(["q_proj"])))
+    refuse_adapters(adapters.add_adapters(built(MODELS["deepseek_v3"]), AdapterConfig()))
 
 
 def test_a_model_without_linear_layers_is_told_what_it_has() -> None:
     with pytest.raises(InputError, match=r"LlamaForCausalLM has neither linear .*Embedding, Linear, LlamaRMSNorm"):
-        add_adapters(built(LLAMA.replace("layers: 1", "layers: 0")), AdapterConfig())
+        adapters.add_adapters(built(LLAMA.replace("layers: 1", "layers: 0")), AdapterConfig())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package, act in (("peft", lambda: add_adapters(built(), AdapterConfig())), ("bitsandbytes", quantize_all)):
+    for package, act in (
+        ("peft", lambda: adapters.add_adapters(built(), AdapterConfig())),
+        ("bitsandbytes", quantize_all),
+    ):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(InputError, match=rf"needs the package {package}: pip install 'dist-template\[adapters\]'"):
             act()

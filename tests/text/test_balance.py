@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.callbacks.equal_work import assign, shared_out
+from dist_template.callbacks import equal_work
 from dist_template.text.batches.rows import ATTENTION_TOKENS
 from tests.support.library import PackedRows
 from tests.support.parity import SHORT, Trainings
@@ -25,7 +25,7 @@ def test_every_sample_is_assigned_once_and_ranks_differ_by_at_most_one_sample(
 ) -> None:
     num = accumulation * sum(counts)
     costs = data.draw(st.lists(st.floats(0, 1e6), min_size=num, max_size=num))
-    assigned = assign(costs, accumulation, counts, counts)
+    assigned = equal_work.assign(costs, accumulation, counts, counts)
     every = [sample for rank in assigned for batch in rank for sample in batch]
     assert sorted(every) == [*range(num)]
     for batches, count in zip(assigned, counts, strict=True):
@@ -39,7 +39,7 @@ def test_every_sample_is_assigned_once_and_ranks_differ_by_at_most_one_sample(
 def test_the_slowest_rank_has_little_more_than_the_mean(ranks: int) -> None:
     """Lengths as of conversations: their logarithm is normal."""
     costs = np.random.default_rng(0).lognormal(6.0, 0.8, ranks * 16)
-    assigned = assign(costs, 4, [4] * ranks, [1.0] * ranks)
+    assigned = equal_work.assign(costs, 4, [4] * ranks, [1.0] * ranks)
     work = np.array([costs[sum(rank, [])].sum() for rank in assigned])
     in_order = costs.reshape(ranks, -1).sum(1)
     assert work.max() / work.mean() < 1.02 < 1.3 < in_order.max() / in_order.mean()
@@ -48,7 +48,7 @@ def test_the_slowest_rank_has_little_more_than_the_mean(ranks: int) -> None:
 @PROPERTY
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9), st.integers(0, 100))
 def test_samples_are_shared_in_proportion_to_speed(speeds: list[float], samples: int) -> None:
-    counts = shared_out(samples, speeds)
+    counts = equal_work.shared_out(samples, speeds)
     assert sum(counts) == samples
     assert all(abs(count - samples * speed / sum(speeds)) < 1 for count, speed in zip(counts, speeds, strict=True))
 

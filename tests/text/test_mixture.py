@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
-from dist_template.callbacks.global_order import shuffled, source_of
 from dist_template.text import Bytes, Chat, Jsonl, Mixture, Pretrained, Source, TextFiles
-from dist_template.text.sources.mixture import BLOCK, MixtureOrder
+from dist_template.text.sources import mixture
 from tests.support import chats
 from tests.support.chats import TURNS, messages
-from tests.support.library import NOT_COUNTED, GlobalOrder, eval_batches, stream_position, with_jumps
+from tests.support.library import NOT_COUNTED, global_order
 from tests.support.parity import PauseAfter
 from tests.support.runs import CONFIGS, SMALL_LLAMA, Workers, logged, newest, only_run, quiet, run
 
@@ -38,16 +37,16 @@ SIZES = st.fixed_dictionaries({name: st.integers(1, 400) for name in NAMES})
 @PROPERTY
 @given(SIZES, CHANGES, st.integers(0, 3))
 def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(sizes: Any, changes: Any, seed: int) -> None:
-    order, length = MixtureOrder(sizes, changes, seed), 4 * BLOCK
+    order, length = mixture.MixtureOrder(sizes, changes, seed), 4 * mixture.BLOCK
     rows = [order(position) for position in range(length)]
     for name in NAMES:
-        own = [row for row in rows if source_of(sizes, row) == name]
+        own = [row for row in rows if global_order.source_of(sizes, row) == name]
         shares = [
             next(weights[name] / sum(weights.values()) for start, weights in reversed(changes) if start <= position)
             for position in range(length)
         ]
         assert abs(len(own) - sum(shares)) <= 2.51, "rounded, at a block's end that is moved by the sources' rounding"
-        epochs = (shuffled(sizes[name], seed, crc32(name.encode()), epoch) for epoch in count())
+        epochs = (global_order.shuffled(sizes[name], seed, crc32(name.encode()), epoch) for epoch in count())
         stream = (order._starts[name] + row for epoch in epochs for row in epoch.tolist())
         assert own == [*islice(stream, len(own))], "its own rows, all of them in each epoch, in random order"
 
@@ -55,10 +54,10 @@ def test_each_source_gives_its_share_and_all_its_rows_in_each_epoch(sizes: Any, 
 @PROPERTY
 @given(SIZES, CHANGES, st.lists(st.integers(0, 5000), min_size=1, max_size=20))
 def test_a_position_has_one_row_whatever_was_read_before(sizes: Any, changes: Any, positions: list[int]) -> None:
-    order = MixtureOrder(sizes, changes, 0)
+    order = mixture.MixtureOrder(sizes, changes, 0)
     read = [order(position) for position in positions]
-    assert read == [MixtureOrder(sizes, changes, 0)(position) for position in positions]
-    assert read != [MixtureOrder(sizes, changes, 1)(position) for position in positions] or len({*read}) < 5
+    assert read == [mixture.MixtureOrder(sizes, changes, 0)(position) for position in positions]
+    assert read != [mixture.MixtureOrder(sizes, changes, 1)(position) for position in positions] or len({*read}) < 5
 
 
 @PROPERTY
@@ -66,31 +65,33 @@ def test_a_position_has_one_row_whatever_was_read_before(sizes: Any, changes: An
 def test_ranks_read_the_stream_together_and_leave_jumps_out(
     sizes: Any, changes: Any, ranks: int, micro: int, start: int, jump: int
 ) -> None:
-    stream, size = MixtureOrder(sizes, changes, 0), ranks * micro
-    num, jumps = sum(sizes.values()), with_jumps([(start + jump, start + jump + 7)], [])
+    stream, size = mixture.MixtureOrder(sizes, changes, 0), ranks * micro
+    num, jumps = sum(sizes.values()), global_order.with_jumps([(start + jump, start + jump + 7)], [])
     orders = [
-        GlobalOrder(num, size, micro, rank, ranks, consumed=lambda: start, jumps=lambda: jumps, stream=stream)
+        global_order.GlobalOrder(
+            num, size, micro, rank, ranks, consumed=lambda: start, jumps=lambda: jumps, stream=stream
+        )
         for rank in range(ranks)
     ]
     read = [row for batches in islice(zip(*orders, strict=True), 40) for batch in batches for row in batch]
-    expected = MixtureOrder(sizes, changes, 0)
-    assert read == [expected(stream_position(start + at, jumps)) for at in range(len(read))]
+    expected = mixture.MixtureOrder(sizes, changes, 0)
+    assert read == [expected(global_order.stream_position(start + at, jumps)) for at in range(len(read))]
 
 
 @PROPERTY
 @given(SIZES, CHANGES, CHANGES, st.integers(0, 2000))
 def test_new_weights_lose_and_repeat_no_sample(sizes: Any, before: Any, after: Any, position: int) -> None:
     """They take effect at the next block: until then the order is the old one, and then each source continues."""
-    old, new = MixtureOrder(sizes, before, 0), MixtureOrder(sizes, after, 0)
+    old, new = mixture.MixtureOrder(sizes, before, 0), mixture.MixtureOrder(sizes, after, 0)
     new.resume([*map(list, before)], position)
     assert [new(at) for at in range(position)] == [old(at) for at in range(position)]
-    length = position + 2 * BLOCK + 10
+    length = position + 2 * mixture.BLOCK + 10
     end = new._number(length)
     for name in NAMES:
         read = Counter(new(at) for at in range(new._start(end)))
         own = [read[row] for row in range(new._starts[name], new._starts[name] + sizes[name])]
         assert max(own) - min(own) <= 1, "each epoch has each row once"
-    again = MixtureOrder(sizes, after, 0)
+    again = mixture.MixtureOrder(sizes, after, 0)
     again.resume(new.changes, length)
     assert again.changes == new.changes or before != after
 
@@ -112,13 +113,15 @@ def test_weights_of_tokens_and_of_documents() -> None:
 
 def test_evaluation_reads_each_row_once_in_batches_of_one_source() -> None:
     sizes = {"a": 7, "b": 1, "c": 20}
-    ranks = [eval_batches(sizes, 3, rank, 2) for rank in range(2)]
+    ranks = [global_order.eval_batches(sizes, 3, rank, 2) for rank in range(2)]
     read: list[int] = []
     for pair in zip(*ranks, strict=True):
-        assert len({source_of(sizes, row) for batch in pair for row in batch}) == 1, "on all ranks at the same time"
+        assert len({global_order.source_of(sizes, row) for batch in pair for row in batch}) == 1, (
+            "on all ranks at the same time"
+        )
         read += [row for batch in pair for row in batch if row >= 0]
     assert sorted(read) == [*range(28)]
-    half = [source_of(sizes, batch[0]) for batch in ranks[0][:3]]
+    half = [global_order.source_of(sizes, batch[0]) for batch in ranks[0][:3]]
     assert {*half} == {"a", "b", "c"}, "a limited validation sees all sources"
 
 
@@ -146,7 +149,9 @@ def test_rows_are_of_one_source_and_weights_are_not_part_of_the_cache(tmp_path: 
     for row in range(len(rows)):
         batch = rows.__getitems__([row])
         text = data.text_tokenizer.decode(batch["input_ids"][0].tolist(), skip_special_tokens=True)
-        assert text.isalpha() == (source_of(rows.sizes, row) == "words") and text.isdigit() != text.isalpha()
+        assert (
+            text.isalpha() == (global_order.source_of(rows.sizes, row) == "words") and text.isdigit() != text.isalpha()
+        )
         counted += int((batch["labels"] != NOT_COUNTED).sum())
     assert counted == tokens - 2, "each token is a label once, but for the first of each source"
     other = module_of(tmp_path, {"words": 1, "digits": 0}, schedule={5: {"words": 0, "digits": 1}})
@@ -168,7 +173,7 @@ def test_rows_of_conversations_are_of_one_source(tmp_path: Path) -> None:
     rows = data.rows_of("train")
     for row in range(len(rows)):
         text = data.text_tokenizer.decode(rows.__getitems__([row])["input_ids"][0].tolist())
-        assert ("yes, " in text) == (source_of(rows.sizes, row) == "long")
+        assert ("yes, " in text) == (global_order.source_of(rows.sizes, row) == "long")
     with pytest.raises(InputError, match="conversations and plain text"):
         Mixture(sources | {"plain": TextFiles(["a"])}, {"short": 1, "long": 1, "plain": 1})
 

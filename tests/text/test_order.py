@@ -12,16 +12,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_template.callbacks.global_order import Jump
-from tests.support.library import (
-    PADDING,
-    ConsumedSamples,
-    GlobalOrder,
-    eval_batches,
-    permutation,
-    stream_position,
-    with_jumps,
-)
+from tests.support.library import global_order
 
 COUNTERS = ("ready", "started", "processed", "completed")
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -35,7 +26,7 @@ class Attempt:
     ranks: int
     accumulation: int
     steps: int
-    jumps: tuple[Jump, ...] = ()  # that the run is asked to skip when it starts
+    jumps: tuple[global_order.Jump, ...] = ()  # that the run is asked to skip when it starts
 
     @property
     def global_batch(self) -> int:
@@ -65,7 +56,7 @@ class Run:
         progress, state = copy.deepcopy(self.saved)
         loop = SimpleNamespace(batch_progress=SimpleNamespace(total=SimpleNamespace(processed=0)))
         trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), callbacks=[])
-        counter = ConsumedSamples.attach(trainer, attempt.global_batch, attempt.micro * attempt.ranks)
+        counter = global_order.ConsumedSamples.attach(trainer, attempt.global_batch, attempt.micro * attempt.ranks)
         loop.batch_progress = progress  # Lightning restores its counters after `setup`
         counter.load(state)
         counter.on_train_start(trainer, None)
@@ -76,10 +67,10 @@ class Run:
             self._epoch(attempt, trainer, counter, wanted)
         self.saved = (progress, counter.as_state(trainer))
 
-    def _epoch(self, attempt: Attempt, trainer: Any, counter: ConsumedSamples, wanted: int) -> None:
+    def _epoch(self, attempt: Attempt, trainer: Any, counter: global_order.ConsumedSamples, wanted: int) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         orders = [
-            GlobalOrder(
+            global_order.GlobalOrder(
                 self.num_rows, attempt.global_batch, attempt.micro, rank, attempt.ranks, self.seed,
                 consumed=lambda: counter.value(trainer), jumps=lambda: counter.jumps,
                 **self.balance,
@@ -103,7 +94,7 @@ def stream(num_rows: int, seed: int | None) -> Iterator[int]:
     """All rows, then all rows in another order, and so on."""
     epoch = 0
     while True:
-        yield from permutation(num_rows, seed, epoch).tolist()
+        yield from global_order.permutation(num_rows, seed, epoch).tolist()
         epoch += 1
 
 
@@ -155,28 +146,30 @@ def test_jumped_intervals_are_read_by_no_rank_and_all_other_rows_once(spare_rows
                 now += 1
             read.append(now)
             now += 1
-    expected = [int(permutation(run.num_rows, 0, at // run.num_rows)[at % run.num_rows]) for at in read]
+    expected = [int(global_order.permutation(run.num_rows, 0, at // run.num_rows)[at % run.num_rows]) for at in read]
     assert run.rows == expected
 
 
 @PROPERTY
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted).map(tuple)), st.integers(0, 80))
-def test_the_position_in_the_stream_is_the_next_one_outside_of_all_jumps(intervals: list[Jump], consumed: int) -> None:
-    jumps = with_jumps(intervals[::2], intervals[1::2])
+def test_the_position_in_the_stream_is_the_next_one_outside_of_all_jumps(
+    intervals: list[global_order.Jump], consumed: int
+) -> None:
+    jumps = global_order.with_jumps(intervals[::2], intervals[1::2])
     assert all(end < start for (_, end), (start, _) in zip(jumps, jumps[1:], strict=False)), "sorted and disjoint"
     jumped = {at for start, end in intervals for at in range(start, end)}
-    assert stream_position(consumed, jumps) == [at for at in range(200) if at not in jumped][consumed]
+    assert global_order.stream_position(consumed, jumps) == [at for at in range(200) if at not in jumped][consumed]
 
 
 @PROPERTY
 @given(st.integers(2, 60), st.integers(0, 5), st.integers(0, 5))
 def test_each_pass_has_every_row_once_in_an_order_of_its_own(num_rows: int, seed: int, epoch: int) -> None:
-    rows = permutation(num_rows, seed, epoch).tolist()
+    rows = global_order.permutation(num_rows, seed, epoch).tolist()
     assert sorted(rows) == [*range(num_rows)]
     assert rows[-1] == num_rows - 1, "the last row, in which only a part may count, stays the last"
     if num_rows > 20:  # two of 19! orders
-        assert rows != permutation(num_rows, seed, epoch + 1).tolist()
-        assert rows != permutation(num_rows, seed + 1, epoch).tolist()
+        assert rows != global_order.permutation(num_rows, seed, epoch + 1).tolist()
+        assert rows != global_order.permutation(num_rows, seed + 1, epoch).tolist()
 
 
 @PROPERTY
@@ -184,19 +177,19 @@ def test_each_pass_has_every_row_once_in_an_order_of_its_own(num_rows: int, seed
 def test_evaluation_reads_every_row_once_in_equally_many_full_batches(rows: int, micro: int, ranks: int) -> None:
     read = []
     for rank in range(ranks):
-        batches = eval_batches({"": rows}, micro, rank, ranks)
+        batches = global_order.eval_batches({"": rows}, micro, rank, ranks)
         assert len(batches) == -(-rows // (micro * ranks)) and all(len(batch) == micro for batch in batches)
         read += [row for batch in batches for row in batch]
-    assert sorted(row for row in read if row != PADDING) == [*range(rows)]
+    assert sorted(row for row in read if row != global_order.PADDING) == [*range(rows)]
     assert len(read) - rows < ranks * micro, "no more padding than it takes"
 
 
 def test_an_epoch_has_one_length_wherever_it_starts() -> None:
-    order = GlobalOrder(53, 12, 3, 1, 2, consumed=lambda: 30)
+    order = global_order.GlobalOrder(53, 12, 3, 1, 2, consumed=lambda: 30)
     assert len(order) == len(list(order)) == 53 // 12 * 2
 
 
 def test_the_first_batch_can_be_repeated() -> None:
-    batches = list(GlobalOrder(53, 12, 6, repeat_first_batch=True))
+    batches = list(global_order.GlobalOrder(53, 12, 6, repeat_first_batch=True))
     assert batches[0] != batches[1]
     assert batches == batches[:2] * 4

@@ -18,7 +18,7 @@ from dist_template.text.batches.rows import PAIRS
 from dist_template.text.preference_loss import pair_sums
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
-from tests.support.library import BOUNDS, NOT_COUNTED, PADDING, PreferenceConfig
+from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
 from tests.support.runs import quiet
 
 PROMPT, GOOD, BAD_ANSWER = ("user", "One?"), ("assistant", "Uno."), ("assistant", "Due.")
@@ -87,7 +87,7 @@ def sequences(data: DataModule, batch: dict[str, Any]) -> list[list[tuple[str, s
 def test_a_pair_is_two_sequences_of_one_row_that_do_not_attend_to_each_other(tmp_path: Path) -> None:
     data = prepared(tmp_path, pairs.LENGTHS)
     rows = data.rows_of("train")
-    numbers = [*range(len(rows)), PADDING]
+    numbers = [*range(len(rows)), global_order.PADDING]
     batch = rows.__getitems__(numbers)
     expected = {
         tuple((one["prompt"] + one[key], one[key] + "<|im_end|>") for key in ("chosen", "rejected"))

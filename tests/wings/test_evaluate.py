@@ -15,8 +15,7 @@ import pytest
 import yaml
 
 from dist_template import Project
-from dist_template.wings.ship.evaluate import evaluation, tasks
-from dist_template.wings.ship.evaluate.paired import Pair, compare
+from dist_template.wings.ship.evaluate import evaluation, paired, tasks
 from tests.support.library import Corpus
 from tests.support.plotted import plotted
 from tests.support.runs import CONFIGS, SENTENCES, Workers, newest, only_run, run, run_in_subprocess, small
@@ -120,7 +119,7 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
     assert (one.index == many.index).all() and (one["tokens"] == many["tokens"]).all()
     np.testing.assert_allclose(many["nats"], one["nats"], rtol=1e-5)
     values = (many[["nats"]].T.to_numpy(), one[["nats"]].T.to_numpy(), one["tokens"].to_numpy())
-    (found,) = compare([Pair("loss", *values)])
+    (found,) = paired.compare([paired.Pair("loss", *values)])
     assert found.verdict == "cannot tell"
 
 

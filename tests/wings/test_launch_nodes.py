@@ -18,8 +18,7 @@ import pytest
 
 from dist_template import InputError
 from dist_template.errors import Exit
-from dist_template.wings.launch import nodes
-from dist_template.wings.launch.command import require_end, withdraw
+from dist_template.wings.launch import command, nodes
 from tests.support.launched import LONG, Launched, site
 from tests.support.line import main
 from tests.support.runs import OURS, PROJECT, run
@@ -155,11 +154,11 @@ def test_slurm_is_asked_about_the_earlier_job(tmp_path: Path, monkeypatch: pytes
     job: Any = SimpleNamespace(run=tmp_path, files=tmp_path, site=SimpleNamespace(options={}))
     monkeypatch.setenv("FOUND", "7 RUNNING")
     with pytest.raises(InputError, match="is running, as `launch --on slurm` has started it"):
-        require_end(job)
+        command.require_end(job)
     monkeypatch.setenv("CODE", "1")
     with pytest.raises(InputError, match="squeue fails"):
         slurm.is_active(record(id="7"), tmp_path)
-    require_end(job)  # nothing answers about the earlier launch: it does not block this one
+    command.require_end(job)  # nothing answers about the earlier launch: it does not block this one
 
 
 # ---- a second launch of a run ---------------------------------------------------------------------------------------
@@ -196,6 +195,6 @@ def test_a_launch_is_kept_under_a_new_number_where_one_was_deleted(tmp_path: Pat
     write(job, "ssh", {"node.sh": "4"})
     texts = {folder.name: (folder / "node.sh").read_text() for folder in tmp_path.iterdir()}
     assert texts == {"launch": "4", "launch.2": "2", "launch.3": "3"}
-    withdraw(job)
+    command.withdraw(job)
     texts = {folder.name: (folder / "node.sh").read_text() for folder in tmp_path.iterdir()}
     assert texts == {"launch": "3", "launch.2": "2"}

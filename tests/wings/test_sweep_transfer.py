@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dist_template import InputError
-from dist_template.wings.sweep.study import Sweep, distribution
+from dist_template.wings.sweep import study
 
 DOCS = Path(__file__).parents[2] / "docs"
 DEFINITION = {
@@ -44,14 +44,14 @@ def test_the_docs_program_finds_a_planted_power_law(
         exec(compile(program, "lr_transfer.py", "exec"), {})
 
 
-def planted(folder: Path) -> Sweep:
+def planted(folder: Path) -> study.Sweep:
     folder.mkdir()
-    return Sweep(folder, DEFINITION)
+    return study.Sweep(folder, DEFINITION)
 
 
-def plant_one(sweep: Sweep, rate: float) -> int:
+def plant_one(sweep: study.Sweep, rate: float) -> int:
     sweep.study().enqueue_trial({"model.optim.learning_rate": rate})
-    known = {key: distribution(entry) for key, entry in sweep.definition["space"].items()}
+    known = {key: study.distribution(entry) for key, entry in sweep.definition["space"].items()}
     return sweep.study().ask(known).number
 
 
@@ -68,11 +68,11 @@ def test_a_damaged_entry_is_dropped_at_the_end_and_refused_before(line: bytes, t
     definition = {"mode": "min", "pruner": "none", "prune_after": 0}
     journal = (folder := tmp_path / "sweep") / "journal.log"
     folder.mkdir()
-    assert Sweep(folder, definition).study().trials == []
+    assert study.Sweep(folder, definition).study().trials == []
     content = journal.read_bytes()
     journal.write_bytes(content + line + b"\n")
-    assert Sweep(folder, definition).study().trials == [] and line not in journal.read_bytes()
+    assert study.Sweep(folder, definition).study().trials == [] and line not in journal.read_bytes()
     journal.write_bytes(line + b"\n" + content)
     with pytest.raises(InputError, match="journal.log:1 is damaged: .* restore the file, or set another --name"):
-        Sweep(folder, definition)
+        study.Sweep(folder, definition)
     assert journal.read_bytes() == line + b"\n" + content

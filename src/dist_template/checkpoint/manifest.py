@@ -206,7 +206,7 @@ def agreed(path: Path) -> Path:
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are.
     """
-    from .. import weights  # imports torch, which `report` does not need
+    from .. import weights  # imports torch; a report reads manifests without it
 
     path, candidates = weights.broadcast(resolve(path))
     skipped: list[str] = []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dist_template import InputError
 from dist_template.wings.diagnose import read_run
-from dist_template.wings.diagnose.report.results import attempts, steps
+from dist_template.wings.diagnose.report import results
 from dist_template.wings.diagnose.report.sections import newest_evaluation
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import read_record
@@ -74,7 +74,7 @@ def damaged(record: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 
 def readers(folder: Path) -> Iterator[Callable[[], Any]]:
-    yield lambda: (lambda history: (steps(history), attempts(history)))(read_run(folder))
+    yield lambda: (lambda history: (results.steps(history), results.attempts(history)))(read_run(folder))
     yield lambda: newest_evaluation(folder)
     yield lambda: launch._read(folder / "launch")
     yield lambda: Registry(folder).roll_back()

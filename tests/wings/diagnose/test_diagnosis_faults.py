@@ -16,7 +16,7 @@ from tests.support.fault_runs import ALL, FAULTS, HEALTHY, Training, Trainings
 from tests.support.library import read_lines
 from tests.support.recorded import recorded
 from tests.support.tiers import tiers
-from tests.support.wings import RULES, as_text, diagnose
+from tests.support.wings import as_text, engine
 
 each_of = pytest.mark.parametrize
 # The faults that are a key's, and cured in seconds. A fault in the code remains whatever key is set.
@@ -57,26 +57,26 @@ def ids(training: Training) -> str:
 
 @each_of("training", ALL, ids=ids)
 def test_a_recorded_training_is_diagnosed_as_expected(training: Training) -> None:
-    check(training, diagnose(recorded(training.name)))
+    check(training, engine.diagnose(recorded(training.name)))
 
 
 @each_of("healthy", HEALTHY, ids=ids)
 def test_a_healthy_training_meets_no_expectation_of_a_fault(healthy: Training) -> None:
-    findings = diagnose(recorded(healthy.name))
+    findings = engine.diagnose(recorded(healthy.name))
     assert not [fault.name for fault in FAULTS if is_named(fault, findings)], as_text(findings)
 
 
 def test_every_rule_has_a_planted_fault() -> None:
-    assert set(RULES) == {fault.rule for fault in FAULTS}
+    assert set(engine.RULES) == {fault.rule for fault in FAULTS}
 
 
 @pytest.mark.slow
 @each_of("training", tiers([each for each in FAULTS if each.name in CURABLE], daily=DAILY), ids=ids)
 def test_the_advised_change_cures_the_fault(trainings: Trainings, training: Training) -> None:
-    first = diagnose(recorded(training.name))[0]
+    first = engine.diagnose(recorded(training.name))[0]
     advice = ["=".join(shlex.split(change.flag)) for change in first.causes[0].changes]
     cured = replace(training, name=f"{training.name}_cured", flags=[*training.flags, *advice])
-    findings = diagnose(read_run(trainings(cured)))
+    findings = engine.diagnose(read_run(trainings(cured)))
     assert trainings.records[cured.name].ok, trainings.records[cured.name].error
     assert training.rule not in [finding.rule for finding in findings], f"{advice}\n{as_text(findings)}"
 
@@ -85,7 +85,7 @@ def test_the_advised_change_cures_the_fault(trainings: Trainings, training: Trai
 @pytest.mark.nightly
 @each_of("training", ALL, ids=ids)
 def test_a_live_training_is_diagnosed_as_expected(trainings: Trainings, training: Training) -> None:
-    check(training, diagnose(read_run(trainings(training))))
+    check(training, engine.diagnose(read_run(trainings(training))))
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import pytest
 
 from dist_template.wings.diagnose import Finding, History
 from tests.support.histories import CASES, a_run, flat, incident, rate
-from tests.support.wings import RULES, as_text, diagnose
+from tests.support.wings import as_text, engine
 
 
 def finding(rule: str, **changes: Any) -> Finding:
     """The finding of `rule` in a healthy run with these changes."""
-    (found,) = (each for each in diagnose(a_run(**changes)) if each.rule == rule)
+    (found,) = (each for each in engine.diagnose(a_run(**changes)) if each.rule == rule)
     return found
 
 
@@ -30,7 +30,7 @@ def test_all_rules_together_take_milliseconds_over_2000_points() -> None:
     spent = []
     for _ in range(5):
         start = time.process_time()
-        diagnose(history)
+        engine.diagnose(history)
         spent.append(time.process_time() - start)
     assert min(spent) < 0.2  # below 0.02 on an idle machine; a rule that is quadratic in the points takes seconds
 
@@ -40,15 +40,15 @@ def test_a_rule_that_raises_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -
         raise KeyError("train/lsos")
         yield
 
-    monkeypatch.setitem(RULES, "broken", broken)
-    (found,) = diagnose(a_run(20, 1))
+    monkeypatch.setitem(engine.RULES, "broken", broken)
+    (found,) = engine.diagnose(a_run(20, 1))
     assert found.level == "info" and "KeyError" in found.evidence
 
 
 def test_findings_are_sorted_and_consequences_are_dropped() -> None:
     columns: dict[str, Any] = {"data/counted_share": flat(0.0), "train/grad_norm": flat(0.0)}
     columns |= {"memory/peak_share": flat(0.97), "perf/data_wait_share": flat(0.2)}
-    findings = diagnose(a_run(columns=columns))
+    findings = engine.diagnose(a_run(columns=columns))
     assert [each.rule for each in findings] == ["labels_masked", "memory_nearly_full", "waits_for_data"]
     assert [each.weight for each in findings] == [(0, 0), (1, 0), (1, 1)]
 
@@ -98,7 +98,7 @@ def test_slurms_limit_counts_and_the_proposed_limit_is_long_enough() -> None:
     assert "around step 5880" in slurm.evidence  # 0.5 s a step, from second 60 on
     short = {"upto": 0.3, "config": {"preemption.max_time": "00:01:00:00"}}
     longer = proposed("preemption.max_time", "time_limit_too_short", **short)
-    assert not diagnose(a_run(upto=0.3, config={"preemption.max_time": longer}))
+    assert not engine.diagnose(a_run(upto=0.3, config={"preemption.max_time": longer}))
 
 
 def test_frozen_parameters_come_before_the_learning_rate() -> None:
@@ -126,7 +126,7 @@ def test_the_module_that_is_first_not_finite_comes_first_in_a_stable_training() 
 
 def test_text_fits_a_screen_and_has_flags_to_type() -> None:
     columns = {name: column for case in CASES.values() for name, column in case[0].get("columns", {}).items()}
-    findings = diagnose(a_run(columns=columns, config={"trainer.precision": "32-true"}))
+    findings = engine.diagnose(a_run(columns=columns, config={"trainer.precision": "32-true"}))
     assert len(findings) > 6
     text = as_text(findings, num=4)
     assert len(text.splitlines()) < 60 and max(map(len, text.splitlines())) <= 130
@@ -141,7 +141,7 @@ def test_a_validation_that_is_worse_than_before_training_shows_overfitting(last:
     run = a_run(100, 1, columns={"eval/loss": None})
     run.metrics.add({"step": 0, "time": 0.0, "eval/loss": 10.8})
     run.metrics.add({"step": 100, "time": 100.0, "eval/loss": last})
-    found = {each.rule: each for each in diagnose(run)}
+    found = {each.rule: each for each in engine.diagnose(run)}
     assert ("overfits" in found) == (last > 10.8)
     if last > 10.8:
         assert "eval/loss was 10.8 at step 0 and is 16 at step 100" in found["overfits"].evidence

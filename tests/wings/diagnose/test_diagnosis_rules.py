@@ -8,17 +8,17 @@ import pytest
 
 from dist_template.wings.diagnose import Finding, History
 from tests.support.histories import CASES, Column, a_run, noisy
-from tests.support.wings import RULES, diagnose
+from tests.support.wings import engine
 
 NEEDS_A_CRASH = {"out_of_memory", "crashed"}  # tests/callbacks/test_crashes.py
 
 
 def found(history: History) -> dict[str, Finding]:
-    return {finding.rule: finding for finding in diagnose(history)}
+    return {finding.rule: finding for finding in engine.diagnose(history)}
 
 
 def test_every_rule_has_a_case() -> None:
-    assert set(RULES) - NEEDS_A_CRASH == set(CASES)
+    assert set(engine.RULES) - NEEDS_A_CRASH == set(CASES)
 
 
 @pytest.mark.parametrize("rule", CASES)
@@ -37,12 +37,12 @@ def test_a_rule_finds_its_fault_and_not_the_near_miss(rule: str) -> None:
 
 @pytest.mark.parametrize(("steps", "every"), [(20, 1), (100, 10), (10_000, 25), (100_000, 50)])
 def test_a_healthy_run_has_no_findings(steps: int, every: int) -> None:
-    assert [f.line for f in diagnose(a_run(steps, every))] == []
+    assert [f.line for f in engine.diagnose(a_run(steps, every))] == []
 
 
 @pytest.mark.parametrize("upto", [0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 0.6, 0.9])
 def test_a_healthy_run_has_no_findings_at_any_time(upto: float) -> None:
-    assert [f.line for f in diagnose(a_run(100_000, 10, upto=upto))] == []
+    assert [f.line for f in engine.diagnose(a_run(100_000, 10, upto=upto))] == []
 
 
 @pytest.mark.parametrize("upto", [0.27, 0.9, 1.0])
@@ -59,4 +59,4 @@ def test_a_load_of_experts_that_still_falls_is_reported_at_the_end(upto: float) 
 
 
 def test_a_run_that_has_written_nothing_has_no_findings(tmp_path: Path) -> None:
-    assert diagnose(History(tmp_path)) == []
+    assert engine.diagnose(History(tmp_path)) == []

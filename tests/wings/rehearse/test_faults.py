@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from dist_template.text import TextFiles
-from dist_template.wings.rehearse import source_order
+from dist_template.wings.rehearse import command, source_order
 from dist_template.wings.rehearse.checks import CHECKS
-from dist_template.wings.rehearse.command import make_small, rehearse_flags
 from dist_template.wings.rehearse.compare import trace
 from tests.support import edits, faults
 from tests.support.hashed_source import FailingSource, HashedSource
@@ -182,8 +181,8 @@ class Rehearsals:
             flags = [f"--config={CONFIGS}/quickstart.yaml", *flags_of(strategy)]
             flags += [f"--model.architecture={model}", "--data.prompts=[]", "--steps=6"]
             flags += [f"--processes={processes}"] if processes else []
-            own, rest = rehearse_flags().parse_known_args(flags)
-            _, _, runs = make_small(own, rest, self.folder / f"sound{len(self._sound)}", OURS)
+            own, rest = command.rehearse_flags().parse_known_args(flags)
+            _, _, runs = command.make_small(own, rest, self.folder / f"sound{len(self._sound)}", OURS)
             runs.prepare()
             self._sound[key] = runs
         return self._sound[key]

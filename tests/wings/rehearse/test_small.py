@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from dist_template.parallel import sharding_of
 from dist_template.strategies import MeshStrategy
+from dist_template.wings.rehearse import shrink_model
 from dist_template.wings.rehearse.shrink_config import shrink
-from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architecture
 
 
 @pytest.mark.parametrize(
@@ -25,23 +25,23 @@ from dist_template.wings.rehearse.shrink_model import dropouts, shrink_architect
     ],
 )
 def test_a_small_architecture_has_the_structure_of_the_large(model_type: str, kept: dict[str, Any]) -> None:
-    small = shrink_architecture(AutoConfig.for_model(model_type), seq_len=32)
+    small = shrink_model.shrink_architecture(AutoConfig.for_model(model_type), seq_len=32)
     assert {name: small[name] for name in kept} == kept
     rebuilt = AutoConfig.for_model(**small)
-    assert shrink_architecture(rebuilt, seq_len=32) == small  # it is as small as it gets
-    assert dropouts(rebuilt)
+    assert shrink_model.shrink_architecture(rebuilt, seq_len=32) == small  # it is as small as it gets
+    assert shrink_model.dropouts(rebuilt)
 
 
 def test_a_list_of_layers_is_renumbered() -> None:
     every_second = AutoConfig.for_model("llama4_text", moe_layers=[*range(1, 48, 2)])
-    small = shrink_architecture(every_second, 32)
+    small = shrink_model.shrink_architecture(every_second, 32)
     kept = {"num_hidden_layers": 3, "moe_layers": [1, 2], "no_rope_layers": [1, 1, 0]}  # layers 0, 1 and 3
     assert {name: small[name] for name in kept} == kept
 
 
 def test_heads_that_tensor_parallelism_cannot_divide_stay_so() -> None:
     config = AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=1)
-    assert shrink_architecture(config, 32)["num_key_value_heads"] == 1
+    assert shrink_model.shrink_architecture(config, 32)["num_key_value_heads"] == 1
 
 
 def spec_of(strategy: MeshStrategy) -> dict[str, Any]:
