@@ -44,7 +44,7 @@ MOST_ROOMS = 10  # folders; "public" and "ground" are the files beside them
 
 # Lines of Python in the library. Whoever deletes lowers it; only an issue that names its lines adds an entry to ADDED.
 # The aim is 27,500.
-LINES = 33_774
+LINES = 33_742
 ADDED: dict[str, int] = {}  # title of an issue: lines
 
 WING_MODULE = r"(dist_template|\.*)\.wings\.|wings\."  # as a string; entry points name them in pyproject.toml

@@ -1,5 +1,4 @@
-"""Tensors with different device meshes or placements: groups them, and computes one norm over all
-of them.
+"""Tensors with different device meshes or placements: groups them, and computes one norm over all of them.
 
 Under tensor or expert parallelism some parameters are plain tensors and others DTensors on
 different meshes. torch's functions over lists (fused AdamW, `get_total_norm`, `clip_grad_norm_`)
@@ -70,9 +69,7 @@ def refuse_scalars(model: nn.Module, what: str) -> None:
             )
 
 
-def by_layout(
-    items: Iterable[T], tensor: Callable[[Any], Tensor] = lambda item: item
-) -> list[list[T]]:
+def by_layout(items: Iterable[T], tensor: Callable[[Any], Tensor] = lambda item: item) -> list[list[T]]:
     """Returns `items` in groups of equal layout of their `tensor`, in order of appearance."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for item in items:

@@ -1,5 +1,4 @@
-"""Strategies for any Lightning Trainer; importing this file registers their names:
-`Trainer(strategy="fsdp2")`.
+"""Strategies for any Lightning Trainer; importing this file registers their names: `Trainer(strategy="fsdp2")`.
 
 All of them run on GPUs and on CPU processes. Those of ZeRO need the package deepspeed.
 """
@@ -32,6 +31,4 @@ NAMES: dict[str, tuple[type, dict[str, Any]]] = {  # name in Lightning's registr
 }
 
 for _name, (_kind, _arguments) in NAMES.items():
-    StrategyRegistry.register(
-        _name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments
-    )
+    StrategyRegistry.register(_name, _kind, (_kind.__doc__ or "").split("\n")[0], override=True, **_arguments)

@@ -105,9 +105,7 @@ def _bad_output(trainer: L.Trainer, module: Any, batches: list[Any]) -> tuple[st
     return None
 
 
-def _note_call(
-    calls: list[Call], activations: list[Tensor], name: str, module: nn.Module, *given: Any
-) -> None:
+def _note_call(calls: list[Call], activations: list[Tensor], name: str, module: nn.Module, *given: Any) -> None:
     *inputs, output = given
     inputs, outputs = list(_floats(inputs)), list(_floats(output))
     activations += [tensor for tensor in (*inputs, *outputs) if tensor.requires_grad]

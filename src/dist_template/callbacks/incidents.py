@@ -1,7 +1,6 @@
 """Records anomalous steps for callbacks/numerics.py.
 
-`incidents.jsonl` has a line for each anomalous step, `jumps.json` the samples that later attempts
-of the run skip.
+`incidents.jsonl` has a line for each anomalous step, `jumps.json` the samples that later attempts of the run skip.
 """
 
 from __future__ import annotations

@@ -40,11 +40,10 @@ Policy = Literal["stop", "skip", "roll_back"]
 class Numerics(Callback):
     """Skips anomalous optimizer steps, records them, and stops, continues or rolls back.
 
-    `roll_back` ends training with an exit code that asks for a restart, which resumes from the
-    newest checkpoint, written before the incident, and skips the samples of that step
-    (`jumps.json`), as PaLM did (arXiv:2204.02311, section 5.1). The window and the limit are those
-    of OLMo-core's SkipStepOptimizer, with median and median absolute deviation instead of mean and
-    standard deviation, which a spike in the window would increase.
+    `roll_back` ends training with an exit code that asks for a restart, which resumes from the newest checkpoint,
+    written before the incident, and skips the samples of that step (`jumps.json`), as PaLM did (arXiv:2204.02311,
+    section 5.1). The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median absolute
+    deviation instead of mean and standard deviation, which a spike in the window would increase.
 
     Args:
         on_non_finite: Reaction to a non-finite loss or gradient: stop (exit code 65, do not retry),
@@ -117,9 +116,7 @@ class Numerics(Callback):
         self._uses_deepspeed = hasattr(trainer.precision_plugin, "skip_step")
         replace_clipping(pl_module, partial(self._clip_and_check, trainer, pl_module))
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.automatic_optimization:
             self._batches.append(batch)
 

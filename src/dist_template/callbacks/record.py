@@ -33,8 +33,7 @@ from ..records import GIB, write_atomically
 class Record(Callback):
     """Writes the resolved configuration, the environment and the facts, to files and loggers.
 
-    The environment has the git commit and the launch command. A resumed run keeps the earlier
-    files, numbered.
+    The environment has the git commit and the launch command. A resumed run keeps the earlier files, numbered.
 
     Args:
         folder: The run's folder.

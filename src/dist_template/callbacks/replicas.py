@@ -44,10 +44,9 @@ NONE_HELD = torch.iinfo(torch.int64).min
 class Replicas(Callback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
-    Compared are parameters, and floating-point buffers that a checkpoint has, after the first,
-    second and tenth step of each attempt and before each checkpoint is written; after those steps
-    also the moments of torch's optimizers, which differ although a first rate is 0. BatchNorm's
-    running statistics are not compared: each rank has its own.
+    Compared are parameters, and floating-point buffers that a checkpoint has, after the first, second and tenth step of
+    each attempt and before each checkpoint is written; after those steps also the moments of torch's optimizers, which
+    differ although a first rate is 0. BatchNorm's running statistics are not compared: each rank has its own.
 
     Args:
         ignore: Tensors that ranks hold differently on purpose: names, or patterns as `teacher.*`.
@@ -64,9 +63,7 @@ class Replicas(Callback):
         self._positions, self._pending = None, list(STEPS)
         self._first_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if not self._pending or accumulates(trainer):
             return
         if trainer.global_step - self._first_step >= self._pending[0]:
@@ -79,9 +76,7 @@ class Replicas(Callback):
         self._compare(trainer, pl_module)
 
     @torch.no_grad()
-    def _compare(
-        self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool = False
-    ) -> None:
+    def _compare(self, trainer: L.Trainer, module: L.LightningModule, with_moments: bool = False) -> None:
         """Compares the checksums of all ranks. Collective.
 
         Raises:
@@ -135,9 +130,7 @@ class Replicas(Callback):
             found[int.from_bytes(digest, "big")] = (name, tensor)
         return found
 
-    def _report(
-        self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]
-    ) -> None:
+    def _report(self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
         known = [digest for digest in digests if digest in held]
         ranks = weights.from_all_ranks({digest: _figures_of(*held[digest]) for digest in known})

@@ -43,15 +43,13 @@ COMPARED = 4  # batches; two of few samples may be the same by chance
 class SampleOrder(Callback):
     """Makes the order of plain DataLoaders a function of a seed and a position.
 
-    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each
-    optimizer step, shuffled anew for each epoch if the loader shuffles: the same samples on any
-    number of ranks, and the next ones after a resume. Samples that fill no step at an epoch's end
-    come first in the next epoch. Validation and test are distributed over the ranks. If the
-    dataset has `costs`, a number per sample, ranks get equal work in each step.
+    Training takes the next `batch_size` x ranks x `trainer.accumulate_grad_batches` samples in each optimizer step,
+    shuffled anew for each epoch if the loader shuffles: the same samples on any number of ranks, and the next ones
+    after a resume. Samples that fill no step at an epoch's end come first in the next epoch. Validation and test are
+    distributed over the ranks. If the dataset has `costs`, a number per sample, ranks get equal work in each step.
 
-    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's
-    StatefulDataLoader, whose state Lightning saves itself) is not changed, nor is a datamodule
-    with its own order.
+    A loader with an iterable dataset, with a sampler of its own, or of another class (torchdata's StatefulDataLoader,
+    whose state Lightning saves itself) is not changed, nor is a datamodule with its own order.
     """
 
     def __init__(self) -> None:
@@ -94,8 +92,7 @@ class SampleOrder(Callback):
         if overfits or not _is_plain(loader, RandomSampler, SequentialSampler):
             if not overfits and not hasattr(loader, "load_state_dict"):
                 rank_zero_warn(
-                    f"the order of {type(loader).__name__} is its own; a resumed epoch starts again"
-                    " at its first batch"
+                    f"the order of {type(loader).__name__} is its own; a resumed epoch starts again at its first batch"
                 )
             if self._num_ranks > 1 and not overfits and self._first is None:
                 self._first, self._loader = [], loader
@@ -275,9 +272,7 @@ def _seed_of(loader: DataLoader) -> int | None:
     return generator.initial_seed() if generator else int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
 
-def _like(
-    loader: DataLoader, sampler: Any, drop_last: bool, batch_size: int | None = None
-) -> DataLoader:
+def _like(loader: DataLoader, sampler: Any, drop_last: bool, batch_size: int | None = None) -> DataLoader:
     options: dict[str, Any] = {name: getattr(loader, name) for name in KEPT}
     options["worker_init_fn"] = loader.worker_init_fn or isolate_worker
     options |= {"batch_size": batch_size or loader.batch_size}

@@ -23,9 +23,8 @@ STAGE = "pipeline/own_{}_s"  # likewise, of each of a rank's stages
 class Throughput(Callback):
     """Logs perf/*, train/tokens or train/samples, and with several ranks rank/*.
 
-    The time between two log steps is exact on any device, because a log step ends in a transfer
-    that waits for the device. Validation and checkpoints are excluded from it, with the wait for
-    the batch after them.
+    The time between two log steps is exact on any device, because a log step ends in a transfer that waits for the
+    device. Validation and checkpoints are excluded from it, with the wait for the batch after them.
 
     rank/* compares each rank's own time for a step: waiting for its loader, then forward, before
     gradients are reduced. On a GPU, CUDA events measure forward. If forward contains collectives
@@ -68,9 +67,7 @@ class Throughput(Callback):
         if trainer.world_size > 1:  # else no rank reads, and frees, the passes
             self._forward.start()
 
-    def on_before_backward(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         self._forward.stop()
 
     def on_train_batch_end(self, *_: object, **__: object) -> None:
@@ -113,9 +110,7 @@ class Throughput(Callback):
                 figures["perf/mfu"] = tflops / self._peak_tflops
         return figures
 
-    def on_log_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
-    ) -> None:
+    def on_log_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]) -> None:
         times_s = metrics_of(module).of_ranks.get(OWN, [])
         if times_s and not any(map(math.isnan, times_s)):
             slowest = max(times_s)

@@ -41,9 +41,7 @@ class UnusedParameters(Callback):
     def _add(self, name: str, parameter: Any) -> None:
         self._reached.add(name)
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         if not self._checks or accumulates(trainer):
             return
         self._checks = False

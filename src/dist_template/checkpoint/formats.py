@@ -7,8 +7,7 @@
 
 Lightning has two ways to load: by a CheckpointIO (single device, DDP), here `PlainFormat`, and by
 the strategy itself (MeshStrategy, ZeroStrategy), here `load`. Lightning's and torch's converters
-(`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle
-without restrictions."""
+(`consolidate_checkpoint`, `dcp_to_torch_save`) read only the distributed format, and unpickle without restrictions."""
 
 from __future__ import annotations
 
@@ -80,9 +79,7 @@ def format_for(strategy: Strategy) -> CheckpointFormat:
 # ---- opening -------------------------------------------------------------------------------------
 
 
-def verified(
-    path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None
-) -> Opened:
+def verified(path: Path, module: L.LightningModule, is_strict: bool = True, weights_only: bool | None = None) -> Opened:
     """Opens the checkpoint that all ranks load. Collective; rank 0 reads and compares.
 
     Args:
@@ -108,9 +105,7 @@ def verified(
     return opened
 
 
-def read_full(
-    path: str | Path, module: nn.Module | None = None, optimizer: bool = True
-) -> Checkpoint:
+def read_full(path: str | Path, module: nn.Module | None = None, optimizer: bool = True) -> Checkpoint:
     """Reads a checkpoint of any strategy in one process, with full (unsharded) tensors on the host.
 
     Call manifest.agreed before, which verifies the files.
@@ -121,13 +116,11 @@ def read_full(
         optimizer: false skips the optimizer's state, which needs twice the memory of the weights.
 
     Returns:
-        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an
-        fp32 copy. "optimizer_states" holds each optimizer's state by parameter name (optimizer.py),
-        if the checkpoint has any.
+        Lightning's dict. "state_dict" holds the trained weights, in fp32 if the strategy keeps an fp32 copy.
+        "optimizer_states" holds each optimizer's state by parameter name (optimizer.py), if the checkpoint has any.
 
     Raises:
-        InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another
-            model than `module`.
+        InputError: `path` is no checkpoint, incomplete, unreadable, not data alone, or of another model than `module`.
     """
     expected = None
     if module is not None:
@@ -144,9 +137,7 @@ def load_full(path: str | Path, module: nn.Module) -> None:
     module.load_state_dict(read_full(path, module, False)["state_dict"], strict=True)
 
 
-def _opened(
-    path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None
-) -> Opened:
+def _opened(path: Path, module: nn.Module | None, shapes: Shapes | None, weights_only: bool | None = None) -> Opened:
     """Opens a checkpoint that was trained on `module`'s frozen base and has these shapes."""
     format = format_of(path)
     if format is None:
@@ -159,8 +150,7 @@ def _opened(
         how = "with another reference model for data.source Preferences"
         if key == KEY:
             how = (
-                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, but {now['name']} has"
-                f" {now['sha256'][:12]} now"
+                f"on {then['name']} with SHA-256 {then['sha256'][:12]}, but {now['name']} has {now['sha256'][:12]} now"
             )
         raise InputError(
             f"checkpoint {str(path)!r} was trained {how}: restore the run's model.pretrained, or"
@@ -294,9 +284,7 @@ class PlainFormat(CheckpointFormat[Strategy], TorchCheckpointIO):
             return _content(opened.path, opened.weights_only, mmap=False)  # the file may be deleted
         return {"optimizer_states": [], **opened.format.read(opened.path, True)}
 
-    def save_checkpoint(
-        self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, path: str | Path, storage_options: object = None) -> None:
         if Path(path).is_dir():
             self.save(checkpoint, Path(path))
         else:

@@ -52,8 +52,7 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
     """Runs the command line of a project in a process of its own; returns the exit code.
 
     Args:
-        module: The LightningModule as "module:Class", imported when needed; a leading dot means
-            inside `package`.
+        module: The LightningModule as "module:Class", imported when needed; a leading dot means inside `package`.
         data: The LightningDataModule, likewise.
         package: The project's package.
         argv: A verb and its flags. None: sys.argv.

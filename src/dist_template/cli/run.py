@@ -37,8 +37,7 @@ class RunConfig:
     Args:
         name: Name of the experiment; `last` is the newest run of this name.
         root: Folder of all runs.
-        report: Write report.html and report.md at the end of `fit`. false leaves it to the verb
-            `report`.
+        report: Write report.html and report.md at the end of `fit`. false leaves it to the verb `report`.
         plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
             runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
     """
@@ -120,9 +119,7 @@ def new_run(config: RunConfig, timeout_s: float = START_TIMEOUT_S) -> Path:
         run_id = agreed(Variable.RUN_ID, proposal, timeout_s or START_TIMEOUT_S)
     _check_name(Variable.RUN_ID, run_id)
     if Path(run_id).name != run_id or run_id == "..":
-        raise InputError(
-            f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1"
-        )
+        raise InputError(f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1")
     os.environ[Variable.RUN_ID] = run_id
     return config.parent / run_id
 

@@ -38,8 +38,7 @@ class Verb:
         return loaded if self.point.attr else loaded.main
 
     def help_line(self) -> str:
-        """Returns one line about the verb. Its module is parsed, not imported: it may need
-        torch."""
+        """Returns one line about the verb. Its module is parsed, not imported: it may need torch."""
         name, attribute = self.point.name, self.point.attr
         if name in TRAINING:
             return TRAINING[name]

@@ -1,9 +1,8 @@
 """Buffers warnings on ranks other than 0, so that rank 0 prints each once for all ranks.
 
-Otherwise 64 ranks print the same line 64 times. A warning is a message of Python's `warnings`, or
-of `logging` at level WARNING to a terminal. callbacks/messages.py sends them to rank 0. Every rank
-prints errors at once, and so do libraries in C++. Outside training each process flushes its own
-buffer, at its exit and in a hang. Only a SIGKILL loses warnings.
+Otherwise 64 ranks print the same line 64 times. A warning is a message of Python's `warnings`, or of `logging` at level
+WARNING to a terminal. callbacks/messages.py sends them to rank 0. Every rank prints errors at once, and so do libraries
+in C++. Outside training each process flushes its own buffer, at its exit and in a hang. Only a SIGKILL loses warnings.
 
 No slow imports here: libraries also warn while they are imported.
 """

@@ -1,5 +1,4 @@
-"""Everything that depends on private names of other libraries, or replaces a part of them; nothing
-else may.
+"""Everything that depends on private names of other libraries, or replaces a part of them; nothing else may.
 
 lightning.py             state of the Trainer and its strategies, `self.log`, the launcher, loggers
 lightning_cli.py         LightningCLI and its parser
@@ -29,8 +28,7 @@ def replaced(owner: Any, **values: Any) -> Generator[None]:
     """Inside, `owner` has these attributes; afterwards the ones that it had before.
 
     Raises:
-        AttributeError: `owner` has no such attribute, so that another version of its library would
-            not read it.
+        AttributeError: `owner` has no such attribute, so that another version of its library would not read it.
     """
     before = [(name, name in vars(owner), getattr(owner, name)) for name in values]
     for name, value in values.items():

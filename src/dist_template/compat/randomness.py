@@ -34,9 +34,7 @@ def turn_dropout_off(note: Callable[[], object]) -> None:
     """
     functional = torch.nn.functional
 
-    def identity(
-        input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
+    def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if training and p:
             note()
         return input

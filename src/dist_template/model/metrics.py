@@ -93,9 +93,8 @@ class MetricBuffer:
         num_ranks: int = 1,
         agree: Callable[[list[str]], list[str]] | None = None,
     ) -> dict[str, float]:
-        """Returns the mean over ranks and time of every metric, and clears the buffer, by one
-        collective and one device-to-host transfer. Sums are in float64 where the device supports
-        it.
+        """Returns the mean over ranks and time of every metric, and clears the buffer, by one collective and one
+        device-to-host transfer. Sums are in float64 where the device supports it.
 
         Args:
             all_reduce: Maps (n,) of each rank to their sum.
@@ -147,8 +146,7 @@ class MetricBuffer:
             for value, version in added:
                 if version_of(value) != version:
                     raise InputError(
-                        f"{name} was changed in place after `self.track`; give it `value.clone()`"
-                        " in module.py"
+                        f"{name} was changed in place after `self.track`; give it `value.clone()` in module.py"
                     )
             alike[len(added), added[0][0].dtype, added[0][0].device].append(name)
         sums: dict[str, Tensor] = {}

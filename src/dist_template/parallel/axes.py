@@ -1,5 +1,4 @@
-"""The axes of MeshStrategy's mesh, outermost first, and what transformers' plans say of them. No
-torch."""
+"""The axes of MeshStrategy's mesh, outermost first, and what transformers' plans say of them. No torch."""
 
 from __future__ import annotations
 

@@ -70,18 +70,14 @@ def candidates(nodes: int, devices: int) -> Iterator[Candidate]:
                     yield _of_mesh(pp, replicas, fsdp, 1, ep, schedule)
 
 
-def _of_mesh(
-    pp: int, replicas: int, fsdp: int, tp: int, ep: int, schedule: str = SCHEDULES[0]
-) -> Candidate:
+def _of_mesh(pp: int, replicas: int, fsdp: int, tp: int, ep: int, schedule: str = SCHEDULES[0]) -> Candidate:
     sizes: dict[str, Any] = {"dp_replicate_size": replicas, "tp_size": tp, "ep_size": ep}
     sizes |= {"pp_size": pp} if pp > 1 else {}
     options = {key: size for key, size in sizes.items() if size > 1}
     kinds = {"pp": pp, "fsdp2": fsdp, "tp": tp, "ep": ep}
     if replicas > 1:
         kinds = {"pp": pp, f"hsdp {replicas} x": fsdp, "tp": tp, "ep": ep}
-    name = " x ".join(
-        f"{kind} {size}" for kind, size in kinds.items() if size > 1 or "hsdp" in kind
-    )
+    name = " x ".join(f"{kind} {size}" for kind, size in kinds.items() if size > 1 or "hsdp" in kind)
     if pp > 1:
         sizes["pp_schedule"] = schedule
         file = "pp_ep" if ep > 1 else "pp_fsdp2" if fsdp > 1 else "pp"

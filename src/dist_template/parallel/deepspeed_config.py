@@ -215,8 +215,7 @@ def _agree_on_precision(config: dict[str, Any], precision: str) -> list[str]:
 def _drop_optimizer(config: dict[str, Any]) -> list[str]:
     """Removes `optimizer` and `scheduler`. Returns a conflict for each value that is not "auto".
 
-    DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step DeepSpeed's
-    scheduler."""
+    DeepSpeed's optimizer would also decay norms and biases, and Lightning does not step DeepSpeed's scheduler."""
     given = {name: config.pop(name, None) or {} for name in ("optimizer", "scheduler")}
     if given["optimizer"].get("type") == "AdamW":
         given["optimizer"] = given["optimizer"] | {"type": AUTO}
@@ -224,8 +223,7 @@ def _drop_optimizer(config: dict[str, Any]) -> list[str]:
     if of_schedule and {*of_schedule.values()} == {AUTO}:  # Hugging Face's files name a type too
         given["scheduler"] = {}
     return [
-        f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and"
-        " schedule: remove it"
+        f"{key} is {json.dumps(value)} in the DeepSpeed file, and model.optim sets optimizer and schedule: remove it"
         for key, value in flatten(given).items()
         if value != AUTO
     ]

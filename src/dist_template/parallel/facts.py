@@ -136,8 +136,7 @@ class Sent(NamedTuple):
     """One kind of collective of a rank in an optimizer step.
 
     In rings: of a tensor of S bytes over n ranks, each rank sends S (n-1)/n in n-1 messages when it
-    is gathered or scattered, and both twice when it is all-reduced; an all-to-all sends as much as
-    a gather.
+    is gathered or scattered, and both twice when it is all-reduced; an all-to-all sends as much as a gather.
 
     Args:
         kind: As torch names it.

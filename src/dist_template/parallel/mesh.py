@@ -3,16 +3,14 @@
     dense parameters    (pp, dp_replicate, fsdp, tp)
     experts             (pp, dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
 
-A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get
-the same rows, and so do cp neighbours along fsdp, which share each sequence (sequence.py); the
-folder pipeline/ runs the stages of pp. What is sharded how says transformers' plan in the model's
-configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model
-of transformers. A model without plans is sharded block by block with torch's `fully_shard`, and so
-is a plain LightningModule whose layers are made in `__init__`.
+A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get the same rows, and so
+do cp neighbours along fsdp, which share each sequence (sequence.py); the folder pipeline/ runs the stages of pp. What
+is sharded how says transformers' plan in the model's configuration (`base_model_tp_plan`, `base_model_ep_plan`,
+`base_model_fsdp_plan`), for every model of transformers. A model without plans is sharded block by block with torch's
+`fully_shard`, and so is a plain LightningModule whose layers are made in `__init__`.
 
-Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two
-dimensions only, does not know transformers' plans, cannot save strided shards, and refuses a single
-rank; this file adds that."""
+Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two dimensions only, does not
+know transformers' plans, cannot save strided shards, and refuses a single rank; this file adds that."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
     Args:
         fsdp_size: Ranks over which parameters, gradients and optimizer state are sharded. auto: all
             that the other sizes leave.
-        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all
-            that are left.
-        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node.
-            1: off.
+        dp_replicate_size: Replicas of these shards (HSDP), usually one per node. 1: off. auto: all that are left.
+        tp_size: Ranks that share each matrix product (tensor parallelism), at most those of a node. 1: off.
         ep_size: Ranks that hold different experts; a multiple of tp_size that divides fsdp_size x
             tp_size. 1: off. auto: fsdp_size x tp_size.
         cp_size: Ranks that share each sequence, for sequences that are too long for one device;
@@ -65,15 +61,11 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
         pp_schedule: The order of micro-batches: GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble
             (pp_stages_per_rank stages on each rank), ZBVZeroBubble or DualPipeV (two stages).
         pp_stages_per_rank: Stages of each rank in the interleaved schedules.
-        pp_layers: Blocks of each stage, in order. cost: by their weights, the output layer's too.
-            even: equally many.
-        fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight.
-            null: none.
-        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers.
-            null: none.
+        pp_layers: Blocks of each stage, in order. cost: by their weights, the output layer's too. even: equally many.
+        fsdp_plan: Overrides the model's plan: module name to free_full_weight or keep_full_weight. null: none.
+        tp_plan: Overrides the model's plan: module or parameter name to a style of transformers. null: none.
         ep_plan: Overrides the model's plan for experts. null: none.
-        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the
-            device.
+        cpu_offload: Keep parameters, gradients and optimizer state in host memory. false: on the device.
         reduce_each_micro_batch: Reduce-scatter gradients in every micro-batch of an accumulation,
             and accumulate shards. false: only in the last one, which sends less but accumulates
             unsharded gradients: 4 bytes per parameter on every device (2 in bf16-true).
@@ -273,9 +265,8 @@ class MeshStrategy(RunDefaults, ModelParallelStrategy):
 
     @property
     def replica_tolerance(self) -> float:
-        """Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics
-        (a backward pass of attention) round differently each time. Under HSDP each replica sums the
-        norm in a group of its own."""
+        """Under tensor parallelism every rank repeats what is not sharded, and kernels with atomics (a backward pass of
+        attention) round differently each time. Under HSDP each replica sums the norm in a group of its own."""
         if self.mesh_sizes.tp > 1:
             return 1e-2
         return 1e-5 if self.mesh_sizes.dp_replicate > 1 else 0.0

@@ -292,9 +292,7 @@ class Mesh(Plain):
     def savings(self, facts: Facts) -> Iterator[Saving]:
         if not self.reduce_each_micro_batch:
             key = f"{ARGS}.reduce_each_micro_batch"
-            sentence = (
-                "Gradients reduced in every micro-batch: more communication, same loss curve."
-            )
+            sentence = "Gradients reduced in every micro-batch: more communication, same loss curve."
             yield Saving(sentence, {key: (False, True)})
         if self.sizes(facts.world_size).fsdp > 1 and not self.cpu_offload:
             sentence = f"Parameters, gradients and optimizer state in host memory: {SLOWER}"

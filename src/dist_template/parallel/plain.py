@@ -1,10 +1,9 @@
 """Strategies of Lightning's own, one device and DDP first; and the formulas that all strategies
 share, of the memory of a rank. Sizes are bytes; docs/strategies explains them.
 
-Weights, gradients and optimizer state follow from parameters, strategy and precision. Activations
-are traced (`Facts.traced`, within 15 %), or counted as tensors (Korthikanti et al.,
-arXiv:2205.05198, section 4.1) of blocks with a gated MLP, norms in fp32, fused attention and no
-dropout, which is right within a factor of two."""
+Weights, gradients and optimizer state follow from parameters, strategy and precision. Activations are traced
+(`Facts.traced`, within 15 %), or counted as tensors (Korthikanti et al., arXiv:2205.05198, section 4.1) of blocks with
+a gated MLP, norms in fp32, fused attention and no dropout, which is right within a factor of two."""
 
 from __future__ import annotations
 
@@ -187,8 +186,7 @@ class Plain:
         return float(facts.layers)
 
     def logits(self, facts: Facts) -> float:
-        """Returns the logits of a chunk; the gradient of a trained output layer is summed in fp32
-        over chunks."""
+        """Returns the logits of a chunk; the gradient of a trained output layer is summed in fp32 over chunks."""
         tokens, chunk = self.tokens(facts), facts.loss_chunk
         if not chunk or chunk >= tokens:
             return LOGIT_BYTES * tokens * facts.vocab_size
@@ -228,8 +226,7 @@ class Plain:
         return {}
 
     def slowdown(self, facts: Facts) -> float:
-        """Returns the time of a step over that of a rank that computes its even part without a
-        pause."""
+        """Returns the time of a step over that of a rank that computes its even part without a pause."""
         return 1.0
 
     def on_host(self, facts: Facts) -> tuple[float, float]:

@@ -65,8 +65,7 @@ class RunDefaults:
 
     Attributes:
         layers: The model's layers on this rank.
-        replica_tolerance: How much replicas may differ on a GPU by rounding alone, relative to
-            their norm.
+        replica_tolerance: How much replicas may differ on a GPU by rounding alone, relative to their norm.
         has_replicas: Whether tensors of the same place on two ranks are comparable.
         frees_gradients: Whether gradients are gone once they are reduced.
     """

@@ -57,9 +57,7 @@ def refuse_adapters(model: Any) -> None:
         if inner := compat.wrappers_of_parameters(module):
             base = pattern_of(name) + ".base_layer" * len(inner)
             rules = [rule.rpartition(".") for rule in model.tp_plan]
-            plan = {
-                last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base
-            }
+            plan = {last: model.tp_plan[f"{base}.{last}"] for path, _, last in rules if path == base}
             if plan and plan != EXPERT_PLAN:
                 raise InputError(
                     f"adapters of {name} are not sharded by its tensor-parallel plan"

@@ -1,9 +1,8 @@
 """ZeRO by DeepSpeed, on any accelerator.
 
-Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts
-ZeRO-3 from uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm
-and clipping do not), and lets a module clip gradients before they are reduced; this file changes
-that."""
+Lightning's DeepSpeedStrategy starts the processes and builds the engine. It refuses CPUs, starts ZeRO-3 from
+uninitialized weights, divides gradients by the accumulation twice (AdamW hides it, norm and clipping do not), and lets
+a module clip gradients before they are reduced; this file changes that."""
 
 from __future__ import annotations
 
@@ -51,23 +50,18 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class ZeroStrategy(RunDefaults, DeepSpeedStrategy):
     """Shards by DeepSpeed's ZeRO.
 
-    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results
-    are equal, nothing is compiled at the start, and the module's own optimizer runs. Half precision
-    is DeepSpeed's, under `-mixed` and `-true` alike: weights in bf16 or fp16, and sharded fp32
-    weights that the optimizer updates.
+    Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results are equal, nothing is
+    compiled at the start, and the module's own optimizer runs. Half precision is DeepSpeed's, under `-mixed` and
+    `-true` alike: weights in bf16 or fp16, and sharded fp32 weights that the optimizer updates.
 
     Args:
-        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in
-            `config`, else 2.
+        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. null: the value in `config`, else 2.
         offload_optimizer: Keep and update optimizer state in host memory. null, false: the value in
             `config`, if there is one.
         offload_parameters: Keep parameters there too, stage 3 only. null, false: as above.
-        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a
-            GPU.
-        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these
-            arguments.
-        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded
-            update.
+        pin_memory: Page-lock that memory, so that copies overlap computation. auto: if there is a GPU.
+        config: A DeepSpeed JSON file, or its content, in place of the other arguments. null: these arguments.
+        sub_group_size: Elements updated at once in stage 3; limits the memory of an offloaded update.
         prefetch_bucket_size: Elements gathered ahead of use in stage 3, which hides communication.
         param_persistence_threshold: Smaller parameters (elements: norms, biases, routers) stay
             unsharded in stage 3: a collective would cost more than their memory.

@@ -1,5 +1,4 @@
-"""ZeroStrategy's configuration: what DeepSpeed does not support, memory and messages of its stages.
-No torch."""
+"""ZeroStrategy's configuration: what DeepSpeed does not support, memory and messages of its stages. No torch."""
 
 from __future__ import annotations
 
@@ -114,10 +113,7 @@ class Zero(Plain):
             )
         for folder in {str(self.zero[section].get("nvme_path")) for section in nvme}:
             if setup.machine.is_this_one and not Path(folder).is_dir():
-                yield (
-                    f"{ARGS}.nvme_path {folder!r} is not a folder of this machine: give one on a"
-                    " fast local disk"
-                )
+                yield (f"{ARGS}.nvme_path {folder!r} is not a folder of this machine: give one on a fast local disk")
         if setup.optimizer:
             yield from self._optimizer(*setup.optimizer["class_path"].rpartition(".")[::2])
         if setup.trains:
@@ -134,8 +130,7 @@ class Zero(Plain):
         """DeepSpeed passes flat shards to the optimizer, which must be element-wise."""
         if "optimizer" in self.given:
             yield (
-                f"--optimizer {name}, and {ARGS}.config, the DeepSpeed file, has an `optimizer`:"
-                " remove one of the two"
+                f"--optimizer {name}, and {ARGS}.config, the DeepSpeed file, has an `optimizer`: remove one of the two"
             )
         allowed = module.startswith("torch.optim") and name in ELEMENTWISE
         if not allowed and not self.given.get("zero_allow_untested_optimizer"):

@@ -37,9 +37,8 @@ class TextModule(TrainingModule):
     Args:
         loss_chunk: Tokens whose logits are in memory at a time. null: the micro-batch's, for a
             model that changes its logits after the output layer.
-        loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for
-            GPUs, in chunks that it chooses; it computes cross entropy itself and does not call
-            `loss` and `sums`.
+        loss_kernel: What computes the loss. liger: Liger's fused kernel, a separate package for GPUs, in chunks that it
+            chooses; it computes cross entropy itself and does not call `loss` and `sums`.
         adapter: Train LoRA adapters and freeze everything else. null: train all weights.
         preference: The loss of pairs, which data.source Preferences yields in place of texts.
         sample_tokens: Tokens that `generate` appends to a prompt.
@@ -114,8 +113,7 @@ class TextModule(TrainingModule):
         return found
 
     def sums(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Returns sums over all or some tokens by name: the first is minimized, the others are
-        metrics.
+        """Returns sums over all or some tokens by name: the first is minimized, the others are metrics.
 
         `labels` (B, T) are already shifted; -100 does not count.
         """
@@ -126,8 +124,7 @@ class TextModule(TrainingModule):
         }
 
     def sums_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is
-        differentiable."""
+        """Returns `sums` over all tokens, or pairs, of a micro-batch. Only the first is differentiable."""
         if PAIRS in batch:
             return pair_sums(self, batch)
         if not self.chunked_loss.applies_to(batch["labels"]):
@@ -182,9 +179,7 @@ class TextModule(TrainingModule):
     def generate(self, input_ids: Tensor) -> Tensor:
         """Tokens (1, T + n), n <= `sample_tokens`, within `seq_len`; keeps training's RNG state."""
         if not hasattr(self.model, "generate"):
-            raise InputError(
-                f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate"
-            )
+            raise InputError(f"{type(self.model).__name__} has no generate: write {type(self).__name__}.generate")
         # False: published weights may come with sampling switched on
         sampling: dict[str, Any] = {"do_sample": bool(self.sample_temperature)}
         if self.sample_temperature:

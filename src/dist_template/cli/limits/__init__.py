@@ -67,8 +67,6 @@ def violations(
         saves_asynchronously: last_checkpoint.asynchronous.
         monitor: best_checkpoint.monitor; None if no best checkpoint is kept.
     """
-    setup = Setup(
-        machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor
-    )
+    setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, monitor)
     found = [sentence for topic in TOPICS for sentence in topic(setup)]
     return found or [*trial.trial(setup)] or [*proven.refused(setup)]

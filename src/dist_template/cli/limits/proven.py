@@ -30,9 +30,7 @@ def refused(setup: Setup) -> Iterator[str]:
         )
 
 
-def notes(
-    config: Any, module: Any, data: Any, strategy: Any, world_size: int, project: Path
-) -> Iterator[str]:
+def notes(config: Any, module: Any, data: Any, strategy: Any, world_size: int, project: Path) -> Iterator[str]:
     """Yields lines about what nobody has compared with one process, and about what leaks."""
     found = proof.verdict(config, proof.axes_of(strategy, world_size, module), project)
     if found.kind == "unproven":

@@ -1,5 +1,4 @@
-"""What a pipeline's schedule costs: its bubble, the activations that ranks keep, even stages. No
-torch.
+"""What a pipeline's schedule costs: its bubble, the activations that ranks keep, even stages. No torch.
 
     p    ranks of a pipeline          v    stages of each rank          m    micro-batches of a step
 
@@ -12,9 +11,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-Schedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 Layers = Literal["cost", "even"] | list[int]
 V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}
 ONE_STAGE = {"GPipe", "1F1B"}
@@ -35,9 +32,7 @@ def stages_of_rank(schedule: str, rank: int, size: int, per_rank: int) -> list[i
     return list(range(rank, size * per_rank, size))
 
 
-def bubble(
-    schedule: str, stages_of_pipeline: int, stages_per_rank: int, micro_batches: int
-) -> float:
+def bubble(schedule: str, stages_of_pipeline: int, stages_per_rank: int, micro_batches: int) -> float:
     """Returns a rank's idle time as a fraction of its compute time.
 
     A rank waits for p - 1 passes of one of its stages before it starts or after it ends. In GPipe
@@ -45,9 +40,8 @@ def bubble(
     passes, 3 units of time each: (p - 1) / (v m). The others compute the gradients of weights
     meanwhile (Qi et al., arXiv:2401.10241) and wait for 1 unit each: (p - 1) / (3 v m).
 
-    Exact for torch's orders of passes, if a stage's forward pass, its inputs' gradients and its
-    weights' gradients each take the same time, messages take none, and m is p or more
-    (ZBVZeroBubble: 3 p / 2).
+    Exact for torch's orders of passes, if a stage's forward pass, its inputs' gradients and its weights' gradients each
+    take the same time, messages take none, and m is p or more (ZBVZeroBubble: 3 p / 2).
 
     Args:
         schedule: One of Schedule.

@@ -66,9 +66,7 @@ class StagePass:
         return has_started and (self.is_last or self.sent is None)
 
     @contextmanager
-    def running(
-        self, bounds: tuple[int, int], received: Tensor | None, ends_step: bool
-    ) -> Generator[None]:
+    def running(self, bounds: tuple[int, int], received: Tensor | None, ends_step: bool) -> Generator[None]:
         """Inside, a forward pass runs the stage with these bounds."""
         self.start, self.stop = bounds
         self.received, self.sent, self.ends_step = received, None, ends_step
@@ -202,9 +200,7 @@ class Division:
             if not is_local:
                 module = _replace(model, module)
             self._gated.append((module, is_before))
-        self.modules = {
-            stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here
-        }
+        self.modules = {stage: [*blocks[slice(*bounds[stage])], *ends.get(stage, ())] for stage in here}
 
     def gate(self, model: nn.Module) -> None:
         """Passes over modules of other stages in a forward pass; call it when `model` is sharded.

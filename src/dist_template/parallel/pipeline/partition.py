@@ -1,5 +1,4 @@
-"""Partitions a model into pipeline stages: finds the blocks, the embedding and head, and the blocks
-of each stage."""
+"""Partitions a model into pipeline stages: finds the blocks, the embedding and head, and the blocks of each stage."""
 
 from __future__ import annotations
 
@@ -70,9 +69,8 @@ def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[
     Args:
         model: With all of its modules.
         num_stages: Of all ranks.
-        layers: Blocks of each stage; "even"; or "cost": the squares of the stages' costs have the
-            least sum. A block's cost is the number of its weights that a token meets, and the
-            output layer's is added to the last stage.
+        layers: Blocks of each stage; "even"; or "cost": the squares of the stages' costs have the least sum. A block's
+            cost is the number of its weights that a token meets, and the output layer's is added to the last stage.
 
     Raises:
         InputError: the numbers do not fit the model.

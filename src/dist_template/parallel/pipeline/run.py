@@ -11,10 +11,9 @@ A step, from top to bottom (`Pipeline.training_step`; docs/strategies/pipeline.m
 4  Gradients that FSDP2 has accumulated are reduced once, and a tied weight's copies summed.
 5  Every rank returns the sum of the losses, which Lightning's backward pass does not follow.
 
-Weights sharded by FSDP2 inside a stage are gathered once per optimizer step (ZeRO-1), as torch's
-schedules do. In validation a batch moves through the stages while the next one follows; the sums of
-TextModule stay on the last stage until the split ends. Other calls of the model (generate) run
-stage by stage, and every rank gets the output.
+Weights sharded by FSDP2 inside a stage are gathered once per optimizer step (ZeRO-1), as torch's schedules do. In
+validation a batch moves through the stages while the next one follows; the sums of TextModule stay on the last stage
+until the split ends. Other calls of the model (generate) run stage by stage, and every rank gets the output.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class Pipeline(Layers):
         facts: What facts.json has of the stages.
     """
 
-    def __init__(
-        self, model: nn.Module, division: Division, strategy: Any, facts: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, division: Division, strategy: Any, facts: dict[str, Any]) -> None:
         self.model, self.division, self.running = model, division, division.stage
         self.module: Any = strategy.lightning_module
         self.device, self.facts = strategy.root_device, facts
@@ -70,15 +67,11 @@ class Pipeline(Layers):
             self.messages = dist.new_group()
         self.batch_group = strategy.stages.get_group("of_stage")
         self.rank_of: dict[int, int] = {}  # of each stage
-        for rank, stages in zip(
-            dist.get_process_group_ranks(self.group), facts["stages"], strict=True
-        ):
+        for rank, stages in zip(dist.get_process_group_ranks(self.group), facts["stages"], strict=True):
             self.rank_of |= dict.fromkeys(stages, rank)
         self.last = self.rank_of[self.num_stages - 1]
         self._ends = None  # this rank's pair of a first and a last stage
-        for pair in (
-            strategy.stages.mesh[[0, -1]].T.tolist() if self.last != self.rank_of[0] else ()
-        ):
+        for pair in strategy.stages.mesh[[0, -1]].T.tolist() if self.last != self.rank_of[0] else ():
             group = dist.new_group(pair)  # of all ranks, in one order
             self._ends = group if dist.get_rank() in pair else self._ends
         self._queue: list[tuple[Any, ...]] = []  # arguments of `training_step`, by micro-batch
@@ -142,17 +135,13 @@ class Pipeline(Layers):
         dist.broadcast(total, self.last, self.group)
         return total.requires_grad_()
 
-    def _schedule_of(
-        self, step: Callable[..., Any], queue: list[tuple[Any, ...]]
-    ) -> tuple[Any, list[Stage]]:
-        """Returns torch's schedule and this rank's stages, made once for a number of micro-batches
-        and their shapes."""
+    def _schedule_of(self, step: Callable[..., Any], queue: list[tuple[Any, ...]]) -> tuple[Any, list[Stage]]:
+        """Returns torch's schedule and this rank's stages, made once for a number of micro-batches and their shapes."""
         first = shapes_of(queue[0])
         for args in queue:
             if (shapes := shapes_of(args)) != first:
                 raise InputError(
-                    f"a pipeline needs micro-batches of equal shapes, not {first} and {shapes}:"
-                    " pack or pad the rows"
+                    f"a pipeline needs micro-batches of equal shapes, not {first} and {shapes}: pack or pad the rows"
                 )
         key = (len(queue), first)
         if key in self._schedules:
@@ -223,8 +212,7 @@ class Pipeline(Layers):
         return None
 
     def _run_all_stages(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Outside of a step, a call of the model runs all stages and returns the last one's output
-        on every rank."""
+        """Outside of a step, a call of the model runs all stages and returns the last one's output on every rank."""
         if self.running.is_active:
             return forward(*args, **kwargs)
         key, output = ("whole", shapes_of((args, kwargs))), None
@@ -246,9 +234,7 @@ class Pipeline(Layers):
         return tree_map(lambda leaf: next(received) if isinstance(leaf, Tensor) else leaf, output)
 
     @contextmanager
-    def _stage(
-        self, stage: int, received: Tensor | None, ends_step: bool = True
-    ) -> Generator[None]:
+    def _stage(self, stage: int, received: Tensor | None, ends_step: bool = True) -> Generator[None]:
         with self.running.running(self.division.bounds[stage], received, ends_step):
             yield
 

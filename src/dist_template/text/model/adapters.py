@@ -43,18 +43,16 @@ class AdapterConfig:
     """LoRA adapters; everything else in the model is frozen.
 
     Args:
-        targets: Names of the linear layers and stacked expert parameters that get an adapter, such
-            as [q_proj, v_proj]; a longer name (layers.0.self_attn.q_proj) selects one layer.
-            all-linear: all of them but the output layer, routers, and layers whose weight a kernel
-            reads (out_proj of Mamba).
+        targets: Names of the linear layers and stacked expert parameters that get an adapter, such as [q_proj, v_proj];
+            a longer name (layers.0.self_attn.q_proj) selects one layer. all-linear: all of them but the output layer,
+            routers, and layers whose weight a kernel reads (out_proj of Mamba).
         rank: Width of the adapters.
         alpha: Scale of the update: alpha / rank, or with rslora alpha / sqrt(rank).
         dropout: Dropout probability of an adapter's input. 0: off, as it must be for experts.
         rslora: Scale by the square root of the rank, which keeps large ranks stable.
         dora: Learn the length of each output row besides its direction (DoRA); not under tensor
             parallelism and not for experts.
-        trainable: Names of modules that are trained in full besides, such as [embed_tokens,
-            lm_head, norm].
+        trainable: Names of modules that are trained in full besides, such as [embed_tokens, lm_head, norm].
         quantize: nf4 stores the frozen linear layers, but for the output layer and stacked experts,
             in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off.
     """
@@ -76,10 +74,7 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
     from peft import LoraConfig
 
     if not hasattr(model, "add_adapter"):
-        raise InputError(
-            f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to"
-            " null"
-        )
+        raise InputError(f"model.adapter needs a model of transformers, not {type(model).__name__}: set it to null")
     check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
     known = {name for name, module in model.named_modules() if [*module.parameters()]}
     trained: list[nn.Module] = []

@@ -1,7 +1,6 @@
 """The figures of a run on which its memory depends, with its keys or with changed ones; no torch.
 
-`parallel/plain.py` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them
-with tensors."""
+`parallel/plain.py` has the formulas; tests/wings/diagnose/test_diagnosis_memory.py compares them with tensors."""
 
 from __future__ import annotations
 

@@ -61,9 +61,7 @@ class MemoryUse:
         return freed
 
 
-def memory_use(
-    history: History, memory: dict[str, Any], phase: str = "", is_first: bool = False
-) -> MemoryUse:
+def memory_use(history: History, memory: dict[str, Any], phase: str = "", is_first: bool = False) -> MemoryUse:
     """Divides the measured memory of a rank into parts; if not measured, returns the estimate.
 
     Args:
@@ -75,8 +73,7 @@ def memory_use(
     estimate = Estimate(history)
     estimated, parts = estimate.parts(), estimate.state()
     used, limit, requested, outside, unused = (
-        GIB * (memory.get(f"{name}_gib") or 0.0)
-        for name in ("used", "total", "asked", "outside", "pieces")
+        GIB * (memory.get(f"{name}_gib") or 0.0) for name in ("used", "total", "asked", "outside", "pieces")
     )
     if not used:
         return MemoryUse(history, _sorted(estimated), estimated, limit)
@@ -137,10 +134,7 @@ def _remedies(use: MemoryUse, estimate: Estimate) -> Iterator[Saving]:
         sentence = "Matrix products in bf16: faster; see docs/strategies/numerics.md."
         yield Saving(sentence, {"trainer.precision": (run.precision, "bf16-mixed")})
     if run.checkpointing != "full" and run.layers > 1:  # `full` works with every strategy
-        sentence = (
-            "Activation checkpointing: backward recomputes each block, about a third more compute,"
-            " same loss."
-        )
+        sentence = "Activation checkpointing: backward recomputes each block, about a third more compute, same loss."
         yield Saving(sentence, {"model.blocks.checkpointing": (run.checkpointing, "full")})
     if not run.on_host:
         yield from (saving for saving in savings if saving.is_on_host)

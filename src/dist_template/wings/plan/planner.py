@@ -34,8 +34,7 @@ class Planner:
         return candidate.sharding.stage_facts(self.traced.model, world_size)
 
     def options(self, machine: Machine) -> list[Planned]:
-        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best
-        first.
+        """Returns the best micro-batch, checkpointing and schedule of each strategy, the best first.
 
         Raises:
             InputError: `fit` accepts no strategy, or no model of one can be traced.
@@ -56,9 +55,7 @@ class Planner:
         accepted = self._accepted(machine)
         return any(o.fits for each in accepted for o in self.ranked(each, machine, [1], ["full"]))
 
-    def ranked(
-        self, candidate: Candidate, machine: Machine, sizes: list[int], modes: list[str]
-    ) -> list[Planned]:
+    def ranked(self, candidate: Candidate, machine: Machine, sizes: list[int], modes: list[str]) -> list[Planned]:
         """Returns the estimates for micro-batches of `sizes` sequences and for `modes` of
         checkpointing, the best first; without a mode whose trace fails, as `failed` explains."""
         found: list[Planned] = []

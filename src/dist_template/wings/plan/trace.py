@@ -1,9 +1,8 @@
 """A model without memory: its sizes, and the bytes of its activations.
 
-The full model is on the meta device. Of it a model with one block of each kind is traced forward
-and backward, then one with two of a kind: the difference is a block. Gradients of parameters are
-not computed: what is counted is activations, their gradients, and the 16-bit copies of weights that
-autocast keeps.
+The full model is on the meta device. Of it a model with one block of each kind is traced forward and backward, then one
+with two of a kind: the difference is a block. Gradients of parameters are not computed: what is counted is activations,
+their gradients, and the 16-bit copies of weights that autocast keeps.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ class Traced:
         self.flops_per_token = self.size.flops_per_token(self._seq_len) or 0.0
         cast_experts()
 
-    def activations(
-        self, rows: int, half: bool, casts: bool, tp: int, mode: str
-    ) -> tuple[float, float]:
+    def activations(self, rows: int, half: bool, casts: bool, tp: int, mode: str) -> tuple[float, float]:
         """Returns the bytes of `rows` sequences that forward keeps, and the most in backward, with
         weights of 16 bits (`half`) or cast, on `tp` tensor-parallel ranks, checkpointed by `mode`.
         """
@@ -93,9 +90,7 @@ class Traced:
                 total = total + len(others) * (longer - base)
         return total
 
-    def _trace(
-        self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any
-    ) -> Tensor:
+    def _trace(self, numbers: tuple[int, ...], rows: int, half: bool, casts: bool, tp: int, mode: Any) -> Tensor:
         """Returns (2,): the bytes at the end of forward, and the peak of backward."""
         short, leaf = self._short(numbers, tp), []
         wrap_blocks(short, BlockConfig(mode))

@@ -199,9 +199,7 @@ def _with_kind(record: RunRecord, name: str) -> str:
     return f"buffer {name}" if record.is_buffer(name) else name
 
 
-def _lost(
-    uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = ""
-) -> str:
+def _lost(uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = "") -> str:
     """Names state that changed during training and differs after the resume, or returns ""."""
     lost: dict[str, tuple[str, str | None]] = {}  # name: value, value after the resume
     starts = _states(uninterrupted, resumed, 0, kind)
@@ -244,9 +242,7 @@ def first_difference(expected: Tensors, got: Tensors, tolerance: float = 0.0) ->
     return ""
 
 
-def differences(
-    expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0
-) -> dict[str, str]:
+def differences(expected: Tensors, got: Tensors, tolerance: float, floor: float = 0.0) -> dict[str, str]:
     """Returns {name: how it differs}; `tolerance` is relative to a tensor's largest value, or to
     `floor` if that is larger."""
     found: dict[str, str] = {}

@@ -123,9 +123,7 @@ def _document_starts(batch: Mapping[str, Tensor]) -> Tensor:
     return positions == 0
 
 
-def _forward(
-    module: nn.Module, call: ForwardCall, changed: Mapping[Tensor, Tensor] | None = None
-) -> dict[str, Tensor]:
+def _forward(module: nn.Module, call: ForwardCall, changed: Mapping[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
     hooks = ForwardHooks(module)
     call.repeat(module, changed)
     hooks.remove()

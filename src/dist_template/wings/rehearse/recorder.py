@@ -69,17 +69,13 @@ class Recorder(Callback):
         state = fingerprint(torch.get_rng_state())
         self._write("rows", step=trainer.global_step + 1, rows=rows, random=state)
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if not self._has_gradients:
             self._has_gradients = True
             gradients = ((name, each.grad) for name, each in pl_module.named_parameters())
             self._write("gradients", tensors=replica_hashes(gradients))
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object) -> None:
         if trainer.global_step != self._recorded_step:
             self._write_step(trainer, pl_module, metrics_of(pl_module).latest)
 
@@ -95,9 +91,7 @@ class Recorder(Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save_weights("end", pl_module)
 
-    def _write_step(
-        self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]
-    ) -> None:
+    def _write_step(self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]) -> None:
         self._recorded_step = trainer.global_step
         buffers = dict(module.named_buffers())
         rates: list[float] = []  # of the next step
@@ -150,9 +144,8 @@ def labels_in(batch: object) -> Tensor | tuple:
 def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:
     """Returns {name: (shard, hash)} of this rank's tensors.
 
-    Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded
-    tensor, and its coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold
-    the same.
+    Ranks with the same shard of a tensor must have the same hash. `shard` is "" for an unsharded tensor, and its
+    coordinate for a sharded one. ZeRO-3's partitions are skipped: no two ranks hold the same.
     """
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:

@@ -96,9 +96,8 @@ def shrink(
 ) -> Small:
     """Returns the small configuration of `given`, the production one with every key resolved.
 
-    `folder` is the destination of text and runs. `keep_data` keeps the configured source and
-    tokenizer. Raises InputError if the strategy does not work on `processes`; None: the fewest
-    that it needs.
+    `folder` is the destination of text and runs. `keep_data` keeps the configured source and tokenizer. Raises
+    InputError if the strategy does not work on `processes`; None: the fewest that it needs.
     """
     config = copy.deepcopy(given)
     spec = config["trainer"]["strategy"]

@@ -172,9 +172,7 @@ def _figure(panel: Panel, histories: list[History], names: list[str]) -> Figure 
     return Figure(panel, data, x, y, layout)
 
 
-def _buttons(
-    data: list[dict[str, object]], tokens: list[np.ndarray], is_log: bool
-) -> dict[str, object]:
+def _buttons(data: list[dict[str, object]], tokens: list[np.ndarray], is_log: bool) -> dict[str, object]:
     """Returns the buttons above a plot: what the x axis shows, and the scale of the y axis."""
     scales = [{"yaxis.type": "log"}, {"yaxis.type": "linear"}]
     first, second = scales[::-1] if is_log else scales

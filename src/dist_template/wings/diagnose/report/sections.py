@@ -211,9 +211,7 @@ def _goodput(histories: list[History], names: list[str]) -> Parts:
 def _configuration(history: History) -> Parts:
     parts: Parts = []
     if history.defaults:
-        rows = [
-            [key, shown(value), shown(default)] for key, value, default in from_defaults(history)
-        ]
+        rows = [[key, shown(value), shown(default)] for key, value, default in from_defaults(history)]
         note = "" if rows else "Every key has its default."
         head = ["key", "this run", "default"]
         parts.append(Table("What differs from the defaults", head, rows, note))

@@ -62,9 +62,7 @@ def out_of_memory(history: History) -> Iterator[Finding]:
     title, evidence = "out of memory", f"{evidence}. {used_by}"
     steps, ranks = (step, step), [crash["rank"] for crash in crashes]
     explains = ("memory_nearly_full", "crashed")
-    yield Finding(
-        "out_of_memory", "error", "certain", title, evidence, causes, steps, ranks, explains
-    )
+    yield Finding("out_of_memory", "error", "certain", title, evidence, causes, steps, ranks, explains)
 
 
 def crashed(history: History) -> Iterator[Finding]:
@@ -107,9 +105,7 @@ def loss_not_finite(history: History) -> Iterator[Finding]:
     title, evidence = "the loss or the gradient is not finite", "; ".join(parts) + "."
     causes = _why_not_finite(history, steps[0], origin, ranks, incidents)
     span, explains = (steps[0], steps[-1]), ("loss_diverges", "loss_spikes", "early_loss_jump")
-    yield Finding(
-        "loss_not_finite", level, "certain", title, evidence, causes, span, ranks, explains
-    )
+    yield Finding("loss_not_finite", level, "certain", title, evidence, causes, span, ranks, explains)
 
 
 def _why_not_finite(

@@ -83,9 +83,7 @@ def slow_rank(history: History) -> Iterator[Finding]:
     confidence = "certain" if same >= ALWAYS_SAME_RANK and times > 1.5 else "likely"
     title, steps = f"all ranks wait for rank {rank}{host}", robust.span(when_slowest)
     explains = ("waits_for_data",)
-    yield Finding(
-        "slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], explains
-    )
+    yield Finding("slow_rank", "warning", confidence, title, evidence, causes, steps, [rank], explains)
 
 
 def fp32_on_gpu(history: History) -> Iterator[Finding]:
@@ -135,9 +133,7 @@ def memory_grows(history: History) -> Iterator[Finding]:
         f"memory/allocated_gib went from {first:.2f} to {last:.2f} between steps {begin} and {end},"
         f" {1024 * rate:.3g} MiB per step{full}."
     )
-    cause = Cause(
-        "A tensor of every step is kept: a list of losses, or a sum of losses without .detach()."
-    )
+    cause = Cause("A tensor of every step is kept: a list of losses, or a sum of losses without .detach().")
     title = "memory grows from step to step"
     yield Finding("memory_grows", "warning", "likely", title, evidence, [cause], (begin, end))
 
